@@ -1,0 +1,70 @@
+"""Who updates which parameter, and how fast over the run. Knows no data and no files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.transformer import Decoder
+
+_WARM_UP_STEPS = 100
+_WARM_DOWN_FROM = 0.6
+
+
+class Optimiser:
+    """Muon for the matrices of the blocks, AdamW for embeddings and norms, one learning-rate schedule over both.
+
+    Source of Muon: Jordan et al. 2024; Newton-Schulz orthogonalised momentum as in torch.optim.Muon.
+    """
+
+    def __init__(self, decoder: Decoder, *, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
+        matrices = [p for p in decoder.blocks.parameters() if p.ndim == 2]
+        chosen = {id(p) for p in matrices}
+        others = [p for p in decoder.parameters() if id(p) not in chosen]
+        self.parts: dict[str, torch.optim.Optimizer] = {
+            "muon": torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95),
+            "adamw": torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        }
+        self._base_lr = {"muon": matrix_lr, "adamw": other_lr}
+        self._parameters = list(decoder.parameters())
+
+    def step(self, lr_factor: float) -> float:
+        """Clips to norm 1, updates, clears the gradients. Returns the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for name, part in self.parts.items():
+            for group in part.param_groups:
+                group["lr"] = self._base_lr[name] * lr_factor
+            part.step()
+            part.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state as flat names: part.parameter.key."""
+        return {
+            f"{name}.{index}.{key}": value
+            for name, part in self.parts.items()
+            for index, state in part.state_dict()["state"].items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of tensors()."""
+        for name, part in self.parts.items():
+            state: dict[int, dict[str, Tensor]] = {}
+            for flat, value in tensors.items():
+                owner, _, rest = flat.partition(".")
+                if owner == name:
+                    index, _, key = rest.partition(".")
+                    state.setdefault(int(index), {})[key] = value
+            part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+
+def lr_factor(step: int, fraction: float) -> float:
+    """Share of the full learning rate: linear warm-up by steps, constant, linear warm-down over the last 40 %.
+
+    fraction: how much of the run is done, in [0, 1].
+    """
+    warm_up = min(1.0, (step + 1) / _WARM_UP_STEPS)
+    warm_down = min(1.0, (1.0 - fraction) / (1.0 - _WARM_DOWN_FROM))
+    return warm_up * max(warm_down, 0.0)

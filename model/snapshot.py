@@ -1,0 +1,63 @@
+"""The state of an unfinished training run on disk: weights, optimiser, position. Newest good one wins.
+
+A snapshot is a folder, complete before it gets its name, so that a crash at any moment leaves the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from model.checkpoint import CheckpointError, sync_directory, write_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run stands, and what must not change when it goes on."""
+
+    step: int
+    seconds: float
+    """Time spent training so far."""
+    digest: str
+    """Corpus.digest."""
+    shape: str
+    """repr of the ModelConfig."""
+
+
+def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) -> None:
+    """Writes step-N below `folder`, then removes older ones. Raises CheckpointError; the older ones then stay."""
+    unfinished = folder / f".step-{position.step:08d}"
+    finished = folder / unfinished.name[1:]
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_file(unfinished / "state.safetensors", save(contiguous))
+        write_file(unfinished / "position.json", json.dumps(asdict(position)).encode())
+        shutil.rmtree(finished, ignore_errors=True)
+        unfinished.rename(finished)
+        sync_directory(folder)
+    except OSError as error:
+        raise CheckpointError(f"{finished}: cannot be written ({error.strerror})") from None
+    for older in _snapshots(folder)[1:]:
+        shutil.rmtree(older, ignore_errors=True)
+
+
+def load_snapshot(folder: Path) -> tuple[Position, dict[str, Tensor]] | None:
+    """The newest readable snapshot below `folder`, or None."""
+    for path in _snapshots(folder):
+        try:
+            position = Position(**json.loads((path / "position.json").read_text()))
+            return position, load_file(path / "state.safetensors")
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            print(f"warning: {path} is damaged and passed over ({error})", flush=True)
+    return None
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True)

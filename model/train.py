@@ -1,0 +1,252 @@
+"""From text files to a weights directory: python -m model.train --data PATH... --out DIR. Knows nothing of serving.
+
+Prints progress, held-out bits per byte and samples; ends with the command that serves the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import CausalAttend
+from model.card import RunFacts, model_card
+from model.checkpoint import WEIGHTS_FILE, save_weights, write_file
+from model.data import Corpus, DataError, Order, prepare
+from model.device import choose_device, choose_dtype, describe
+from model.optimiser import Optimiser, lr_factor
+from model.options import parser, shape
+from model.sample import sample_text
+from model.snapshot import Position, load_snapshot, save_snapshot
+from model.transformer import Decoder
+
+_PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
+_SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+
+
+class Diverged(RuntimeError):
+    """The loss is not a finite number any more."""
+
+
+class Interrupted(RuntimeError):
+    """A signal asked the run to end; the state is saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted with everything saved."""
+    options = parser().parse_args(argv)
+    try:
+        Run(options).train()
+    except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except Interrupted as interrupt:
+        again = shlex.join(["python", "-m", "model.train", *(argv or sys.argv[1:])])
+        resume = again if options.resume else f"{again} --resume"
+        print(f"interrupted by {interrupt}; everything is saved. Go on with:\n{resume}", file=sys.stderr)
+        return interrupt.exit_code
+    return 0
+
+
+class Run:
+    """One training run, from its options to its weights directory."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out = Path(options.out)
+        self.work = self.out / ".training"
+        self.device = choose_device(options.device)
+        self.shape = shape(options)
+        self.corpus: Corpus = prepare(
+            options.data, self.work, vocab_size=self.shape.vocab_size, straighten=options.straighten
+        )
+        self.order = Order(self.corpus.train, length=self.shape.context, windows=options.windows, seed=options.seed)
+        self.decoder = Decoder(self.shape).initialise(options.seed).to(self.device)
+        self.optimiser = Optimiser(
+            self.decoder, matrix_lr=options.matrix_lr, other_lr=options.lr, weight_decay=options.weight_decay
+        )
+        self.step = 0
+        self.seconds = 0.0
+        self._signal = 0
+
+    def train(self) -> None:
+        """Trains to the end of the schedule and writes the result."""
+        if self.work_exists():
+            self._resume()
+        self._describe()
+        self._catch_signals()
+        last_report = last_save = started = time.monotonic()
+        before = self.seconds
+        while (fraction := self.fraction_done()) < 1.0:
+            loss = self._update(lr_factor(self.step, fraction))
+            self.step += 1
+            now = time.monotonic()
+            self.seconds = before + now - started
+            if self._signal:
+                self._save_snapshot()
+                raise Interrupted(self._signal)
+            if now - last_report >= self.options.report_seconds:
+                self._report(loss, fraction)
+                last_report = now
+            if now - last_save >= self.options.save_seconds:
+                self._save_snapshot()
+                print(f"step {self.step}: held-out bits per byte {self.bits_per_byte(40_000):.4f} (a part)", flush=True)
+                last_save = time.monotonic()
+        self._save_snapshot()
+        self._finish()
+
+    def work_exists(self) -> bool:
+        """Whether an unfinished run stands in the output directory. Raises DataError unless told what to do with it."""
+        found = any(self.work.glob("step-*"))
+        if found and not self.options.resume and not self.options.overwrite:
+            raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
+        return found and bool(self.options.resume)
+
+    def fraction_done(self) -> float:
+        """How much of the run is done: the largest share of any limit given."""
+        options, tokens_a_step = self.options, self.options.windows * self.shape.context
+        shares = [
+            self.step / options.steps if options.steps else 0.0,
+            self.step * self.options.windows / (options.epochs * self.order.per_epoch) if options.epochs else 0.0,
+            self.step * tokens_a_step / options.tokens if options.tokens else 0.0,
+            self.seconds / (60 * options.max_minutes) if options.max_minutes else 0.0,
+        ]
+        return max(shares)
+
+    @torch.no_grad()
+    def bits_per_byte(self, max_tokens: int | None = None) -> float:
+        """Bits the model needs per byte of held-out text, read in windows of the context (of the first tokens only)."""
+        ids = torch.from_numpy(self.corpus.held_out.astype("int64"))
+        part = ids[: max_tokens or len(ids)]
+        nats, length = 0.0, self.shape.context
+        for start in range(0, len(part) - 1, length):
+            window = part[start : start + length + 1].to(self.device)
+            with self._autocast():
+                nats += float(self._loss(window[:-1], window[1:], len(window) - 1))
+        n_bytes = sum(len(self.corpus.tokenizer.bytes_of[token]) for token in part[1:].tolist())
+        return nats / math.log(2) / max(n_bytes, 1)
+
+    def _update(self, factor: float) -> float:
+        """One optimiser step over `windows` windows, in micro-batches. Returns the mean loss in nats per token."""
+        batch = torch.from_numpy(self.order.batch(self.step))
+        losses = []
+        for part in batch.split(self.options.micro_windows):
+            inputs, targets = part[:, :-1].flatten().to(self.device), part[:, 1:].flatten().to(self.device)
+            with self._autocast():
+                loss = self._loss(inputs, targets, self.shape.context) / (len(batch) * self.shape.context)
+            loss.backward()
+            losses.append(loss.detach())
+        total = float(torch.stack(losses).sum())
+        if not math.isfinite(total):
+            raise Diverged(f"the loss became {total} at step {self.step}; the last snapshot stands in {self.work}")
+        self.optimiser.step(factor)
+        return total
+
+    def _loss(self, inputs_T: Tensor, targets_T: Tensor, length: int) -> Tensor:
+        positions_T = torch.arange(length, device=self.device).repeat(len(inputs_T) // length)
+        hidden_TD = self.decoder(inputs_T, positions_T, CausalAttend(length))
+        return F.cross_entropy(self.decoder.head(hidden_TD).float(), targets_T, reduction="sum")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if choose_dtype(self.options.dtype, self.device) == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _save_snapshot(self) -> None:
+        position = Position(step=self.step, seconds=self.seconds, digest=self.corpus.digest, shape=repr(self.shape))
+        weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
+        save_snapshot(self.work, position, weights | self.optimiser.tensors())
+
+    def _resume(self) -> None:
+        snapshot = load_snapshot(self.work)
+        if snapshot is None:
+            raise DataError(f"{self.work}: no readable snapshot; start anew with --overwrite")
+        position, tensors = snapshot
+        if position.shape != repr(self.shape):
+            raise DataError(f"the run in {self.work} has another shape; give the same flags or --overwrite")
+        if position.digest != self.corpus.digest:
+            raise DataError(f"the run in {self.work} was started on other data; give the same data or --overwrite")
+        mine = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
+        self.decoder.load_state_dict(mine)
+        self.optimiser.load_tensors(tensors)
+        self.step, self.seconds = position.step, position.seconds
+
+    def _describe(self) -> None:
+        corpus = self.corpus
+        print(
+            f"{self.shape.n_params / 1e6:.2f} M parameters on {describe(self.device)}; {corpus.n_documents} documents,"
+            f" {len(corpus.train)} training and {len(corpus.held_out)} held-out tokens; step {self.step}",
+            flush=True,
+        )
+
+    def _report(self, loss: float, fraction: float) -> None:
+        tokens = self.step * self.options.windows * self.shape.context
+        epoch = self.step * self.options.windows / self.order.per_epoch
+        left = self.seconds * (1 - fraction) / max(fraction, 1e-9)
+        print(
+            f"step {self.step} loss {loss:.4f} tokens {tokens / 1e6:.2f}M epoch {epoch:.2f}"
+            f" {tokens / self.seconds:.0f} tokens/s {100 * fraction:.1f} % done, {left / 60:.0f} min left",
+            flush=True,
+        )
+
+    def _finish(self) -> None:
+        """Weights, tokenizer, samples and card into the output directory."""
+        tokenizer, bits = self.corpus.tokenizer, self.bits_per_byte()
+        dtype = getattr(torch, self.options.export_dtype)
+        for name, content in tokenizer.files().items():
+            write_file(self.out / name, content.encode())
+        save_weights(
+            self.out, self.decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation={"do_sample": True, **_SAMPLING}
+        )
+        samples = {p: sample_text(self.decoder, tokenizer, p, 120, seed=1, **_SAMPLING) for p in _PROMPTS}
+        for prompt, text in samples.items():
+            print(f"--- {prompt}{text}\n", flush=True)
+        facts = RunFacts(
+            command=shlex.join(["python", "-m", "model.train", *sys.argv[1:]]),
+            device=describe(self.device),
+            seed=self.options.seed,
+            steps=self.step,
+            tokens=self.step * self.options.windows * self.shape.context,
+            minutes=self.seconds / 60,
+            train_tokens=len(self.corpus.train),
+            n_documents=self.corpus.n_documents,
+            bits_per_byte=bits,
+            date=datetime.now(UTC).date().isoformat(),
+            about=Path(self.options.about).read_text(encoding="utf-8").strip() if self.options.about else "",
+        )
+        sha256 = hashlib.sha256((self.out / WEIGHTS_FILE).read_bytes()).hexdigest()
+        write_file(self.out / "README.md", model_card(self.shape, facts, samples, sha256).encode())
+        print(f"held-out bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
+        print(f"serve it: python -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
+
+    def _catch_signals(self) -> None:
+        def first(number: int, _frame: object) -> None:
+            self._signal = number
+            signal.signal(number, signal.SIG_DFL)  # the second one ends at once
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, first)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
