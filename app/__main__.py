@@ -1,0 +1,42 @@
+"""python -m app serve | complete | bench | check, and `inkstream` with the same verbs and train."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+_USAGE = """usage: inkstream VERB [options]
+
+  serve                serve a weights directory over HTTP
+  complete "text"      continue a text through a running service
+  bench --url URL      load a running service and print its speed
+  check DIR            validate a weights directory
+  train --data PATH... --out DIR   train a model (python -m model.train)
+
+inkstream VERB --help tells a verb's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: those of the verb; 2 for an unknown one."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    # Each verb is imported when it is asked for: serve must answer before train's torch would be loaded.
+    match verb:
+        case "serve":
+            from app.cli.serve import main as run
+        case "complete":
+            from app.cli.complete import main as run
+        case "bench":
+            from benchmarks.load import main as run
+        case "check":
+            from app.cli.check import main as run
+        case "train":
+            from model.train import main as run
+        case _:
+            print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
+            return 0 if verb in ("-h", "--help") else 2
+    return run(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

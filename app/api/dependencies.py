@@ -1,0 +1,53 @@
+"""What routes ask for: the service, and a body that is small enough and of the right shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+from pydantic import BaseModel, ValidationError
+
+from app.api.errors import ApiError, from_validation
+from app.api.metrics import Metrics
+from app.service import Service
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _metrics(request: Request) -> Metrics:
+    metrics: Metrics = request.app.state.metrics
+    return metrics
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+MetricsDep = Annotated[Metrics, Depends(_metrics)]
+
+
+async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
+    """The JSON body as `model`. Raises ApiError 400, 413, 415; never holds more than `limit` bytes.
+
+    Read by hand and not by FastAPI, which would take the whole body first, and let NaN and endless nesting through.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    try:
+        return model.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise from_validation(error, model.model_fields) from None
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route's openapi_extra: the body that read_body() reads."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

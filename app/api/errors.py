@@ -1,0 +1,139 @@
+"""One shape for every error, whoever raises it: {"error": {message, type, param, code, request_id, ...}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from app.engine.errors import ContextLengthExceeded, EngineError, EngineFailed, InvalidRequest, Unavailable
+
+_log = logging.getLogger("inkstream")
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `extra` goes into the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.extra = dict(extra or {})
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """The error object, in its envelope."""
+        error = {
+            "message": str(self),
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+            "request_id": request_id,
+        }
+        return {"error": {**error, **self.extra}}
+
+
+def from_engine(error: EngineError) -> ApiError:
+    """What the engine's errors are over HTTP."""
+    match error:
+        case ContextLengthExceeded():
+            numbers = {"prompt_tokens": error.prompt_tokens, "max_model_len": error.max_model_len}
+            return ApiError(400, str(error), param="prompt", code="context_length_exceeded", extra=numbers)
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param)
+        case Unavailable():
+            return ApiError(503, str(error), headers={"Retry-After": str(error.retry_after)})
+        case EngineFailed():
+            return ApiError(500, str(error), code="engine_failed")
+    return ApiError(500, "the request could not be completed")
+
+
+def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
+    """The first thing that pydantic found wrong, in words for the caller."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = str(first["loc"][0])[:60] if first["loc"] else None
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is not valid JSON: {first['msg'].partition(': ')[2][:120]}", code="invalid_json"
+        )
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"unknown field {name!r}; allowed are {', '.join(fields)}", param=name, code="unknown_field"
+        )
+    if first["type"] == "missing":
+        return ApiError(400, f"{name} is required", param=name)
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{name}: {message}" if name else message, param=name)
+
+
+def install(app: FastAPI) -> None:
+    """Every exception that can leave a route becomes the one shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineError, _on_engine_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def request_id_of(request: Request) -> str:
+    """The id that RequestIds gave this request."""
+    return str(request.scope.get("inkstream_request_id", ""))
+
+
+def respond(request: Request, error: ApiError) -> Response:
+    """The error as a response."""
+    request_id = request_id_of(request)
+    headers = {**error.headers, "X-Request-Id": request_id}
+    return JSONResponse(error.body(request_id), status_code=error.status, headers=headers)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return respond(request, error)
+
+
+async def _on_engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    return respond(request, from_engine(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: unknown route, wrong method."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return respond(request, ApiError(404, f"there is no route {request.url.path[:100]}", headers=headers))
+    if error.status_code == 405:
+        allowed = headers.get("Allow", "another method")
+        return respond(
+            request, ApiError(405, f"{request.method[:20]} is not allowed here; use {allowed}", headers=headers)
+        )
+    return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    _log.error("request %s failed", request_id_of(request), exc_info=error)
+    return respond(request, ApiError(500, "an error on our side; the request id names it in the server's log"))

@@ -1,0 +1,90 @@
+"""Prometheus metrics of one service: histograms that requests fill, and the engine's own counters at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.completion import Completion
+from app.engine.client import EngineClient
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """A registry of its own, so that two services in one process do not meet."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineState(engine))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"inkstream_{name}", text, buckets=buckets, registry=self._registry)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"inkstream_{name}", text, labels, registry=self._registry)
+
+        self._first_token = histogram("time_to_first_token_seconds", "Request submitted to first token.", _SLOW)
+        self._inter_token = histogram("inter_token_latency_seconds", "Between two tokens of a request.", _FAST)
+        self._duration = histogram("request_duration_seconds", "Request submitted to its end.", _SLOW)
+        self._queue = histogram("queue_duration_seconds", "Request submitted to its first step.", _SLOW)
+        self._prefill = histogram("prefill_duration_seconds", "First step to first token.", _SLOW)
+        self._prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts.")
+        self._generation_tokens = counter("generation_tokens_total", "Tokens generated.")
+        self._cached_tokens = counter("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache.")
+        self._requests = counter("requests_total", "Requests that ended.", ("finish_reason",))
+        self._rejected = counter("rejected_total", "Requests that were refused.", ("reason",))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused; `reason` is one of a few fixed words."""
+        self._rejected.labels(reason).inc()
+
+    def progressed(self, completion: Completion) -> None:
+        """Takes the gaps between tokens, so that long streams show while they run."""
+        for gap in completion.gaps:
+            self._inter_token.observe(gap)
+        completion.gaps.clear()
+
+    def ended(self, completion: Completion, finish_reason: str, duration: float) -> None:
+        """A request is over; `finish_reason` is one of a few fixed words."""
+        self.progressed(completion)
+        clock = completion.clock
+        self._requests.labels(finish_reason).inc()
+        self._duration.observe(duration)
+        self._prompt_tokens.inc(completion.prompt_tokens)
+        self._generation_tokens.inc(completion.n_tokens)
+        self._cached_tokens.inc(completion.cached_tokens)
+        if clock.started is not None:
+            self._queue.observe(clock.started - clock.submitted)
+        if clock.first_token is not None:
+            self._first_token.observe(clock.first_token - clock.submitted)
+            if clock.started is not None:
+                self._prefill.observe(clock.first_token - clock.started)
+
+
+class _EngineState(Collector):
+    """Reads the engine client when somebody scrapes."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._engine.counters
+        used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
+        yield GaugeMetricFamily("inkstream_requests_running", "Requests being computed.", counters.running)
+        yield GaugeMetricFamily("inkstream_requests_waiting", "Requests in the queue.", counters.waiting)
+        yield GaugeMetricFamily("inkstream_kv_cache_usage_ratio", "Share of the cache blocks in use.", used)
+        yield GaugeMetricFamily(
+            "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))
+        )
+        yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
+        yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)

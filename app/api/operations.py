@@ -1,0 +1,64 @@
+"""What operators and page need: health, metrics, the model's facts. Knows no completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from app.api.dependencies import MetricsDep, ServiceDep
+from app.api.metrics import CONTENT_TYPE
+from app.engine.errors import NotReady
+
+router = APIRouter()
+
+
+@router.get("/health/live")
+async def live() -> dict[str, str]:
+    """200 as long as the process answers."""
+    return {"status": "live"}
+
+
+@router.get("/health")
+@router.get("/health/ready")
+async def ready(service: ServiceDep) -> JSONResponse:
+    """200 when completions are served; 503 with the phase of the start, or while draining."""
+    try:
+        service.require_ready()
+    except NotReady as error:
+        headers = {"Retry-After": str(error.retry_after)}
+        return JSONResponse({"status": "not ready", "phase": service.phase}, status_code=503, headers=headers)
+    return JSONResponse({"status": "ready", "phase": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(metrics: MetricsDep) -> Response:
+    """Prometheus text."""
+    return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.head("/metrics", include_in_schema=False)
+async def metrics_head() -> Response:
+    """Some benchmark clients ask whether there are metrics."""
+    return Response(headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/v1/models")
+async def models(service: ServiceDep) -> dict[str, Any]:
+    """The one model that is served, and its facts."""
+    ready, _ = service.require_ready()
+    facts = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "inkstream",
+        "max_model_len": ready.context,
+        "n_params": ready.n_params,
+        "n_vocab": ready.vocab_size,
+        "dtype": ready.dtype,
+        "device": ready.device,
+        "weights_version": ready.weights_version,
+        "sampling_defaults": ready.sampling_defaults,
+    }
+    return {"object": "list", "data": [facts]}

@@ -1,0 +1,39 @@
+"""The page in the browser: static files under a strict content security policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import FileResponse
+
+from app.api.errors import ApiError
+
+_FOLDER = Path(__file__).parent.parent / "web"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def page() -> FileResponse:
+    """The completion notebook."""
+    return _file("index.html")
+
+
+@router.get("/web/{name}")
+async def asset(name: str) -> FileResponse:
+    """A script or a style sheet of the page."""
+    return _file(name)
+
+
+def _file(name: str) -> FileResponse:
+    path = _FOLDER / name
+    # A name is one path segment; only files that lie in the folder are served.
+    if path.parent != _FOLDER or path.suffix not in _TYPES or not path.is_file():
+        raise ApiError(404, "there is no such file")
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)

@@ -1,0 +1,139 @@
+"""What the wire may say: request and response bodies of the native door. Shapes and ranges only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_MAX_IDS = 1 << 20
+
+
+class CompleteRequest(BaseModel):
+    """Body of POST /complete. `null` means the default, for every field but the prompt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS)] = Field(
+        description="Text, or token ids. Empty: start from nothing.", examples=["Once upon a time"]
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="Most tokens to generate (128). Clamped to the context."
+    )
+    temperature: float | None = Field(
+        None, ge=0, le=10, description="0 is greedy; higher is wilder. Default: the model's, else 1."
+    )
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Draw from the k most likely tokens; 0 or -1 is off.")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Draw from the fewest tokens that reach this probability; 0 is the best one."
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Leave out tokens less likely than this share of the most likely one."
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="Same seed, prompt and settings: same text. Random if absent."
+    )
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = Field(
+        None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
+    )
+    stream: bool | None = Field(None, description="Server-sent events (the default) or one JSON object.")
+
+
+class TopToken(BaseModel):
+    """A candidate in one place of the text."""
+
+    id: int
+    text: str
+    bytes: list[int]
+    logprob: float | None
+
+
+class Token(TopToken):
+    """A token of the text and its alternatives."""
+
+    top: list[TopToken]
+
+
+class Choice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str = Field(description="stop, length or cancelled.")
+    stop_reason: str | int | None = Field(description="The stop string that was met, if any.")
+    tokens: list[Token] | None = Field(description="Where logprobs were asked for.")
+
+
+class CachedTokens(BaseModel):
+    """How much of the prompt was found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts of the engine."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Timings(BaseModel):
+    """Milliseconds, and tokens per second while decoding."""
+
+    queue_ms: float
+    prefill_ms: float
+    first_token_ms: float
+    decode_ms: float
+    tokens_per_second: float
+
+
+class Receipt(BaseModel):
+    """Sent again with the prompt, it gives the same text on the same hardware and build."""
+
+    weights_version: str
+    seed: int
+    settings: dict[str, Any]
+    prompt_sha256: str
+    version: str
+
+
+class CompleteResponse(BaseModel):
+    """Answer of POST /complete with "stream": false."""
+
+    id: str
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    timings: Timings
+    receipt: Receipt
+
+
+class ErrorBody(BaseModel):
+    """What went wrong, for people and for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    request_id: str
+
+
+class ErrorResponse(BaseModel):
+    """The shape of every error."""
+
+    error: ErrorBody
+
+
+class Cancellation(BaseModel):
+    """Answer of DELETE /complete/{id}."""
+
+    id: str
+    cancelled: bool

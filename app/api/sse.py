@@ -1,0 +1,64 @@
+"""Server-sent events: how a frame is written, and a response that ends with its reader. Knows no completion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache, no-transform",
+    "X-Accel-Buffering": "no",
+}
+_T = TypeVar("_T")
+PING = b": ping\n\n"
+
+
+def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
+    """One event. The JSON is ASCII: some clients take U+2028 for the end of a line."""
+    return f"id: {event_id}\nevent: {name}\ndata: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
+
+
+class EventStreamResponse(Response):
+    """Sends `frames` until they end or the client leaves; calls `close` in every case, also before the first byte."""
+
+    def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._close = close
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(self._pump(send), receive)
+        finally:
+            self._close()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for frame in self._frames:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:
+    """Runs `work`; when the client leaves first, cancels it and returns None."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

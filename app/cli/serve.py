@@ -1,0 +1,42 @@
+"""python -m app serve: flags made from the settings' fields."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from app.server import StartError, serve
+from app.settings import Settings
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 ended by a signal, 1 failed, 2 bad configuration."""
+    given = vars(_parser().parse_args(argv))
+    try:
+        return serve(Settings(**{name: value for name, value in given.items() if value is not None}))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0])
+        print(f"error: {flag(name)} (INKSTREAM_{name.upper()}): {first['msg']}", file=sys.stderr)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def flag(name: str) -> str:
+    """The flag of a settings field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inkstream serve", description="Serve a model over HTTP.", allow_abbrev=False)
+    for name, field in Settings.model_fields.items():
+        how: dict[str, Any] = {"action": "store_const", "const": True} if field.annotation is bool else {"metavar": "X"}
+        parser.add_argument(
+            flag(name), help=f"{field.description} (default: {field.default})".replace("%", "%%"), **how
+        )
+    return parser

@@ -1,0 +1,225 @@
+"""The API process's side of the engine: submit, stream, cancel, watch over, start again. asyncio, no torch.
+
+loading --Ready--> ready --died or silent--> loading ... three times in ten minutes: gone for good
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from app.engine.admission import QueueLimits, check_queue
+from app.engine.errors import EngineFailed, NotReady
+from app.engine.frames import Cancel, Fatal, Phase, Ready, Submit, Up, WorkerConfig
+from app.engine.process import WORKER, EngineProcess
+from app.engine.stream import Stream
+from app.engine.types import Counters, Request, StepReport
+
+_MAX_CRASHES, _CRASH_WINDOW_SECONDS = 3, 600.0
+
+
+class EngineGone(Exception):
+    """The engine does not come back; `exit_code` is what the process should end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EngineClient:
+    """Owns the engine process, the queue as the API process sees it, and all open streams."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        limits: QueueLimits,
+        *,
+        silence_seconds: float = 30.0,
+        command: Sequence[str] = WORKER,
+    ) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self.restarts = 0
+        self.ready: Ready | None = None
+        self.phase = "starting"
+        self._config = config
+        self._command = command
+        self._silence_seconds = silence_seconds
+        self._process: EngineProcess | None = None
+        self._streams: dict[str, Stream] = {}
+        self._waiting: dict[str, int] = {}  # request id -> prompt tokens, by arrival
+        self._start_interval = 0.1  # seconds between two requests leaving the queue, smoothed
+        self._last_start = 0.0
+        self._last_frame = 0.0
+        self._crashes: deque[float] = deque(maxlen=_MAX_CRASHES)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready_event = asyncio.Event()
+        self._gone: EngineGone | None = None
+        self._gone_event = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._process.pid if self._process else None
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds after which a refused request has a chance, from the rate at which the queue moves."""
+        return int(min(120, max(1, self.eta_seconds(len(self._waiting)))))
+
+    def start(self) -> None:
+        """Spawns the engine process; `ready` is set once it has loaded."""
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        """Ends the engine process; open streams end with EngineFailed."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all("the service is shutting down")
+        if self._process:
+            await self._process.end()
+
+    async def wait_ready(self) -> None:
+        """Waits until the engine has loaded."""
+        await self._ready_event.wait()
+
+    async def wait_gone(self) -> EngineGone:
+        """Waits until the engine is gone for good, if ever."""
+        await self._gone_event.wait()
+        assert self._gone is not None
+        return self._gone
+
+    def submit(self, request: Request) -> Stream:
+        """Queues a request. Raises NotReady, QueueFull."""
+        if self.ready is None or self._process is None:
+            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+        self.check_queue(len(request.prompt))
+        stream = self._streams[request.id] = Stream(request, self._drop, self.queue_position)
+        self._waiting[request.id] = len(request.prompt)
+        self._process.send(Submit(request))
+        return stream
+
+    def check_queue(self, prompt_tokens: int = 0) -> None:
+        """Raises QueueFull where one more request would break a bound."""
+        waiting_tokens = sum(self._waiting.values())
+        check_queue(
+            self.limits,
+            waiting=len(self._waiting),
+            waiting_tokens=waiting_tokens,
+            prompt_tokens=prompt_tokens,
+            retry_after=self.retry_after,
+        )
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends an open stream from outside; False where there is none of that name."""
+        stream = self._streams.get(request_id)
+        if stream:
+            stream.cancel()
+        return stream is not None
+
+    def queue_position(self, request_id: str) -> int | None:
+        """Requests in front of this one, or None where it does not wait."""
+        return next((place for place, waiting in enumerate(self._waiting) if waiting == request_id), None)
+
+    def eta_seconds(self, position: int) -> float:
+        """How long a request at this place of the queue is likely to wait."""
+        return (position + 1) * self._start_interval
+
+    def _drop(self, request_id: str) -> None:
+        self._forget(request_id)
+        if self._process:
+            self._process.send(Cancel(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._streams.pop(request_id, None)
+
+    async def _supervise(self) -> None:
+        """One engine process after the other."""
+        while self._gone is None:
+            self._process = process = await EngineProcess.spawn(self._command)
+            self.phase, self._last_frame = "starting", time.monotonic()
+            process.send(self._config)
+            while (frame := await process.receive()) is not None:
+                self._last_frame = time.monotonic()
+                self._take(frame)
+            self.ready = None
+            self._ready_event.clear()
+            await process.end()
+            self._record_crash()
+
+    async def _watch(self) -> None:
+        """Kills an engine that is ready and silent: it owes a report at least once a heartbeat."""
+        while True:
+            await asyncio.sleep(min(1.0, self._silence_seconds / 4))
+            if self.ready and self._process and time.monotonic() - self._last_frame > self._silence_seconds:
+                self._process.kill()
+
+    def _record_crash(self) -> None:
+        self._fail_all("the engine stopped while it worked on this request: send it again")
+        self.restarts += 1
+        now = time.monotonic()
+        self._crashes.append(now)
+        if len(self._crashes) == _MAX_CRASHES and now - self._crashes[0] < _CRASH_WINDOW_SECONDS:
+            self._give_up(EngineGone(f"the engine stopped {_MAX_CRASHES} times in ten minutes", 1))
+
+    def _give_up(self, reason: EngineGone) -> None:
+        if self._gone is None:
+            self._gone = reason
+            self._gone_event.set()
+
+    def _take(self, frame: Up) -> None:
+        match frame:
+            case StepReport():
+                self._take_report(frame)
+            case Phase():
+                self.phase = frame.name
+            case Ready():
+                self.ready, self.phase = frame, "ready"
+                self._ready_event.set()
+            case Fatal():
+                self.phase = frame.message
+                if frame.user_error:
+                    self._give_up(EngineGone(frame.message, 2))
+
+    def _take_report(self, report: StepReport) -> None:
+        self.counters = report.counters
+        for started in report.started:
+            self._note_start(started.request_id)
+            if stream := self._streams.get(started.request_id):
+                stream.push(started)
+        for event in report.events:
+            if stream := self._streams.get(event.request_id):
+                stream.push(event)
+                if event.finish:
+                    self._finish(stream)
+        for failure in report.failed:
+            if stream := self._streams.get(failure.request_id):
+                stream.push(EngineFailed(failure.message))
+                self._finish(stream)
+
+    def _finish(self, stream: Stream) -> None:
+        stream.end()
+        self._forget(stream.request.id)
+
+    def _note_start(self, request_id: str) -> None:
+        now = time.monotonic()
+        # An idle queue says nothing about how fast it moves.
+        if len(self._waiting) > 1 and self._last_start:
+            self._start_interval += 0.1 * (min(now - self._last_start, 60.0) - self._start_interval)
+        self._last_start = now
+        self._waiting.pop(request_id, None)
+
+    def _fail_all(self, message: str) -> None:
+        for stream in list(self._streams.values()):
+            stream.push(EngineFailed(message))
+            self._finish(stream)
+        self.counters = Counters()

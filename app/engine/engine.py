@@ -1,0 +1,52 @@
+"""One step of the engine: plan, run, commit. No threads, no asyncio, no pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from app.engine.scheduler import Scheduler
+from app.engine.types import BatchPlan, Drawn, Request, Started, StepReport
+
+
+class Runs(Protocol):
+    """What the engine needs of a runner; tests bring a fake one."""
+
+    def run(self, plan: BatchPlan) -> dict[str, Drawn]:
+        """Request id -> what was drawn for it."""
+        ...
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zeroes cache blocks."""
+        ...
+
+
+class Engine:
+    """Continuous batching: requests join and leave between any two steps."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runs) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() would do anything."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: str) -> None:
+        """Drops a request; its blocks are free at once."""
+        self.scheduler.cancel(request_id)
+
+    def step(self, announce: Callable[[tuple[Started, ...]], None] = lambda _started: None) -> StepReport:
+        """Computes one batch; `announce` hears of requests that leave the queue before the work on them begins."""
+        plan = self.scheduler.plan()
+        if plan.started:
+            announce(plan.started)
+        report = self.scheduler.commit(plan, self.runner.run(plan))
+        if dirty := self.scheduler.take_dirty():
+            self.runner.clear(dirty)
+        return report

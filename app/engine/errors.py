@@ -1,0 +1,56 @@
+"""Everything that can go wrong with a request, as one tree. Pure.
+
+EngineError
+  InvalidRequest            the caller must change the request
+    ContextLengthExceeded   the prompt is longer than the model's context
+  Unavailable               the caller may try again after `retry_after` seconds
+    QueueFull               too many requests wait already
+    NotReady                the engine is still loading, or comes back after a crash
+  EngineFailed              our fault: the engine died or could not go on with this request
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Root of the tree; the message is written for the user."""
+
+
+class InvalidRequest(EngineError):
+    """A request that can never be served as it is."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt does not fit into the context."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens, the model reads at most {max_model_len}: shorten the prompt",
+            "prompt",
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class Unavailable(EngineError):
+    """Cannot be served now."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFull(Unavailable):
+    """The queue has reached its bound."""
+
+
+class NotReady(Unavailable):
+    """No engine is ready."""
+
+
+class EngineFailed(EngineError):
+    """The engine failed while it worked on a request."""

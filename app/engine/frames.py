@@ -1,0 +1,103 @@
+"""What crosses the pipe between the API process and the engine process, and how: length-prefixed msgpack. No torch.
+
+Down: WorkerConfig once, then Submit, Cancel. Up: Phase while loading, Ready or Fatal, then StepReports.
+Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.ValidationError.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from app.engine.types import Request, StepReport
+
+_LENGTH = struct.Struct("<I")
+HEADER_BYTES = _LENGTH.size
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
+    """Everything the engine process is told at its start."""
+
+    weights: str
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    kv_blocks: int = 0
+    tokens_per_step: int = 256
+    max_running: int = 32
+    heartbeat_seconds: float = 1.0
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """A new request."""
+
+    request: Request
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    """Nobody waits for this request any more."""
+
+    request_id: str
+
+
+class Phase(Struct, frozen=True, tag="phase"):
+    """What the engine is doing before it is ready, for people."""
+
+    name: str
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
+    """What was loaded, and what fits."""
+
+    context: int
+    vocab_size: int
+    n_params: int
+    dtype: str
+    device: str
+    weights_version: str
+    eos_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float]
+    blocks_total: int
+    block_size: int
+
+
+class Fatal(Struct, frozen=True, tag="fatal"):
+    """The engine cannot start or go on; `user_error` means that the configuration is at fault."""
+
+    message: str
+    user_error: bool
+
+
+Down = WorkerConfig | Submit | Cancel
+Up = Phase | Ready | Fatal | StepReport
+
+_encoder = msgspec.msgpack.Encoder()
+_down = msgspec.msgpack.Decoder(Down)
+_up = msgspec.msgpack.Decoder(Up)
+
+
+def encode_frame(message: Down | Up) -> bytes:
+    """The bytes of one frame, length first."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def body_length(header: bytes | bytearray) -> int:
+    """Bytes that follow a header."""
+    length: int = _LENGTH.unpack(header)[0]
+    return length
+
+
+def decode_down(body: bytes) -> Down:
+    """A frame for the engine process."""
+    frame: Down = _down.decode(body)
+    return frame
+
+
+def decode_up(body: bytes) -> Up:
+    """A frame for the API process."""
+    frame: Up = _up.decode(body)
+    return frame

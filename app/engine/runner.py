@@ -1,0 +1,82 @@
+"""A batch plan to drawn tokens: everything that touches the device happens here. Knows no queue and no pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, row_multiple
+from app.engine.sampler import SamplingRow, sample
+from app.engine.types import BatchPlan, Chunk, Drawn, Request, SamplingParams, Sequence
+from model.transformer import Decoder
+
+
+class Runner:
+    """Owns the decoder and the KV cache."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self.device = cache.data.device
+        self._row_multiple = row_multiple(cache.data.dtype)
+
+    @torch.inference_mode()
+    def run(self, plan: BatchPlan) -> dict[str, Drawn]:
+        """Computes every chunk and draws a token for those that sample; request id -> what was drawn."""
+        groups = group_chunks(plan.chunks)
+        chunks = [chunk for group in groups for chunk in group]
+        tokens_T, positions_T, blocks_T = self._inputs(chunks)
+        slots_X = self.cache.slot_rows(blocks_T, positions_T % self.cache.block_size)
+        hidden_TD = self.decoder(tokens_T, positions_T, PagedAttend(self.cache, groups, slots_X))
+        return self._draw(chunks, hidden_TD)
+
+    def warm_up(self, max_rows: int) -> None:
+        """Runs the shapes that real steps have, so that the first request does not pay for first calls."""
+        for rows, length in ((1, 1), (min(8, max_rows), 1), (1, min(128, self.decoder.config.context))):
+            sequences = [_dummy(f"warm-up {i}", length) for i in range(rows)]
+            self.run(BatchPlan(tuple(Chunk(sequence, 0, length) for sequence in sequences)))
+
+    def clear(self, blocks: list[int]) -> None:
+        """See KVCache.clear."""
+        self.cache.clear(blocks)
+
+    def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, positions and blocks [T], padded to the multiple that the law of rows asks for."""
+        size, padding = self.cache.block_size, self.cache.padding_block
+        tokens: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        for chunk in chunks:
+            places = range(chunk.start, chunk.stop)
+            tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
+            positions += places
+            owned = chunk.sequence.blocks
+            blocks += [owned[place // size] for place in places] if owned else [padding] * len(places)
+        extra = -len(tokens) % self._row_multiple
+        filled = (tokens + [0] * extra, positions + [0] * extra, blocks + [padding] * extra)
+        tokens_T, positions_T, blocks_T = torch.tensor(filled, device=self.device)
+        return tokens_T, positions_T, blocks_T
+
+    def _draw(self, chunks: Items[Chunk], hidden_TD: Tensor) -> dict[str, Drawn]:
+        ends, drawing, end = [], [], 0
+        for chunk in chunks:
+            end += chunk.stop - chunk.start
+            if chunk.samples:
+                ends.append(end - 1)
+                drawing.append(chunk.sequence)
+        if not drawing:
+            return {}
+        padded = ends + ends[-1:] * (-len(ends) % self._row_multiple)
+        logits_SV = self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(ends)]
+        rows = [SamplingRow(sequence.request.params, len(sequence.tokens)) for sequence in drawing]
+        drawn = sample(logits_SV, rows)
+        return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
+
+
+def _dummy(name: str, length: int) -> Sequence:
+    """A sequence without blocks: what it writes lands in the padding block."""
+    params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)
+    request = Request(id=name, prompt=(0,) * length, max_tokens=1, params=params)
+    return Sequence(request=request, tokens=[0] * length, arrival=0)

@@ -1,0 +1,124 @@
+"""Logits and per-row parameters in, token ids and log-probabilities out. Pure functions on tensors.
+
+Shape legend: S rows, V vocabulary. Order: log-probabilities of the raw logits, then temperature -> top_k -> top_p ->
+min_p -> draw. Filters are thresholds ("every token at least as likely as this one"), so that ties never depend on the
+order of a sort, and every row is computed on its own: what is drawn depends on (seed, position) and the row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.engine.types import Drawn, SamplingParams
+
+_MASK32 = 0xFFFFFFFF
+_NUCLEUS_TRY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """How to draw one row: the request's parameters and the position of the new token in its sequence."""
+
+    params: SamplingParams
+    position: int
+
+
+def sample(logits_SV: Tensor, rows: Items[SamplingRow]) -> list[Drawn]:
+    """One token for each row; greedy ties go to the lowest id; a row that is not finite gives no token."""
+    logits_SV = logits_SV.float()
+    finite = torch.isfinite(logits_SV).all(-1)
+    chosen_S = logits_SV.argmax(-1)
+    warm = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if warm:
+        chosen_S[warm] = _draw(logits_SV[warm], [rows[i] for i in warm])
+    logprobs = _logprobs(logits_SV, chosen_S, rows)
+    pairs = zip(chosen_S.tolist(), finite.tolist(), strict=True)
+    return [Drawn(token, *logprobs.get(i, ())) if ok else Drawn(None) for i, (token, ok) in enumerate(pairs)]
+
+
+def uniform(seeds: Items[int], positions: Items[int], device: torch.device | None = None) -> Tensor:
+    """[S] float64 in [0, 1): one number for each (seed, position), the same on every device and in every batch."""
+    key_S = torch.tensor(seeds, dtype=torch.int64, device=device)
+    position_S = torch.tensor(positions, dtype=torch.int64, device=device)
+    zero_S = torch.zeros_like(position_S)
+    words = philox((position_S & _MASK32, position_S >> 32, zero_S, zero_S), (key_S & _MASK32, (key_S >> 32) & _MASK32))
+    # 53 bits: the upper 27 of one word, the upper 26 of the next.
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)).double() * 2.0**-53
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox 4x32-10 (Salmon et al., SC 2011) on 32-bit words held in int64: four counter words, two key words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The low 64 bits of the product are right although int64 overflows; the shift's sign bits are masked away.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32 & _MASK32) ^ c1 ^ k0, p1 & _MASK32, (p0 >> 32 & _MASK32) ^ c3 ^ k1, p0 & _MASK32
+        k0, k1 = k0 + 0x9E3779B9 & _MASK32, k1 + 0xBB67AE85 & _MASK32
+    return c0, c1, c2, c3
+
+
+def _draw(logits_SV: Tensor, rows: Items[SamplingRow]) -> Tensor:
+    """[S] ids, by the inverse of the cumulative distribution in the order of the vocabulary."""
+    device, params = logits_SV.device, [row.params for row in rows]
+    temperature_S1 = torch.tensor([p.temperature for p in params], device=device)[:, None]
+    # The maximum goes out first: a tiny temperature must not make infinities of finite logits.
+    scaled_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature_S1
+    probs_SV = scaled_SV.softmax(-1)
+    if any(p.top_k for p in params):
+        probs_SV = _keep_top_k(probs_SV, [p.top_k for p in params])
+    if any(p.top_p < 1 for p in params):
+        probs_SV = _keep_top_p(probs_SV, torch.tensor([p.top_p for p in params], device=device)[:, None])
+    if any(p.min_p for p in params):
+        least_S1 = torch.tensor([p.min_p for p in params], device=device)[:, None] * probs_SV.amax(-1, keepdim=True)
+        probs_SV = probs_SV.where(probs_SV >= least_S1, 0.0)
+    cumulative_SV = probs_SV.double().cumsum(-1)
+    total_S1 = cumulative_SV[:, -1:].contiguous()
+    target_S1 = uniform([p.seed for p in params], [row.position for row in rows], device)[:, None] * total_S1
+    # Rounding may reach the total itself; then the last token with a probability is meant.
+    last_S1 = torch.searchsorted(cumulative_SV, total_S1)
+    return torch.minimum(torch.searchsorted(cumulative_SV, target_S1, right=True), last_S1).squeeze(1)
+
+
+def _keep_top_k(probs_SV: Tensor, top_k: list[int]) -> Tensor:
+    vocab = probs_SV.shape[1]
+    wanted = [k if 0 < k < vocab else vocab for k in top_k]
+    if min(wanted) == vocab:
+        return probs_SV
+    best_SX = probs_SV.topk(max(k for k in wanted if k < vocab), dim=-1).values
+    place_S1 = torch.tensor([min(k, best_SX.shape[1]) - 1 for k in wanted], device=probs_SV.device)[:, None]
+    off_S1 = torch.tensor([k == vocab for k in wanted], device=probs_SV.device)[:, None]
+    kept_SV = probs_SV.where((probs_SV >= best_SX.gather(1, place_S1)) | off_S1, 0.0)
+    # Rows without top_k must keep their bits whoever shares their batch.
+    return torch.where(off_S1, probs_SV, kept_SV / kept_SV.sum(-1, keepdim=True))
+
+
+def _keep_top_p(probs_SV: Tensor, top_p_S1: Tensor) -> Tensor:
+    """The fewest most likely tokens that together reach top_p, with all that tie with the last of them."""
+    width = min(_NUCLEUS_TRY, probs_SV.shape[1])
+    best_SX = probs_SV.topk(width, dim=-1).values
+    if bool(((best_SX.double().sum(-1, keepdim=True) < top_p_S1) & (top_p_S1 < 1)).any()):
+        best_SX = probs_SV.sort(dim=-1, descending=True).values
+    before_SX = best_SX.double().cumsum(-1) - best_SX
+    needed_S1 = (before_SX < top_p_S1).sum(-1, keepdim=True).clamp(min=1)
+    least_S1 = best_SX.gather(1, needed_S1 - 1)
+    return probs_SV.where((probs_SV >= least_S1) | (top_p_S1 >= 1), 0.0)
+
+
+def _logprobs(
+    logits_SV: Tensor, chosen_S: Tensor, rows: Items[SamplingRow]
+) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+    """For the rows that ask: the chosen token's log-probability, and the most likely (id, log-probability)."""
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not asking:
+        return {}
+    all_SV = logits_SV[asking] - logits_SV[asking].logsumexp(-1, keepdim=True)
+    chosen = all_SV.gather(1, chosen_S[asking][:, None])[:, 0].tolist()
+    counts = [rows[i].params.logprobs or 0 for i in asking]
+    values_SX, ids_SX = all_SV.topk(min(max(counts), all_SV.shape[1]), dim=-1)
+    table = zip(asking, chosen, counts, ids_SX.tolist(), values_SX.tolist(), strict=True)
+    return {i: (own, tuple(zip(ids[:n], values[:n], strict=True))) for i, own, n, ids, values in table}

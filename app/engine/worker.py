@@ -1,0 +1,210 @@
+"""The engine process: inbox -> step -> report, until the pipe closes. The only file with both torch and the pipe.
+
+Started by app/engine/client.py as `python -m app.engine.worker FD`. The end of the pipe means that the API process is
+gone, and this process goes with it.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.frames import (
+    HEADER_BYTES,
+    Cancel,
+    Down,
+    Fatal,
+    Phase,
+    Ready,
+    Submit,
+    Up,
+    WorkerConfig,
+    body_length,
+    decode_down,
+    encode_frame,
+)
+from app.engine.kv_cache import KVCache
+from app.engine.runner import Runner
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import Started, StepReport
+from model.checkpoint import Checkpoint, load
+from model.config import ModelConfig
+from model.device import choose_device, choose_dtype, describe
+
+Send = Callable[[Up], None]
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+
+
+class StartError(ValueError):
+    """The configuration does not work; the message says what to change."""
+
+
+class Inbox:
+    """Frames that have arrived, without waiting where there is other work. Raises EOFError at the pipe's end."""
+
+    def __init__(self, pipe: socket.socket) -> None:
+        self._pipe = pipe
+        self._buffer = bytearray()
+
+    def receive(self, wait_seconds: float) -> list[Down]:
+        """All frames there are; waits up to `wait_seconds` for the first one."""
+        frames: list[Down] = []
+        while select.select([self._pipe], [], [], 0.0 if frames else wait_seconds)[0]:
+            data = self._pipe.recv(1 << 20)
+            if not data:
+                raise EOFError
+            self._buffer += data
+            while (frame := self._next()) is not None:
+                frames.append(frame)
+        return frames
+
+    def _next(self) -> Down | None:
+        if len(self._buffer) < HEADER_BYTES:
+            return None
+        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[HEADER_BYTES:end])
+        del self._buffer[:end]
+        return decode_down(body)
+
+
+def main(descriptor: int) -> int:
+    """Runs until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole process group; the API process decides
+    pipe = socket.socket(fileno=descriptor)
+    inbox = Inbox(pipe)
+
+    def send(message: Up) -> None:
+        pipe.sendall(encode_frame(message))
+
+    try:
+        config = _first_frame(inbox)
+        engine, ready = _build(config, send)
+        send(ready)
+        _serve(engine, inbox, send, config.heartbeat_seconds)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    except StartError as error:
+        send(Fatal(str(error), user_error=True))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
+        return 1
+
+
+def _serve(engine: Engine, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
+    def announce(started: tuple[Started, ...]) -> None:
+        send(StepReport(started=started, counters=engine.scheduler.counters))
+
+    while True:
+        for frame in inbox.receive(0.0 if engine.has_work else heartbeat_seconds):
+            if isinstance(frame, Submit):
+                engine.add(frame.request)
+            elif isinstance(frame, Cancel):
+                engine.cancel(frame.request_id)
+        if engine.has_work:
+            send(engine.step(announce))
+        else:
+            send(StepReport(counters=engine.scheduler.counters))
+
+
+def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
+    """Loads the weights, takes the cache's memory, warms up. Raises StartError."""
+    send(Phase("loading weights"))
+    try:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device)
+        checkpoint = load(Path(config.weights), device=device, dtype=dtype)
+        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
+        shape, block_size = checkpoint.decoder.config, 16 if device.type == "cpu" else 64
+        blocks = _cache_blocks(config, shape, block_size, dtype, device)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    runner = Runner(
+        checkpoint.decoder, KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+    )
+    send(Phase("warming up"))
+    runner.warm_up(config.max_running)
+    engine = Engine(Scheduler(limits, BlockPool(blocks, block_size), checkpoint.version), runner)
+    return engine, _ready(checkpoint, dtype, device, blocks, block_size)
+
+
+def _cache_blocks(
+    config: WorkerConfig, shape: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """As many blocks as were asked for, or as all running requests can fill, within a share of the free memory."""
+    needed = -(-shape.context // block_size)
+    if config.kv_blocks:
+        if config.kv_blocks < needed:
+            raise StartError(
+                f"{config.kv_blocks} cache blocks hold {config.kv_blocks * block_size} tokens, the context is "
+                f"{shape.context}: give at least --kv-blocks {needed}"
+            )
+        return config.kv_blocks
+    block_bytes = shape.kv_numbers_per_token * block_size * dtype.itemsize
+    affordable = int(_free_memory(device) * 0.5) // block_bytes
+    if affordable < needed:
+        raise StartError(
+            f"one sequence of {shape.context} tokens needs {needed * block_bytes >> 20} MiB of cache, "
+            "more than half of the memory that is free: free some, or take a smaller model"
+        )
+    return min(needed * config.max_running, affordable)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes that could be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 4 << 30
+
+
+def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int) -> Ready:
+    shape = checkpoint.decoder.config
+    defaults = {
+        key: float(value)
+        for key in _SAMPLING_KEYS
+        if isinstance(value := checkpoint.generation.get(key), int | float) and not isinstance(value, bool)
+    }
+    if checkpoint.generation.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return Ready(
+        context=shape.context,
+        vocab_size=shape.vocab_size,
+        n_params=shape.n_params,
+        dtype=str(dtype).removeprefix("torch."),
+        device=describe(device),
+        weights_version=checkpoint.version,
+        eos_ids=checkpoint.eos_ids,
+        sampling_defaults=defaults,
+        blocks_total=blocks,
+        block_size=block_size,
+    )
+
+
+def _first_frame(inbox: Inbox) -> WorkerConfig:
+    frames: list[Down] = []
+    while not frames:
+        frames = inbox.receive(60.0)
+    assert isinstance(frames[0], WorkerConfig), "the first frame tells the configuration"
+    return frames[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

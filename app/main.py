@@ -1,0 +1,63 @@
+"""The only place where things are wired: settings -> engine -> service -> routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from app import VERSION
+from app.api import complete, errors, operations, page
+from app.api.metrics import Metrics
+from app.api.request_ids import RequestIds
+from app.engine.admission import QueueLimits
+from app.engine.client import EngineClient
+from app.engine.frames import WorkerConfig
+from app.service import Service
+from app.settings import Settings
+
+_DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
+
+Errors have one shape: `{"error": {"message", "type", "param", "code", "request_id"}}`."""
+
+
+def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | None = None) -> FastAPI:
+    """The application; its engine starts and ends with its lifespan. `engine` makes another client (tests)."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client = (engine or make_client)(settings)
+        app.state.service = service = Service(settings, client)
+        app.state.metrics = Metrics(client)
+        client.start()
+        loading = asyncio.create_task(service.load_tokenizer())
+        try:
+            yield
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await client.stop()
+
+    app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
+    app.add_middleware(RequestIds)
+    errors.install(app)
+    for room in (complete, operations, page):
+        app.include_router(room.router)
+    return app
+
+
+def make_client(settings: Settings) -> EngineClient:
+    """An engine process with what the settings say of it."""
+    config = WorkerConfig(
+        weights=str(settings.weights),
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
+        kv_blocks=settings.kv_blocks,
+        tokens_per_step=max(settings.tokens_per_step, settings.max_running),
+        max_running=settings.max_running,
+    )
+    limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
+    return EngineClient(config, limits, silence_seconds=settings.engine_silence)

@@ -1,0 +1,113 @@
+"""uvicorn with our socket, our signals and our exit codes. Knows the application only as an ASGI app with a service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from app.main import create_app
+from app.service import Service
+from app.settings import Settings
+
+_log = logging.getLogger("inkstream")
+
+
+class StartError(ValueError):
+    """The service cannot start as configured; the message says what to change."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling (it raises the signal again after the end), and watching the service."""
+
+    exit_code = 0
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: serve() owns the signals."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """The application's lifespan has begun when this returns."""
+        await super().startup(sockets)
+        assert isinstance(self.config.app, FastAPI)
+        service: Service = self.config.app.state.service
+        self._tasks = [asyncio.create_task(self._announce(service)), asyncio.create_task(self._watch(service))]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the listener, waits for open streams, ends the lifespan."""
+        for task in self._tasks:
+            task.cancel()
+        await super().shutdown(sockets)
+
+    async def _announce(self, service: Service) -> None:
+        await service.wait_ready()
+        ready, _ = service.require_ready()
+        _log.info(
+            "ready: %s, %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens",
+            *(service.model_name, ready.n_params / 1e6, ready.dtype, ready.device, ready.context),
+            *(ready.blocks_total, ready.block_size),
+        )
+
+    async def _watch(self, service: Service) -> None:
+        """When the engine is gone for good, so is the service."""
+        gone = await service.wait_gone()
+        print(f"error: {gone}", file=sys.stderr, flush=True)
+        self.exit_code = gone.exit_code
+        self.should_exit = self.force_exit = True
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket, before anything slow. Raises StartError."""
+    if not settings.is_loopback and not settings.insecure_no_auth:
+        raise StartError(
+            f"--host {settings.host} can be reached from other machines and no key protects the service: "
+            "use --host 127.0.0.1, or --insecure-no-auth behind a proxy that asks for keys"
+        )
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port} ({reason}): choose another --port"
+        ) from None
+
+
+def serve(settings: Settings) -> int:
+    """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration."""
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    with bind(settings) as listener:
+        return asyncio.run(_serve(settings, listener))
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> int:
+    app = create_app(settings)
+    drain = max(1, round(settings.drain_timeout))
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, server, app)
+    host, port = listener.getsockname()[:2]
+    _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    await server.serve(sockets=[listener])
+    return server.exit_code
+
+
+def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:
+    """First: no new requests, open streams go on until the drain time-out. Second: at once."""
+    if server.should_exit:
+        os._exit(1)
+    _log.info("ending: open streams get up to the drain time-out; a second signal ends at once")
+    app.state.service.draining = True
+    server.should_exit = True

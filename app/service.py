@@ -1,0 +1,138 @@
+"""What every route shares: settings, engine, tokenizer, metrics; and how a request becomes a completion. No HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from app.completion import Completion
+from app.engine.admission import clamp_max_tokens
+from app.engine.client import EngineClient, EngineGone
+from app.engine.errors import InvalidRequest, NotReady
+from app.engine.frames import Ready
+from app.engine.types import Request, SamplingParams
+from app.settings import Settings
+from model.tokenizer import Tokenizer, TokenizerError
+
+_LONG_PROMPT_CHARACTERS = 20_000
+_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A completion as it was asked for; None means the default."""
+
+    prompt: str | list[int]
+    max_tokens: int
+    sampling: dict[str, float | None]
+    seed: int | None
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    logprobs: int | None
+
+
+class Service:
+    """Wired once, in app/main.py."""
+
+    def __init__(self, settings: Settings, engine: EngineClient) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.tokenizer: Tokenizer | None = None
+        self.draining = False
+        self.created = int(time.time())
+        self._tokenizer_loaded = asyncio.Event()
+        self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model: the name of its directory."""
+        return self.settings.weights.resolve().name
+
+    @property
+    def phase(self) -> str:
+        """What the service is doing, for people: ready, draining, or a step of the start."""
+        if self.draining:
+            return "draining"
+        return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
+
+    def require_ready(self) -> tuple[Ready, Tokenizer]:
+        """Raises NotReady while loading and draining."""
+        if self.draining:
+            raise NotReady("the service is shutting down: try again in a moment", 5)
+        if self.engine.ready is None or self.tokenizer is None:
+            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+        return self.engine.ready, self.tokenizer
+
+    async def load_tokenizer(self) -> None:
+        """Beside the engine's start; a tokenizer that cannot be used ends the service."""
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer.load, self.settings.weights)
+            await asyncio.to_thread(lambda: tokenizer.bytes_of)
+        except TokenizerError as error:
+            self._failed.set_result(EngineGone(str(error), 2))
+            return
+        self.tokenizer = tokenizer
+        self._tokenizer_loaded.set()
+
+    async def wait_ready(self) -> None:
+        """Waits until completions are served."""
+        await self._tokenizer_loaded.wait()
+        await self.engine.wait_ready()
+
+    async def wait_gone(self) -> EngineGone:
+        """Waits until the service cannot go on, if ever."""
+        engine_gone = asyncio.ensure_future(self.engine.wait_gone())
+        try:
+            await asyncio.wait({engine_gone, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            return self._failed.result() if self._failed.done() else engine_gone.result()
+        finally:
+            engine_gone.cancel()
+
+    async def begin(self, request_id: str, wish: Wish) -> tuple[Completion, dict[str, Any], int]:
+        """Validates, admits, submits. Returns the completion, the settings that hold, and the seed.
+
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady.
+        """
+        ready, tokenizer = self.require_ready()
+        self.engine.check_queue()
+        prompt = await self._prompt_ids(wish.prompt, ready, tokenizer)
+        sampling = {**_NEUTRAL, **ready.sampling_defaults, **{k: v for k, v in wish.sampling.items() if v is not None}}
+        seed = secrets.randbits(53) if wish.seed is None else wish.seed  # 53 bits survive every JSON parser
+        params = SamplingParams(
+            temperature=sampling["temperature"],
+            top_k=max(0, int(sampling["top_k"])),
+            top_p=sampling["top_p"],
+            min_p=sampling["min_p"],
+            seed=seed,
+            logprobs=wish.logprobs,
+        )
+        request = Request(
+            id=request_id,
+            prompt=tuple(prompt),
+            max_tokens=clamp_max_tokens(prompt, wish.max_tokens, context=ready.context, vocab_size=ready.vocab_size),
+            params=params,
+            stop_ids=() if wish.ignore_eos else ready.eos_ids,
+        )
+        settings = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "max_tokens": wish.max_tokens,
+            "stop": list(wish.stops),
+            "ignore_eos": wish.ignore_eos,
+            "logprobs": wish.logprobs,
+        }
+        return Completion(self.engine.submit(request), tokenizer, wish.stops), settings, seed
+
+    async def _prompt_ids(self, prompt: str | list[int], ready: Ready, tokenizer: Tokenizer) -> list[int]:
+        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARACTERS:
+            # Off the event loop, which has other streams to serve.
+            prompt = await asyncio.to_thread(tokenizer.encode, prompt)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not ids and not ready.eos_ids:
+            raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
+        return ids or [ready.eos_ids[0]]

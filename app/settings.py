@@ -1,0 +1,49 @@
+"""Every knob of the service, once: flags, environment variables and the README's table come from here."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Frozen. Each field is a flag (--kv-blocks) and a variable (INKSTREAM_KV_BLOCKS)."""
+
+    model_config = SettingsConfigDict(env_prefix="INKSTREAM_", frozen=True, extra="forbid")
+
+    weights: Path = Field(Path("weights"), description="Weights directory (Hugging Face layout).")
+    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need --insecure-no-auth.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    insecure_no_auth: bool = Field(False, description="Serve on any address although no key protects the service.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
+    )
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0 takes all cores.")
+    kv_blocks: int = Field(
+        0, ge=0, le=2**31 - 1, description="Blocks of the KV cache; 0 takes what max_running can fill."
+    )
+    max_running: int = Field(32, ge=1, le=1024, description="Requests computed together.")
+    tokens_per_step: int = Field(256, ge=1, le=65536, description="Tokens computed in one step: prompts go in pieces.")
+    max_waiting: int = Field(256, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")
+    max_waiting_tokens: int = Field(
+        1_000_000, ge=1, description="Prompt tokens that may wait; more are refused with 503."
+    )
+    max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Largest request body; larger ones get 413.")
+    drain_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds that open streams get after SIGTERM.")
+    engine_silence: float = Field(
+        30.0, ge=1, le=3600, description="Seconds without a sign of life until the engine restarts."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the service."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
