@@ -1,0 +1,64 @@
+# The service with its default model. To build and run it, on CPU:
+#
+#   docker build -t inkstream .
+#   docker run --rm --read-only --tmpfs /tmp -p 127.0.0.1:8000:8000 -e INKSTREAM_INSECURE_NO_AUTH=true inkstream
+#
+# Without keys the server refuses every address but loopback, and inside a container it has to listen on all of them. So the
+# image alone refuses to start, INKSTREAM_INSECURE_NO_AUTH=true says that this is meant, and the port is published on
+# 127.0.0.1 only. Every other setting is an environment variable INKSTREAM_... too.
+#
+# BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module
+# TORCH        the torch to use, in place of the one that constraints.txt names
+# TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
+#              libraries along; to have those: --build-arg TORCH_INDEX=
+ARG BASE=python:3.12-slim
+
+FROM ${BASE} AS builder
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /build
+RUN python3 -m venv /opt/inkstream
+# The dependencies have a layer of their own: a change of the code does not fetch torch again.
+COPY pyproject.toml constraints.txt ./
+RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
+    && /opt/inkstream/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > needs.txt \
+    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt --requirement needs.txt
+COPY README.md LICENSE ./
+COPY app app
+COPY model model
+COPY benchmarks benchmarks
+RUN /opt/inkstream/bin/pip install --no-deps . && /opt/inkstream/bin/pip check
+# Readable for the user below, whatever the umask of whoever trained or checked out.
+COPY weights weights
+RUN chmod -R a+rX weights
+
+FROM ${BASE}
+ARG VERSION=dev
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="inkstream" \
+      org.opencontainers.image.description="A streaming text-completion service for decoder-only transformers" \
+      org.opencontainers.image.licenses="MIT" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+# A user with a name, because libraries ask for it. Slim images come without the bytecode of the standard library, and a
+# read-only container could never keep it: compiled here once, it is not compiled at every start.
+RUN groupadd --gid 10001 inkstream \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin inkstream \
+    && python3 -m compileall -q -x "lib2to3|/tests?/" "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+COPY --from=builder /opt/inkstream /opt/inkstream
+COPY --from=builder /build/weights /srv/inkstream/weights
+ENV PATH=/opt/inkstream/bin:${PATH} \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    INKSTREAM_WEIGHTS=/srv/inkstream/weights
+WORKDIR /srv/inkstream
+USER 10001:10001
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+# Slim images have no curl. The empty ProxyHandler: a proxy of the container's environment is not for its own loopback.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ.get('INKSTREAM_PORT', '8000') + '/health/ready', timeout=4)"]
+ENTRYPOINT ["inkstream"]
+CMD ["serve", "--host", "0.0.0.0"]

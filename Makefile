@@ -1,0 +1,57 @@
+# Everything runs from a virtual environment that `make install` makes; all other targets install first if need be.
+#
+#   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
+#   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
+#   make install TORCH=torch==2.12.0            another torch than the pinned one
+#   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+PORT ?= 8000
+WEIGHTS ?= weights
+OUT ?= out
+DATA ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The name holds the torch requirement, so that another one installs again.
+STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test train bench lint
+
+help:
+	@sed -n '3,6s/^# *//p' Makefile; echo "targets: install serve test train bench lint"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: inkstream needs Python 3.11 or newer; point to one with PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment (Debian: apt install python3-venv)"; exit 2; }
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e ".[dev]"
+	@rm -f $(VENV)/.installed-*; touch $@
+
+serve: install
+	@exec $(BIN)/python -m app serve --port $(PORT) --weights $(WEIGHTS) $(ARGS)
+
+# Passive OpenMP: the tests run several processes on few cores, and workers that spin would starve the others.
+test: install
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+
+train: install
+	@test -n "$(DATA)" || { echo 'error: say what to train on: make train DATA="path ..."'; exit 2; }
+	@exec $(BIN)/python -m model.train --data $(DATA) --out $(OUT) $(or $(ARGS),--max-minutes 60)
+
+bench: install
+	$(BIN)/python -m benchmarks.local --weights $(WEIGHTS) $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

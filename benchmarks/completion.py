@@ -1,0 +1,58 @@
+"""One streamed completion, timed as a client sees it. Knows nothing of other streams, of tables or of flags.
+
+An event's time is that at which the bytes that made it whole were read from the socket.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from benchmarks.http_body import ProtocolError
+from benchmarks.http_client import Connection, Response, explain
+from benchmarks.sse import EventParser
+from benchmarks.timeline import Completed, Failed, Timeline, printable, reason
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /complete. `ignore_eos`, so that each stream gives exactly `max_tokens`."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    ignore_eos: bool = True
+    stream: bool = True
+
+
+async def complete(connection: Connection, request: CompletionRequest) -> Completed | Failed:
+    """Never raises for what a server or a network can do: that is a Failed."""
+    try:
+        return await _complete(connection, request)
+    except (OSError, ProtocolError, msgspec.MsgspecError) as error:
+        connection.close()
+        return Failed(printable(explain(error)))
+
+
+async def _complete(connection: Connection, request: CompletionRequest) -> Completed | Failed:
+    await connection.open()
+    body = msgspec.json.encode(request)
+    timeline = Timeline(sent=time.perf_counter())
+    response = await connection.request("POST", "/complete", body)
+    if response.status != 200:
+        return Failed(f"HTTP {response.status}: {reason(await response.read_all())}")
+    return await _follow(response, timeline)
+
+
+async def _follow(response: Response, timeline: Timeline) -> Completed | Failed:
+    """Reads on to the end of the body after the terminal event, so that the connection can be used again."""
+    parser = EventParser()
+    outcome: Completed | Failed | None = None
+    while piece := await response.read():
+        now = time.perf_counter()
+        for event in parser.feed(piece):
+            outcome = outcome or timeline.take(event, now)
+    if outcome is None:
+        raise ProtocolError("the stream ended without a done event")
+    return outcome

@@ -1,0 +1,96 @@
+"""Fixtures: tiny weights on disk, and the real service around them on a real socket."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from tiny import tiny_weights
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running service."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter without labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        found = re.search(rf"^inkstream_{name} (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found.group(1))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+        """Polls until `condition` holds or the time is over."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return condition()
+
+
+def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True) -> Server:
+    """`python -m app serve` on a free port; ready when this returns."""
+    log = folder / f"server-{time.monotonic_ns()}.log"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *flags],
+            cwd=ROOT,
+            env=environment,
+            stderr=file,
+            stdout=file,
+            text=True,
+        )
+    deadline = time.monotonic() + 60
+    while not (found := re.search(r"listening on (\S+)", log.read_text())):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    server = Server(found.group(1), process, log)
+    while wait and _status(server.url) != 200:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return server
+
+
+def stop_server(server: Server) -> int:
+    """SIGTERM, and the exit code."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    return server.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model in a directory."""
+    return tiny_weights(tmp_path_factory.mktemp("weights") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    """The service around the tiny model, in float32, shared by all tests that leave it as they found it."""
+    running = start_server(tmp_path_factory.mktemp("server"), weights, "--dtype", "float32")
+    yield running
+    assert stop_server(running) == 0, running.log.read_text()
+
+
+def _status(url: str) -> int:
+    try:
+        return httpx.get(f"{url}/health/ready").status_code
+    except httpx.TransportError:
+        return 0

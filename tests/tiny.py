@@ -1,0 +1,78 @@
+"""Tiny random models for the tests: a few kilobytes, made in milliseconds, as awkward as real ones (grouped heads)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.kv_cache import KVCache
+from app.engine.runner import Runner
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import Request, TokenEvent
+from model.checkpoint import save_weights, write_file
+from model.config import ModelConfig
+from model.tokenizer import Tokenizer
+from model.transformer import Decoder
+
+TEXT = (
+    "Once upon a time there was a fox who sang to the moon. The moon answered him, and the night was long.\n"
+    "\u201cWho are you?\u201d asked the owl, caf\u00e9 in claw \U0001f98a\U0001f989. \u2018I,\u2019 said the fox.\n"
+) * 20
+VOCAB = 320
+
+
+def tiny_config(**changes: int) -> ModelConfig:
+    """2 layers, width 64, 4 query and 2 kv heads of 16, context 256."""
+    shape = {"vocab_size": VOCAB, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+    return ModelConfig(**{**shape, "mlp_width": 176, "context": 256, **changes})
+
+
+def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Random weights that are loud enough for lively text."""
+    decoder = Decoder(config or tiny_config())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0.0, 2.5 * parameter.shape[1] ** -0.5, generator=generator)
+    return decoder.to(dtype).requires_grad_(False).eval()
+
+
+def tiny_weights(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A weights directory with a tokenizer trained on TEXT."""
+    tokenizer = Tokenizer.train([TEXT], VOCAB)
+    for name, content in tokenizer.files().items():
+        write_file(directory / name, content.encode())
+    save_weights(directory, tiny_decoder(seed=seed), dtype=dtype, eos_id=tokenizer.eos_id, generation={})
+    return directory
+
+
+def tiny_engine(
+    decoder: Decoder, *, blocks: int = 64, block_size: int = 16, tokens_per_step: int = 128, max_running: int = 32
+) -> Engine:
+    """An engine around `decoder`, in this process."""
+    dtype = decoder.embedding.dtype
+    cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=decoder.embedding.device)
+    limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
+    return Engine(Scheduler(limits, BlockPool(blocks, block_size)), Runner(decoder, cache))
+
+
+def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[TokenEvent]]:
+    """Runs requests that arrive together to their end, with the block invariant checked after every step."""
+    for request in requests:
+        engine.add(request)
+    events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return events
+        report = engine.step()
+        assert not engine.scheduler.violations()
+        assert not report.failed
+        for event in report.events:
+            events[event.request_id].append(event)
+    raise AssertionError("the engine does not come to an end")
