@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from model.config import ModelConfig
 
-
 _ABOUT = "It continues text as its corpus does. It knows no facts and follows no instructions."
 
 
@@ -33,8 +32,8 @@ def model_card(config: ModelConfig, facts: RunFacts, samples: Mapping[str, str],
     """Markdown."""
     shown = "\n\n".join(f"Prompt `{prompt}`:\n\n> {_quoted(prompt + text)}" for prompt, text in samples.items())
     shape = (
-        f"{config.n_layers} layers x {config.width}, {config.n_heads} query and {config.n_kv_heads} key/value heads of "
-        f"{config.head_dim}, SwiGLU {config.mlp_width}, tied vocabulary of {config.vocab_size}, context {config.context}"
+        f"{config.n_layers} layers x {config.width}, {config.n_heads} query, {config.n_kv_heads} key/value heads of "
+        f"{config.head_dim}, SwiGLU {config.mlp_width}, vocabulary {config.vocab_size}, context {config.context}"
     )
     return f"""# Model card
 

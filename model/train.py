@@ -13,20 +13,16 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from model.attention import CausalAttend
 from model.card import RunFacts, model_card
 from model.checkpoint import WEIGHTS_FILE, save_weights, write_file
 from model.data import Corpus, DataError, Order, prepare
 from model.device import choose_device, choose_dtype, describe
+from model.objective import Objective
 from model.optimiser import Optimiser, lr_factor
 from model.options import parser, shape
 from model.sample import sample_text
@@ -85,6 +81,8 @@ class Run:
         self.optimiser = Optimiser(
             self.decoder, matrix_lr=options.matrix_lr, other_lr=options.lr, weight_decay=options.weight_decay
         )
+        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
+        self.held_out = torch.from_numpy(self.corpus.held_out.astype("int64"))
         self.step = 0
         self.seconds = 0.0
         self._signal = 0
@@ -110,7 +108,8 @@ class Run:
                 last_report = now
             if now - last_save >= self.options.save_seconds:
                 self._save_snapshot()
-                print(f"step {self.step}: held-out bits per byte {self.bits_per_byte(40_000):.4f} (a part)", flush=True)
+                bits = self.objective.bits_per_byte(self.held_out[:40_000], self.corpus.tokenizer.bytes_of)
+                print(f"step {self.step}: held-out bits per byte {bits:.4f} (first 40,000 tokens)", flush=True)
                 last_save = time.monotonic()
         self._save_snapshot()
         self._finish()
@@ -133,27 +132,12 @@ class Run:
         ]
         return max(shares)
 
-    @torch.no_grad()
-    def bits_per_byte(self, max_tokens: int | None = None) -> float:
-        """Bits the model needs per byte of held-out text, read in windows of the context (of the first tokens only)."""
-        ids = torch.from_numpy(self.corpus.held_out.astype("int64"))
-        part = ids[: max_tokens or len(ids)]
-        nats, length = 0.0, self.shape.context
-        for start in range(0, len(part) - 1, length):
-            window = part[start : start + length + 1].to(self.device)
-            with self._autocast():
-                nats += float(self._loss(window[:-1], window[1:], len(window) - 1))
-        n_bytes = sum(len(self.corpus.tokenizer.bytes_of[token]) for token in part[1:].tolist())
-        return nats / math.log(2) / max(n_bytes, 1)
-
     def _update(self, factor: float) -> float:
         """One optimiser step over `windows` windows, in micro-batches. Returns the mean loss in nats per token."""
-        batch = torch.from_numpy(self.order.batch(self.step))
+        windows = torch.from_numpy(self.order.batch(self.step))
         losses = []
-        for part in batch.split(self.options.micro_windows):
-            inputs, targets = part[:, :-1].flatten().to(self.device), part[:, 1:].flatten().to(self.device)
-            with self._autocast():
-                loss = self._loss(inputs, targets, self.shape.context) / (len(batch) * self.shape.context)
+        for part in windows.split(self.options.micro_windows):
+            loss = self.objective.loss_sum(part) / (len(windows) * self.shape.context)
             loss.backward()
             losses.append(loss.detach())
         total = float(torch.stack(losses).sum())
@@ -161,16 +145,6 @@ class Run:
             raise Diverged(f"the loss became {total} at step {self.step}; the last snapshot stands in {self.work}")
         self.optimiser.step(factor)
         return total
-
-    def _loss(self, inputs_T: Tensor, targets_T: Tensor, length: int) -> Tensor:
-        positions_T = torch.arange(length, device=self.device).repeat(len(inputs_T) // length)
-        hidden_TD = self.decoder(inputs_T, positions_T, CausalAttend(length))
-        return F.cross_entropy(self.decoder.head(hidden_TD).float(), targets_T, reduction="sum")
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if choose_dtype(self.options.dtype, self.device) == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def _save_snapshot(self) -> None:
         position = Position(step=self.step, seconds=self.seconds, digest=self.corpus.digest, shape=repr(self.shape))
@@ -211,7 +185,8 @@ class Run:
 
     def _finish(self) -> None:
         """Weights, tokenizer, samples and card into the output directory."""
-        tokenizer, bits = self.corpus.tokenizer, self.bits_per_byte()
+        tokenizer = self.corpus.tokenizer
+        bits = self.objective.bits_per_byte(self.held_out, tokenizer.bytes_of)
         dtype = getattr(torch, self.options.export_dtype)
         for name, content in tokenizer.files().items():
             write_file(self.out / name, content.encode())

@@ -1,0 +1,132 @@
+"""The walls of the house: who may import whom, how large a file may get, no cycles, no lazy imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
+CORE = ["types", "errors", "admission", "blocks", "scheduler"]
+EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules that a file names in its imports, as written."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}: relative import"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _tops(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in _imports(path)} - {"__future__"}
+
+
+GRAPH = {_name(path): _imports(path) for path in FILES}
+MODULES = set(GRAPH)
+
+
+def test_the_model_knows_nothing_of_serving() -> None:
+    for path in (ROOT / "model").glob("*.py"):
+        assert not _tops(path) & {"app", "fastapi", "starlette", "pydantic", "asyncio", "uvicorn"}, path
+
+
+def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
+    for name in CORE:
+        path = ROOT / "app/engine" / f"{name}.py"
+        assert _tops(path) <= sys.stdlib_module_names | {"msgspec", "app"}, path
+        assert "asyncio" not in _tops(path), path
+        ours = {m for m in _imports(path) if m.startswith("app.")}
+        assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
+
+
+@pytest.mark.parametrize("name", ["kv_cache", "sampler", "runner"])
+def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> None:
+    path = ROOT / "app/engine" / f"{name}.py"
+    assert _tops(path) <= sys.stdlib_module_names | {"torch", "app", "model"}, path
+    ours = {m.split(".")[2] for m in _imports(path) if m.startswith("app.engine.")}
+    assert ours <= {"types", "kv_cache", "sampler"}, path
+
+
+def test_the_worker_is_the_only_file_with_torch_and_the_pipe() -> None:
+    both = [p for p in FILES if "torch" in _tops(p) and "app.engine.frames" in _imports(p)]
+    assert both == [ROOT / "app/engine/worker.py"]
+
+
+def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer() -> None:
+    for path in (ROOT / "app/api").glob("*.py"):
+        names = _imports(path)
+        assert "torch" not in _tops(path), path
+        assert {n for n in names if n.startswith("model")} <= {"model.tokenizer", "model.tokenizer.Tokenizer"}, path
+        internals = {"scheduler", "blocks", "runner", "sampler", "kv_cache", "engine", "worker", "process", "frames"}
+        assert not {n.split(".")[2] for n in names if n.startswith("app.engine.")} & internals, path
+
+
+@pytest.mark.parametrize("module", EVENT_LOOP)
+def test_the_api_process_never_imports_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_imports_have_no_cycle() -> None:
+    edges = {name: sorted((names & MODULES) - {name}) for name, names in GRAPH.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"cycle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for target in edges[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_imports_stand_at_the_top() -> None:
+    """Except the verbs of the command line: each loads only what it needs."""
+    for path in FILES:
+        if path != ROOT / "app/__main__.py":
+            top = ast.parse(path.read_text()).body
+            inner = [n for statement in top for n in ast.walk(statement) if n is not statement]
+            assert not [n for n in inner if isinstance(n, ast.Import | ast.ImportFrom)], path
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for path in FILES:
+        source = path.read_text()
+        assert source.isascii(), path
+        assert source.count("\n") <= 250, f"{path} has {source.count(chr(10))} lines"
+        tree = ast.parse(source)
+        assert not source or ast.get_docstring(tree), f"{path} does not say what it is"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 50, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_every_public_thing_says_what_it_does() -> None:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for owner in [tree, *(n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))]:
+            for node in owner.body:
+                if (
+                    isinstance(node, kinds)
+                    and not node.name.startswith("_")
+                    and node.name not in ("forward", "collect")
+                ):
+                    assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
