@@ -116,11 +116,14 @@ def _simulate(rng: random.Random) -> int:
     return scheduler.preemptions
 
 
+def _simulate_many(count: int, *, seed: int = 0) -> int:
+    return sum(_simulate(random.Random(seed + i)) for i in range(count))
+
+
 @pytest.mark.parametrize("part", range(6))
 def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> None:
     """3,000 schedules with preemption, shared prompts, cancellation and salts."""
-    preemptions = sum(_simulate(random.Random(1000 * part + i)) for i in range(500))
-    assert preemptions > 100, "the simulation was meant to run out of blocks"
+    assert _simulate_many(500, seed=1000 * part) > 100, "the simulation was meant to run out of blocks"
 
 
 def test_the_simulation_notices_a_block_released_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,16 +137,14 @@ def test_the_simulation_notices_a_block_released_too_early(monkeypatch: pytest.M
 
     monkeypatch.setattr(BlockPool, "release", release_and_forget)
     with pytest.raises(AssertionError):
-        for i in range(200):
-            _simulate(random.Random(i))
+        _simulate_many(200)
 
 
 def test_the_simulation_notices_a_shared_block_with_other_content(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: names that forget what stands before a block."""
     monkeypatch.setattr("app.engine.scheduler.chain_hash", lambda _parent, tokens: repr(tokens).encode())
     with pytest.raises(AssertionError):
-        for i in range(500):
-            _simulate(random.Random(i))
+        _simulate_many(500)
 
 
 def test_nobody_is_preempted_more_than_four_times() -> None:

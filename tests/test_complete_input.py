@@ -1,0 +1,160 @@
+"""Bad input of every field: a 4xx in the one error shape, never a 5xx, and the service goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from wire import whole
+
+KEYS = {"message", "type", "param", "code", "request_id"}
+
+
+def _post(server: Server, body: Any, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(
+        f"{server.url}/complete", content=content, headers={"content-type": "application/json", **headers}, timeout=30
+    )
+
+
+def _error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) >= KEYS
+    assert error["request_id"] == response.headers["x-request-id"]
+    assert 0 < len(error["message"]) < 400
+    return error
+
+
+WRONG = [
+    ("prompt", [None, 5, True, {"a": 1}, [1.5], ["a", 1], [-1], [2**31], [[1, 2]], [True]]),
+    ("max_tokens", [-1, 1.5, "5", True, 2**31, [1]]),
+    ("temperature", [-0.1, 10.1, "hot", True, [1]]),
+    ("top_k", [-2, 1.5, "5", 2**31, False]),
+    ("top_p", [-0.1, 1.1, "1", {}]),
+    ("min_p", [-0.1, 1.1, "1", []]),
+    ("seed", [1.5, "1", 2**63, -(2**63) - 1, True]),
+    ("stop", ["", [""], 5, ["a", 5], ["a"] * 17, "x" * 257, {}]),
+    ("ignore_eos", ["yes", 1, 0]),
+    ("logprobs", [-1, 21, True, "5", 1.5]),
+    ("stream", ["no", 1, 0]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
+def test_a_wrong_value_names_its_field(server: Server, field: str, value: Any) -> None:
+    error = _error(_post(server, {"prompt": "a", "max_tokens": 1, field: value}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize("field", [field for field, _ in WRONG if field != "prompt"])
+def test_null_means_the_default(server: Server, field: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "stream": False, field: None}
+    assert _post(server, body).status_code == 200
+
+
+def test_an_unknown_field_is_named_with_the_allowed_ones(server: Server) -> None:
+    error = _error(_post(server, {"prompt": "a", "n": 2}), 400)
+    assert (error["param"], error["code"]) == ("n", "unknown_field")
+    assert "temperature" in error["message"]
+
+
+def test_a_missing_prompt_is_named(server: Server) -> None:
+    assert _error(_post(server, {"max_tokens": 1}), 400)["param"] == "prompt"
+
+
+def test_an_id_outside_the_vocabulary_is_refused_with_the_range(server: Server) -> None:
+    error = _error(_post(server, {"prompt": [5, 320]}), 400)
+    assert "320" in error["message"] and "319" in error["message"]
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(server: Server) -> None:
+    error = _error(_post(server, {"prompt": [5] * 257}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert (error["prompt_tokens"], error["max_model_len"]) == (257, 256)
+    assert whole(server.url, prompt=[5] * 256, max_tokens=5)["usage"]["completion_tokens"] == 0
+
+
+BODIES = {
+    "empty": b"",
+    "not json": b"hello",
+    "half": b'{"prompt": "a"',
+    "array": b"[]",
+    "null": b"null",
+    "string": b'"prompt"',
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "overflow": b'{"prompt": "a", "temperature": 1e999}',
+    "surrogate": b'{"prompt": "\\ud800"}',
+    "bad utf-8": b'{"prompt": "\xff"}',
+    "huge integer": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "deep": b'{"prompt": ' + b"[" * 100_000,
+    "deep and closed": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "twice": b'{"prompt": 5, "prompt": 6}',
+    "null byte": b'{"prompt": "a"}\x00',
+    "long key": b'{"prompt": "a", "' + b"k" * 5000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_no_request_is_refused(server: Server, name: str) -> None:
+    assert _error(_post(server, BODIES[name]), 400)["type"] == "invalid_request_error"
+
+
+def test_an_error_never_repeats_much_of_the_input(server: Server) -> None:
+    secret = "s3cret" * 100
+    for body in ({"prompt": [secret]}, {"prompt": "a", secret: 1}, {"prompt": "a", "stop": secret}):
+        assert _post(server, body).text.count("s3cret") <= 33
+
+
+def test_a_body_over_the_limit_is_refused_and_one_at_the_limit_is_read(server: Server) -> None:
+    def padded(size: int) -> bytes:
+        body = b'{"prompt": "a", "max_tokens": 1, "stream": false}'
+        return body + b" " * (size - len(body))
+
+    assert _post(server, padded(1 << 20)).status_code == 200
+    assert _error(_post(server, padded((1 << 20) + 1)), 413)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_content_types_are_refused(server: Server, content_type: str) -> None:
+    error = _error(_post(server, {"prompt": "a"}, **{"content-type": content_type}), 415)
+    assert "application/json" in error["message"]
+
+
+def test_unknown_routes_and_wrong_methods_have_the_error_shape(server: Server) -> None:
+    assert _error(httpx.get(f"{server.url}/nothing"), 404)["type"] == "not_found_error"
+    response = httpx.get(f"{server.url}/complete")
+    assert "POST" in _error(response, 405)["message"]
+    assert response.headers["allow"] == "POST"
+    assert _error(httpx.delete(f"{server.url}/complete/unknown"), 404)["code"] == "unknown_request"
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.sampled_from([field for field, _ in WRONG]), _JSON, max_size=4))
+def test_no_json_object_gets_a_5xx(server: Server, fields: dict[str, Any]) -> None:
+    response = _post(server, {"prompt": "a", **fields, "max_tokens": 1})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        _error(response, 400)
+    elif fields.get("stream") is not False:
+        assert "event: done" in response.text
+
+
+def test_after_all_this_the_service_still_works(server: Server) -> None:
+    assert whole(server.url, prompt="Once", max_tokens=3, seed=1, ignore_eos=True)["usage"]["completion_tokens"] == 3

@@ -1,0 +1,52 @@
+"""Small helpers that speak to the service as clients do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event."""
+
+    id: str
+    name: str
+    data: dict[str, Any]
+
+
+def parse_events(body: str) -> list[Event]:
+    """Strict: every block is `id`, `event`, one line of `data`, or a comment."""
+    events = []
+    assert body.isascii()
+    assert body.endswith("\n\n")
+    for block in body.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            continue
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        assert list(lines) == ["id", "event", "data"], block
+        events.append(Event(lines["id"], lines["event"], json.loads(lines["data"])))
+    return events
+
+
+def stream(url: str, **body: Any) -> list[Event]:
+    """All events of a streamed completion."""
+    response = httpx.post(f"{url}/complete", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return parse_events(response.text)
+
+
+def whole(url: str, **body: Any) -> dict[str, Any]:
+    """A completion in one object."""
+    response = httpx.post(f"{url}/complete", json={**body, "stream": False}, timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def text_of(events: list[Event]) -> str:
+    """The text of a stream."""
+    return "".join(event.data["text"] for event in events if event.name == "token")
