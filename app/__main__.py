@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,7 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         case _:
             print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
             return 0 if verb in ("-h", "--help") else 2
-    return run(rest)
+    try:
+        return run(rest)
+    except BrokenPipeError:
+        # Whoever read our output has gone (| head); the interpreter must not try to flush it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
+from app.engine.client import EngineGone
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
@@ -28,7 +30,7 @@ class StartError(ValueError):
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling (it raises the signal again after the end), and watching the service."""
 
-    exit_code = 0
+    gone: EngineGone | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,10 +61,8 @@ class _Server(uvicorn.Server):
 
     async def _watch(self, service: Service) -> None:
         """When the engine is gone for good, so is the service."""
-        gone = await service.wait_gone()
-        print(f"error: {gone}", file=sys.stderr, flush=True)
-        self.exit_code = gone.exit_code
-        self.should_exit = self.force_exit = True
+        self.gone = await service.wait_gone()
+        self.should_exit = True
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -91,11 +91,16 @@ def serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
+    _check_weights(settings.weights)
     with bind(settings) as listener:
-        return asyncio.run(_serve(settings, listener))
+        gone = asyncio.run(_serve(settings, listener))
+    if gone is None:
+        return 0
+    print(f"error: {gone}", file=sys.stderr, flush=True)
+    return gone.exit_code
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> int:
+async def _serve(settings: Settings, listener: socket.socket) -> EngineGone | None:
     app = create_app(settings)
     drain = max(1, round(settings.drain_timeout))
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
@@ -105,7 +110,18 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     host, port = listener.getsockname()[:2]
     _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
-    return server.exit_code
+    return server.gone
+
+
+def _check_weights(directory: Path) -> None:
+    """What can be seen at once is refused at once; the engine process checks the rest. Raises StartError."""
+    if not directory.is_dir():
+        raise StartError(
+            f"--weights {directory}: no such directory; train a model with inkstream train, or name another"
+        )
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise StartError(f"--weights {directory}: there is no {name} in this directory")
 
 
 def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:

@@ -1,0 +1,70 @@
+"""The command line: each verb as a person would try it, also wrongly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Server
+from wire import whole
+
+
+def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "app", *arguments]
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_complete_streams_the_same_text_as_the_service(server: Server) -> None:
+    flags = ("--max-tokens", "20", "--seed", "5", "--temperature", "0.8", "--stop", "zq")
+    result = _run("complete", "The moon", "--url", server.url, *flags)
+    expected = whole(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")
+    assert result.returncode == 0
+    assert result.stdout == expected["choices"][0]["text"] + "\n"
+    assert _run("complete", "-", "--url", server.url, *flags, stdin="The moon").stdout == result.stdout
+
+
+def test_complete_shows_the_services_own_error(server: Server) -> None:
+    result = _run("complete", "a", "--url", server.url, "--temperature", "99")
+    assert result.returncode == 1
+    assert "temperature" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x", "nonsense"])
+def test_complete_without_a_service_says_so(url: str) -> None:
+    result = _run("complete", "a", "--url", url)
+    assert result.returncode == 2
+    assert "serve" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
+    result = _run("check", str(weights))
+    assert result.returncode == 0
+    assert "0.11 M" in result.stdout and "320 of 320 tokens" in result.stdout
+
+
+def test_check_names_file_and_reason_of_a_bad_one(tmp_path: Path) -> None:
+    result = _run("check", str(tmp_path / "nothing"))
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no such directory" in result.stderr
+
+
+def test_bench_loads_a_running_service(server: Server) -> None:
+    result = _run("bench", "--url", server.url, "--streams", "2", "--max-tokens", "8", "--prompt-words", "5")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("{")
+
+
+@pytest.mark.parametrize("arguments", [(), ("fly",)])
+def test_an_unknown_verb_gets_the_list_and_exit_code_two(arguments: tuple[str, ...]) -> None:
+    result = _run(*arguments)
+    assert result.returncode == 2
+    assert "serve" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "train"])
+def test_every_verb_explains_itself(verb: str) -> None:
+    result = _run(verb, "--help")
+    assert result.returncode == 0
+    assert "--help" in result.stdout

@@ -1,0 +1,316 @@
+"""The two processes: start, health, signals, an engine that dies, falls silent or cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import ROOT, Server, start_server, stop_server
+from wire import parse_events, whole
+
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True}
+
+
+@pytest.fixture
+def own_server(tmp_path: Path, weights: Path) -> Iterator[Server]:
+    """A service that the test may break."""
+    running = start_server(tmp_path, weights, "--dtype", "float32")
+    yield running
+    if running.process.poll() is None:
+        running.process.kill()
+    running.process.wait()
+
+
+def _engine_pid(server: Server) -> int:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    assert len(children) == 1
+    return int(children[0])
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _begin_stream(client: httpx.Client, server: Server) -> tuple[httpx.Response, Iterator[str]]:
+    response = client.send(client.build_request("POST", f"{server.url}/complete", json=LONG, timeout=30), stream=True)
+    lines = response.iter_lines()
+    while next(lines) != "event: token":
+        pass
+    return response, lines
+
+
+def test_the_port_answers_while_the_engine_loads(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, wait=False)
+    try:
+        assert server.wait_for(lambda: _get(server, "/health/live") == 200, 5)
+        response = httpx.get(f"{server.url}/health/ready")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["phase"] != "ready"
+        refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "unavailable_error"
+        assert server.wait_for(lambda: _get(server, "/health") == 200, 30)
+    finally:
+        assert stop_server(server) == 0
+
+
+def _get(server: Server, path: str) -> int:
+    try:
+        return httpx.get(f"{server.url}{path}").status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_a_killed_engine_ends_streams_with_a_clean_error_and_comes_back(own_server: Server) -> None:
+    with httpx.Client() as client:
+        _, lines = _begin_stream(client, own_server)
+        killed = _engine_pid(own_server)
+        os.kill(killed, signal.SIGKILL)
+        rest = "\n".join(lines)
+    error = json.loads(rest[rest.index("event: error") :].split("data: ", 1)[1].split("\n")[0])["error"]
+    assert (error["type"], error["code"]) == ("server_error", "engine_failed")
+    assert "send it again" in error["message"]
+    assert rest.count("event: error") == 1 and "event: done" not in rest
+    assert own_server.wait_for(lambda: _get(own_server, "/health/ready") == 200, 30)
+    assert _engine_pid(own_server) != killed
+    assert own_server.metric("engine_restarts_total") == 1
+    assert whole(own_server.url, **LONG)["usage"]["completion_tokens"] == 240
+
+
+def test_a_plain_request_in_a_crash_gets_a_500_in_the_error_shape(own_server: Server) -> None:
+    engine = _engine_pid(own_server)
+    os.kill(engine, signal.SIGSTOP)  # so that the request is still open when the engine dies
+    killer = threading.Timer(0.5, os.kill, (engine, signal.SIGKILL))
+    killer.start()
+    answer = httpx.post(f"{own_server.url}/complete", json={**LONG, "stream": False}, timeout=30)
+    killer.join()
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_failed"
+    assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
+
+
+def test_a_silent_engine_is_replaced(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--engine-silence", "2")
+    try:
+        stopped = _engine_pid(server)
+        os.kill(stopped, signal.SIGSTOP)
+        assert server.wait_for(lambda: _get(server, "/health/ready") == 503, 10)
+        assert server.wait_for(lambda: _get(server, "/health/ready") == 200, 30)
+        assert _is_gone(stopped)
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_three_crashes_in_a_row_end_the_service(own_server: Server) -> None:
+    for _ in range(3):
+        assert own_server.wait_for(lambda: _get(own_server, "/health/ready") == 200, 30)
+        os.kill(_engine_pid(own_server), signal.SIGKILL)
+        own_server.wait_for(lambda: _get(own_server, "/health/ready") != 200)
+    assert own_server.process.wait(20) == 1
+    assert "stopped 3 times" in own_server.log.read_text()
+
+
+def test_the_engine_follows_its_parent_into_death(own_server: Server) -> None:
+    engine = _engine_pid(own_server)
+    own_server.process.kill()
+    own_server.process.wait()
+    assert own_server.wait_for(lambda: _is_gone(engine), 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_open_streams_end_refuses_new_ones_and_exits_zero(own_server: Server, number: int) -> None:
+    engine = _engine_pid(own_server)
+    with httpx.Client() as client, httpx.Client() as other:
+        assert other.get(f"{own_server.url}/health").status_code == 200
+        _, lines = _begin_stream(client, own_server)
+        own_server.process.send_signal(number)
+        rest = list(lines)
+    assert any(line == "event: done" for line in rest)
+    assert own_server.process.wait(20) == 0
+    assert _is_gone(engine)
+    assert "Traceback" not in own_server.log.read_text()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--tokens-per-step", "32")
+    engine = _engine_pid(server)
+    os.kill(engine, signal.SIGSTOP)  # a stream that cannot end
+    with httpx.Client() as client:
+        request = client.build_request("POST", f"{server.url}/complete", json=LONG)
+        response = client.send(request, stream=True)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert server.process.poll() is None, "the first signal was meant to wait for the stream"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 1
+        response.close()
+    os.kill(engine, signal.SIGCONT)
+    assert server.wait_for(lambda: _is_gone(engine), 10)
+
+
+def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app", "serve", "--port", "0", *flags],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--port", "http"], "--port"),
+        (["--kv-blocks", "-1"], "--kv-blocks"),
+        (["--device", "tpu"], "--device"),
+        (["--max-running", "0"], "--max-running"),
+        (["--host", "0.0.0.0"], "--insecure-no-auth"),
+        (["--host", "no.such.host.invalid"], "--insecure-no-auth"),
+        (["--weights", "/nonexistent"], "no such directory"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_bad_configuration_ends_with_one_clear_line_and_exit_code_two(flags: list[str], words: str) -> None:
+    result = _serve(*flags)
+    assert result.returncode == 2
+    line = result.stderr.strip().splitlines()[-1]
+    assert "error: " in line and words in line
+    assert "Traceback" not in result.stderr
+
+
+def test_a_bad_environment_variable_is_named() -> None:
+    result = _serve(INKSTREAM_MAX_RUNNING="many")
+    assert result.returncode == 2
+    assert "INKSTREAM_MAX_RUNNING" in result.stderr
+
+
+def test_too_few_cache_blocks_are_refused_with_the_number_to_give(weights: Path) -> None:
+    result = _serve("--weights", str(weights), "--kv-blocks", "3")
+    assert result.returncode == 2
+    assert "--kv-blocks 16" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:
+    result = _serve("--weights", str(weights), "--port", server.url.rpartition(":")[2])
+    assert result.returncode == 2
+    assert "choose another --port" in result.stderr
+
+
+def test_a_full_queue_refuses_with_503_and_retry_after(tmp_path: Path, weights: Path) -> None:
+    flags = ("--max-running", "1", "--max-waiting", "2")
+    server = start_server(tmp_path, weights, *flags)
+    try:
+        os.kill(_engine_pid(server), signal.SIGSTOP)
+        with httpx.Client() as client:
+            for _ in range(2):
+                client.send(client.build_request("POST", f"{server.url}/complete", json=LONG), stream=True)
+            refused = httpx.post(f"{server.url}/complete", json=LONG)
+            assert refused.status_code == 503
+            assert 1 <= int(refused.headers["retry-after"]) <= 120
+            assert refused.json()["error"]["type"] == "unavailable_error"
+        os.kill(_engine_pid(server), signal.SIGCONT)
+        assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
+        assert 'rejected_total{reason="queue_full"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_request_in_the_queue_hears_its_position(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--max-running", "1")
+    try:
+        engine = _engine_pid(server)
+        os.kill(engine, signal.SIGSTOP)
+        with httpx.Client() as client:
+            first = client.send(client.build_request("POST", f"{server.url}/complete", json=LONG), stream=True)
+            second = client.send(client.build_request("POST", f"{server.url}/complete", json=LONG), stream=True)
+            time.sleep(1.2)
+            os.kill(engine, signal.SIGCONT)
+            first.read()
+            events = parse_events(second.read().decode())
+        names = [event.name for event in events]
+        queue = [event.data for event in events if event.name == "queue"]
+        assert queue and all(set(data) == {"position", "eta_ms"} for data in queue)
+        assert names.index("start") > names.index("queue")
+        assert names[-1] == "done"
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_metrics_count_what_happened(server: Server) -> None:
+    before = server.metric("generation_tokens_total")
+    whole(server.url, **LONG)
+    assert server.metric("generation_tokens_total") == before + 240
+    text = httpx.get(f"{server.url}/metrics").text
+    names = [
+        *("time_to_first_token", "inter_token_latency", "request_duration", "queue_duration", "prefill_duration"),
+        *("requests_running", "requests_waiting", "kv_cache_usage_ratio", "prompt_tokens_total", "requests_total"),
+        *("cached_prompt_tokens_total", "preemptions_total", "engine_restarts_total"),
+    ]
+    for name in names:
+        assert re.search(rf"^inkstream_{name}(_seconds_bucket)?[ {{]", text, re.MULTILINE), name
+    assert httpx.head(f"{server.url}/metrics").status_code == 200
+
+
+def test_the_model_tells_its_facts(server: Server) -> None:
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"], model["n_vocab"]) == ("tiny", 256, 320)
+    assert model["n_params"] > 100_000
+    assert model["dtype"] == "float32"
+    assert len(model["weights_version"]) == 64
+
+
+def test_the_openapi_document_describes_the_request(server: Server) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    body = document["paths"]["/complete"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert all("description" in field for field in body["properties"].values())
+
+
+_LEAKING = """
+import sys
+from app.engine.stream import Stream
+Stream.close = lambda self: None
+from app.__main__ import main
+sys.exit(main(["serve", "--port", "0", "--weights", sys.argv[1]]))
+"""
+
+
+def test_a_service_that_forgets_to_free_is_noticed(tmp_path: Path, weights: Path) -> None:
+    """Positive control of test_streaming's leaving clients: the same eyes see requests that run on."""
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", _LEAKING, str(weights)], cwd=ROOT, stderr=file, text=True)
+    try:
+        server = Server("", process, log)
+        assert server.wait_for(lambda: "ready: " in log.read_text(), 30)
+        found = re.search(r"listening on (\S+)", log.read_text())
+        assert found
+        server = Server(found.group(1), process, log)
+        with httpx.Client() as client:
+            for _ in range(8):
+                _begin_stream(client, server)
+        assert server.metric("requests_running") > 0
+        before = server.metric("requests_running")
+        time.sleep(0.05)
+        assert server.metric("requests_running") > 0, f"{before} requests were meant to run on"
+    finally:
+        process.kill()
+        process.wait()
