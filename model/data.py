@@ -141,7 +141,7 @@ def _read(path: Path) -> str:
 
 def _split(path: Path, text: str) -> list[str]:
     if _suffix(path) == ".jsonl":
-        return [document for line in text.splitlines() if line.strip() and (document := _json_text(path, line))]
+        return [document for line in text.split("\n") if line.strip() and (document := _json_text(path, line))]
     return [document for part in re.split(r"\n{3,}", text) if (document := part.strip("\n"))]
 
 

@@ -71,6 +71,7 @@ class Run:
         self.options = options
         self.out = Path(options.out)
         self.work = self.out / ".training"
+        self.about = _about(options.about)
         self.device = choose_device(options.device)
         self.shape = shape(options)
         self.corpus: Corpus = prepare(
@@ -207,7 +208,7 @@ class Run:
             n_documents=self.corpus.n_documents,
             bits_per_byte=bits,
             date=datetime.now(UTC).date().isoformat(),
-            about=Path(self.options.about).read_text(encoding="utf-8").strip() if self.options.about else "",
+            about=self.about,
         )
         sha256 = hashlib.sha256((self.out / WEIGHTS_FILE).read_bytes()).hexdigest()
         write_file(self.out / "README.md", model_card(self.shape, facts, samples, sha256).encode())
@@ -221,6 +222,14 @@ class Run:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, first)
+
+
+def _about(path: str | None) -> str:
+    """Text for the model card, read before hours of training and not after."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--about {path}: cannot be read ({error})") from None
 
 
 if __name__ == "__main__":

@@ -188,8 +188,10 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--unknown"], "--unknown"),
     ],
 )
-def test_bad_configuration_ends_with_one_clear_line_and_exit_code_two(flags: list[str], words: str) -> None:
-    result = _serve(*flags)
+def test_bad_configuration_ends_with_one_clear_line_and_exit_code_two(
+    flags: list[str], words: str, weights: Path
+) -> None:
+    result = _serve("--weights", str(weights), *flags)
     assert result.returncode == 2
     line = result.stderr.strip().splitlines()[-1]
     assert "error: " in line and words in line
