@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -28,14 +27,11 @@ class EngineProcess:
     async def spawn(cls, command: Sequence[str] = WORKER) -> EngineProcess:
         """Starts `command` with the descriptor of its end of the pipe as the last argument."""
         ours, theirs = socket.socketpair()
-        # Spinning OpenMP workers would take the core that the event loop needs.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
-                env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
             )
         return cls(process, *await asyncio.open_connection(sock=ours))
