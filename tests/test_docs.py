@@ -1,0 +1,81 @@
+"""The README says what is: settings table, tree, fields, example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import httpx
+from conftest import Server
+from wire import parse_events
+
+from app.api.schemas import CompleteRequest
+from app.settings import Settings
+from model.config import PRESET_NAMES, preset
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def settings_table() -> str:
+    """What belongs into the README."""
+    rows = ["| flag | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {field.description} |")
+    return "\n".join(rows)
+
+
+def test_the_settings_table_is_made_from_the_settings() -> None:
+    assert settings_table() in README, settings_table()
+
+
+def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
+    tree = README[README.index("model/            the") : README.index("tests/            flat")]
+    for line in tree.splitlines():
+        name = line.strip().split()[0]
+        assert (ROOT / name).exists() or (ROOT / "app" / name).exists(), name
+    for path in [p for p in (ROOT / "app").iterdir() if p.is_dir() and p.name != "__pycache__"]:
+        assert f"  {path.name}/" in tree, path
+
+
+def test_every_field_of_a_request_is_explained() -> None:
+    for name in CompleteRequest.model_fields:
+        assert f"`{name}`" in README, name
+
+
+def test_the_presets_have_the_sizes_that_are_told() -> None:
+    for name in PRESET_NAMES:
+        assert re.search(rf"\| `{name}` \|.*\| {preset(name).n_params / 1e6:.1f} M \|", README), name
+
+
+def test_the_curl_example_works(server: Server) -> None:
+    (command,) = re.findall(r"^curl -N .*$", README, re.MULTILINE)
+    url = server.url.removeprefix("http://")
+    command = command.replace("localhost:8000", url)
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert parse_events(result.stdout)[-1].name == "done"
+
+
+def test_the_browser_example_reads_events_as_they_are_sent(server: Server) -> None:
+    """The same splitting, on real bytes."""
+    body = httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 5, "seed": 1}).text
+    events = [event for event in body.split("\n\n") if "\nevent: token\n" in event]
+    assert events
+    assert all('"text"' in event.split("\ndata: ")[1] for event in events)
+
+
+def test_every_dependency_has_its_reason() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    wanted = [line for line in lines if re.match(r'\s+"[a-z\-]+(\[\w+\])?[>=]', line)]
+    assert len(wanted) > 15
+    assert all("#" in line for line in wanted)
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pins = dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    names = re.findall(r'^\s+"([a-z\-]+)(?:\[\w+\])?[>=]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    pinned = {name.lower().replace("_", "-") for name in pins}
+    assert {name for name in names if name != "setuptools"} <= pinned
+    assert pins["torch"] == "2.13.0"
