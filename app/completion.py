@@ -169,7 +169,7 @@ class Completion:
         self.clock.first_token = self.clock.first_token or now
         self.clock.last_token = now
         self.n_tokens += 1
-        text = self._decoder.feed(self.tokenizer.bytes_of[event.token])
+        text = self._decoder.feed(self.tokenizer.token_bytes(event.token))
         if event.logprob is not None:
             detail = TokenDetail(event.token, event.logprob, event.top)
             self._held.append((self._decoded, self._decoded + len(text), detail))

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from app.completion import Completion
 from app.engine.admission import clamp_max_tokens
@@ -32,6 +31,15 @@ class Wish:
     stops: tuple[str, ...]
     ignore_eos: bool
     logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """An admitted request."""
+
+    completion: Completion
+    params: SamplingParams
+    weights_version: str
 
 
 class Service:
@@ -71,6 +79,8 @@ class Service:
         try:
             tokenizer = await asyncio.to_thread(Tokenizer.load, self.settings.weights)
             await asyncio.to_thread(lambda: tokenizer.bytes_of)
+            await self.engine.wait_ready()
+            self._check_vocabulary(tokenizer)
         except TokenizerError as error:
             self._failed.set_result(EngineGone(str(error), 2))
             return
@@ -91,24 +101,12 @@ class Service:
         finally:
             engine_gone.cancel()
 
-    async def begin(self, request_id: str, wish: Wish) -> tuple[Completion, dict[str, Any], int]:
-        """Validates, admits, submits. Returns the completion, the settings that hold, and the seed.
-
-        Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady.
-        """
+    async def begin(self, request_id: str, wish: Wish) -> Begun:
+        """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
         ready, tokenizer = self.require_ready()
         self.engine.check_queue()
         prompt = await self._prompt_ids(wish.prompt, ready, tokenizer)
-        sampling = {**_NEUTRAL, **ready.sampling_defaults, **{k: v for k, v in wish.sampling.items() if v is not None}}
-        seed = secrets.randbits(53) if wish.seed is None else wish.seed  # 53 bits survive every JSON parser
-        params = SamplingParams(
-            temperature=sampling["temperature"],
-            top_k=max(0, int(sampling["top_k"])),
-            top_p=sampling["top_p"],
-            min_p=sampling["min_p"],
-            seed=seed,
-            logprobs=wish.logprobs,
-        )
+        params = _sampling_params(wish, ready)
         request = Request(
             id=request_id,
             prompt=tuple(prompt),
@@ -116,17 +114,15 @@ class Service:
             params=params,
             stop_ids=() if wish.ignore_eos else ready.eos_ids,
         )
-        settings = {
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-            "max_tokens": wish.max_tokens,
-            "stop": list(wish.stops),
-            "ignore_eos": wish.ignore_eos,
-            "logprobs": wish.logprobs,
-        }
-        return Completion(self.engine.submit(request), tokenizer, wish.stops), settings, seed
+        completion = Completion(self.engine.submit(request), tokenizer, wish.stops)
+        return Begun(completion=completion, params=params, weights_version=ready.weights_version)
+
+    def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
+        model_size = self.engine.ready.vocab_size if self.engine.ready else tokenizer.vocab_size
+        if tokenizer.vocab_size > model_size:
+            raise TokenizerError(
+                f"{self.settings.weights}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_size}"
+            )
 
     async def _prompt_ids(self, prompt: str | list[int], ready: Ready, tokenizer: Tokenizer) -> list[int]:
         if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARACTERS:
@@ -136,3 +132,17 @@ class Service:
         if not ids and not ready.eos_ids:
             raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
         return ids or [ready.eos_ids[0]]
+
+
+def _sampling_params(wish: Wish, ready: Ready) -> SamplingParams:
+    """What was asked for, else the model's defaults, else no filter; a random seed where none was given."""
+    asked = {name: value for name, value in wish.sampling.items() if value is not None}
+    chosen = {**_NEUTRAL, **ready.sampling_defaults, **asked}
+    return SamplingParams(
+        temperature=chosen["temperature"],
+        top_k=max(0, int(chosen["top_k"])),
+        top_p=chosen["top_p"],
+        min_p=chosen["min_p"],
+        seed=secrets.randbits(53) if wish.seed is None else wish.seed,  # 53 bits survive every JSON parser
+        logprobs=wish.logprobs,
+    )

@@ -103,6 +103,10 @@ class Tokenizer:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.bytes_of[token] for token in ids).decode("utf-8", errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        """bytes_of[token]; nothing for an id that only the model's vocabulary has (padded to a round number)."""
+        return self.bytes_of[token] if token < len(self.bytes_of) else b""
+
     @cached_property
     def bytes_of(self) -> list[bytes]:
         """The exact bytes of every token id; empty for special tokens and for ids that the vocabulary skips."""

@@ -47,9 +47,10 @@ class Interrupted(RuntimeError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted with everything saved."""
-    options = parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parser().parse_args(arguments)
     try:
-        Run(options).train()
+        Run(options, shlex.join(["python", "-m", "model.train", *arguments])).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     except Interrupted as interrupt:
-        again = shlex.join(["python", "-m", "model.train", *(argv or sys.argv[1:])])
+        again = shlex.join([sys.executable, "-m", "model.train", *arguments])
         resume = again if options.resume else f"{again} --resume"
         print(f"interrupted by {interrupt}; everything is saved. Go on with:\n{resume}", file=sys.stderr)
         return interrupt.exit_code
@@ -67,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Run:
     """One training run, from its options to its weights directory."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, command: str) -> None:
         self.options = options
+        self.command = command
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = _about(options.about)
@@ -198,7 +200,7 @@ class Run:
         for prompt, text in samples.items():
             print(f"--- {prompt}{text}\n", flush=True)
         facts = RunFacts(
-            command=shlex.join(["python", "-m", "model.train", *sys.argv[1:]]),
+            command=self.command,
             device=describe(self.device),
             seed=self.options.seed,
             steps=self.step,

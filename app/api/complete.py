@@ -19,7 +19,7 @@ from app.api.metrics import Metrics
 from app.api.schemas import Cancellation, CompleteRequest, CompleteResponse, ErrorResponse
 from app.completion import Completion, Delta, Ended, Idle, News, Queued, TokenDetail, prompt_sha256
 from app.engine.errors import EngineError, NotReady, QueueFull
-from app.engine.types import Started
+from app.engine.types import SamplingParams, Started
 from app.service import Service, Wish
 from model.tokenizer import Tokenizer
 
@@ -87,16 +87,15 @@ class _Job:
             ignore_eos=bool(body.ignore_eos),
             logprobs=body.logprobs,
         )
-        completion, settings, seed = await service.begin(request_id, wish)
-        ready, _ = service.require_ready()
+        begun = await service.begin(request_id, wish)
         receipt = {
-            "weights_version": ready.weights_version,
-            "seed": seed,
-            "settings": settings,
+            "weights_version": begun.weights_version,
+            "seed": begun.params.seed,
+            "settings": _settings(wish, begun.params),
             "prompt_sha256": prompt_sha256(body.prompt),
             "version": VERSION,
         }
-        return cls(request_id, completion, service, metrics, receipt)
+        return cls(request_id, begun.completion, service, metrics, receipt)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The event stream; ends with exactly one `done` or `error`."""
@@ -190,8 +189,22 @@ class _Job:
         return _piece(self._tokenizer, token.id, token.logprob) | {"top": top}
 
 
+def _settings(wish: Wish, params: SamplingParams) -> dict[str, Any]:
+    """The settings that hold, under the names of the request's fields."""
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "max_tokens": wish.max_tokens,
+        "stop": list(wish.stops),
+        "ignore_eos": wish.ignore_eos,
+        "logprobs": wish.logprobs,
+    }
+
+
 def _piece(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    data = tokenizer.bytes_of[token_id]
+    data = tokenizer.token_bytes(token_id)
     return {"id": token_id, "text": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
 
 

@@ -36,7 +36,7 @@ from app.engine.frames import (
 from app.engine.kv_cache import KVCache
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.types import Started, StepReport
+from app.engine.types import SamplingParams, Started, StepReport
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
@@ -177,6 +177,8 @@ def _free_memory(device: torch.device) -> int:
 
 def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int) -> Ready:
     shape = checkpoint.decoder.config
+    if (penalty := checkpoint.generation.get("repetition_penalty", 1.0)) != 1.0:
+        print(f"warning: generation_config.json: repetition_penalty {penalty} is not supported so far", file=sys.stderr)
     defaults = {
         key: float(value)
         for key in _SAMPLING_KEYS
@@ -184,6 +186,10 @@ def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, blo
     }
     if checkpoint.generation.get("do_sample") is False:
         defaults["temperature"] = 0.0
+    try:
+        SamplingParams(**{**defaults, "top_k": int(defaults.get("top_k", 0))})  # type: ignore[arg-type]
+    except (ValueError, OverflowError) as error:
+        raise StartError(f"generation_config.json: {error}") from None
     return Ready(
         context=shape.context,
         vocab_size=shape.vocab_size,
