@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import ROOT, Server, start_server, stop_server
+from tiny import tiny_weights
 from wire import parse_events, whole
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True}
@@ -209,6 +211,29 @@ def test_too_few_cache_blocks_are_refused_with_the_number_to_give(weights: Path)
     assert result.returncode == 2
     assert "--kv-blocks 16" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_sampling_defaults_outside_their_range_are_refused(tmp_path: Path, weights: Path) -> None:
+    copy = Path(shutil.copytree(weights, tmp_path / "copy"))
+    (copy / "generation_config.json").write_text('{"temperature": 99}')
+    result = _serve("--weights", str(copy))
+    assert result.returncode == 2
+    assert "generation_config.json: temperature" in result.stderr.splitlines()[-1]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    result = _serve("--weights", str(tiny_weights(tmp_path / "narrow", vocab_size=300)))
+    assert result.returncode == 2
+    assert "the tokenizer has 320 tokens, the model only 300" in result.stderr.splitlines()[-1]
+
+
+def test_a_model_with_a_padded_vocabulary_serves(tmp_path: Path) -> None:
+    server = start_server(tmp_path, tiny_weights(tmp_path / "padded", vocab_size=640))
+    try:
+        answer = whole(server.url, **LONG, temperature=10, logprobs=3)
+        assert any(token["id"] >= 320 for token in answer["choices"][0]["tokens"])
+    finally:
+        assert stop_server(server) == 0
 
 
 def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
+from conftest import Server, start_server, stop_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wire import parse_events, stream, text_of, whole
@@ -65,7 +66,16 @@ def test_streamed_text_equals_the_plain_answer(server: Server, prompt: str, seed
     assert tokens == choice["tokens"]
 
 
-def test_thirty_two_clients_at_once_get_what_each_gets_alone(server: Server) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_thirty_two_clients_at_once_get_what_each_gets_alone(tmp_path: Path, weights: Path, dtype: str) -> None:
+    server = start_server(tmp_path, weights, "--dtype", dtype)
+    try:
+        _compare_alone_and_together(server)
+    finally:
+        assert stop_server(server) == 0
+
+
+def _compare_alone_and_together(server: Server) -> None:
     bodies = [{"prompt": f"Client {i} " * (1 + i % 9), "seed": i, "max_tokens": 40, "top_p": 0.9} for i in range(32)]
     alone = [whole(server.url, **body)["choices"] for body in bodies]
     with ThreadPoolExecutor(32) as pool:

@@ -43,12 +43,13 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
-def tiny_weights(directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """A weights directory with a tokenizer trained on TEXT."""
+def tiny_weights(directory: Path, *, vocab_size: int = VOCAB) -> Path:
+    """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
     tokenizer = Tokenizer.train([TEXT], VOCAB)
     for name, content in tokenizer.files().items():
         write_file(directory / name, content.encode())
-    save_weights(directory, tiny_decoder(seed=seed), dtype=dtype, eos_id=tokenizer.eos_id, generation={})
+    decoder = tiny_decoder(tiny_config(vocab_size=vocab_size))
+    save_weights(directory, decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
     return directory
 
 

@@ -57,7 +57,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = 0
-        self.steps = 0
         self._arrivals = 0
         self._dirty: list[int] = []
         self._version = weights_version
@@ -78,7 +77,6 @@ class Scheduler:
             blocks_cached=blocks.cached,
             blocks_total=self.pool.total,
             preemptions=self.preemptions,
-            steps=self.steps,
         )
 
     def add(self, request: Request) -> None:
@@ -134,7 +132,6 @@ class Scheduler:
             elif chunk.stop == len(sequence.tokens):
                 events.append(TokenEvent(sequence.request.id, 0, None, finish=FinishReason.LENGTH))
                 self._remove(sequence)
-        self.steps += 1
         return StepReport(events=tuple(events), failed=tuple(failed), counters=self.counters)
 
     def take_dirty(self) -> list[int]:

@@ -109,8 +109,6 @@ class Counters(Struct, frozen=True, kw_only=True):
     blocks_cached: int = 0
     blocks_total: int = 0
     preemptions: int = 0
-    steps: int = 0
-    invariant_violations: int = 0
 
 
 class StepReport(Struct, frozen=True, kw_only=True, tag="report"):
