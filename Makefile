@@ -6,7 +6,6 @@
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 PORT ?= 8000
 WEIGHTS ?= weights
@@ -16,18 +15,23 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# The name holds the torch requirement, so that another one installs again.
-STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))
+# The torch that was asked for last stays; asking for another one installs again.
+TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test train bench lint
+FORCE:
+
+.PHONY: help FORCE install serve test train bench lint
 
 help:
 	@sed -n '3,6s/^# *//p' Makefile; echo "targets: install serve test train bench lint"
 
-install: $(STAMP)
+install: $(VENV)/installed
 
-$(STAMP): pyproject.toml constraints.txt
+$(VENV)/torch: FORCE
+	@mkdir -p $(VENV); echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: inkstream needs Python 3.11 or newer; point to one with PYTHON=python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
@@ -35,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e ".[dev]"
-	@rm -f $(VENV)/.installed-*; touch $@
+	@touch $@
 
 serve: install
 	@exec $(BIN)/python -m app serve --port $(PORT) --weights $(WEIGHTS) $(ARGS)

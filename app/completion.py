@@ -1,8 +1,9 @@
-"""One completion from token ids to text: decoding, stop strings, usage, timings, receipt. Knows no HTTP and no JSON."""
+"""One completion from token ids to text: decoding, stop strings, usage, timings. Knows no HTTP and no JSON."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import deque
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.engine.errors import EngineError
-from app.engine.stream import Cancelled, Stream
-from app.engine.types import Started, TokenEvent
+from app.engine.stream import Cancelled, Item, Stream
+from app.engine.types import FinishReason, Started, TokenEvent
 from app.text import StopMatcher, StreamDecoder
 from model.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ class TokenDetail:
     """One token and its log-probability; `top` are the most likely ones in its place."""
 
     id: int
-    logprob: float | None
+    logprob: float
     top: tuple[tuple[int, float], ...]
 
 
@@ -119,35 +120,39 @@ class Completion:
 
     async def news(self) -> AsyncGenerator[News, None]:
         """Everything that happens, up to and with Ended. Raises EngineError where the engine fails."""
+        last = time.monotonic()
         if (position := self._stream.queue_position) is not None and position > 0:
             yield Queued(position)
         while True:
-            waiting = self._stream.queue_position
-            try:
-                async with asyncio.timeout(_HEARTBEAT_SECONDS if waiting is None else _QUEUE_NEWS_SECONDS):
+            pause = _HEARTBEAT_SECONDS if self._stream.queue_position is None else _QUEUE_NEWS_SECONDS
+            items: list[tuple[float, Item]] = []
+            # Counted from the last news: tokens without text must not put the sign of life off.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, last + pause - time.monotonic())):
                     items = await self._stream.receive()
-            except TimeoutError:
-                waiting = self._stream.queue_position
-                yield Idle() if waiting is None else Queued(waiting)
-                continue
-            for item in items:
-                for news in self._take(item):
+            for arrived, item in items:
+                for news in self._take(item, arrived):
                     yield news
+                    last = time.monotonic()
                     if isinstance(news, Ended):
                         return
+            if time.monotonic() - last >= pause:
+                waiting = self._stream.queue_position
+                yield Idle() if waiting is None else Queued(waiting)
+                last = time.monotonic()
 
-    def _take(self, item: Started | TokenEvent | EngineError) -> list[News]:
+    def _take(self, item: Item, arrived: float) -> list[News]:
         if isinstance(item, Cancelled):
             return [*self._flush(), Ended("cancelled")]
         if isinstance(item, EngineError):
             raise item
         if isinstance(item, Started):
-            self.clock.started, self.cached_tokens = time.monotonic(), item.cached_tokens
+            self.clock.started, self.cached_tokens = arrived, item.cached_tokens
             return [item]
-        return self._take_token(item)
+        return self._take_token(item, arrived)
 
-    def _take_token(self, event: TokenEvent) -> list[News]:
-        text = self._decode(event)
+    def _take_token(self, event: TokenEvent, now: float) -> list[News]:
+        text = self._decode(event, now)
         delta = self._delta(self._matcher.feed(text), final=False)
         if self._matcher.matched is None and event.finish is None:
             return delta
@@ -159,17 +164,18 @@ class Completion:
             return [*delta, Ended("stop", self._matcher.matched)]
         return [*delta, Ended(str(event.finish))]
 
-    def _decode(self, event: TokenEvent) -> str:
+    def _decode(self, event: TokenEvent, now: float) -> str:
         """Text that the token completes; notes the time, and the token for those who want details."""
         if event.token is None:
             return ""
-        now = time.monotonic()
         if self.clock.last_token is not None:
             self.gaps.append(now - self.clock.last_token)
         self.clock.first_token = self.clock.first_token or now
         self.clock.last_token = now
         self.n_tokens += 1
-        text = self._decoder.feed(self.tokenizer.token_bytes(event.token))
+        # A token that ends the text is none of it, whatever the tokenizer would show for it.
+        data = b"" if event.finish is FinishReason.STOP else self.tokenizer.token_bytes(event.token)
+        text = self._decoder.feed(data)
         if event.logprob is not None:
             detail = TokenDetail(event.token, event.logprob, event.top)
             self._held.append((self._decoded, self._decoded + len(text), detail))
@@ -181,11 +187,19 @@ class Completion:
         return self._delta(text, final=False)
 
     def _delta(self, text: str, *, final: bool) -> list[News]:
-        """A Delta, if there is anything to say. Tokens wait for their text; those behind a stop are never shown."""
+        """A Delta, if there is anything to say.
+
+        Tokens wait for their text, also those that only begin a character; those behind a stop are never shown.
+        """
         self._sent += len(text)
+        everything = final and self._matcher.matched is None
         ready = []
-        while self._held and (self._held[0][1] <= self._sent or (final and self._held[0][0] < self._sent)):
-            ready.append(self._held.popleft()[2])
+        while self._held:
+            first, end, detail = self._held[0]
+            if not (everything or (first < self._sent and (final or end <= self._sent))):
+                break
+            ready.append(detail)
+            self._held.popleft()
         return [Delta(text, tuple(ready))] if text or ready else []
 
 

@@ -56,7 +56,7 @@ def make_client(settings: Settings) -> EngineClient:
         dtype=settings.dtype,
         threads=settings.threads,
         kv_blocks=settings.kv_blocks,
-        tokens_per_step=max(settings.tokens_per_step, settings.max_running),
+        tokens_per_step=settings.tokens_per_step,
         max_running=settings.max_running,
     )
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)

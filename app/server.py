@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -102,7 +103,8 @@ def serve(settings: Settings) -> int:
 
 async def _serve(settings: Settings, listener: socket.socket) -> EngineGone | None:
     app = create_app(settings)
-    drain = max(1, round(settings.drain_timeout))
+    # After the drain time-out every stream is told why it ends; those that do not even read that are cut then.
+    drain = math.ceil(settings.drain_timeout) + 2
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,6 +130,10 @@ def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:
     """First: no new requests, open streams go on until the drain time-out. Second: at once."""
     if server.should_exit:
         os._exit(1)
-    _log.info("ending: open streams get up to the drain time-out; a second signal ends at once")
-    app.state.service.draining = True
+    service: Service = app.state.service
+    seconds = service.settings.drain_timeout
+    _log.info("ending: open streams get up to %g s; a second signal ends at once", seconds)
+    service.draining = True
+    message = "the service is shutting down: send it again in a moment"
+    asyncio.get_running_loop().call_later(seconds, service.engine.fail_all, message)
     server.should_exit = True

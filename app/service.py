@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from app.completion import Completion
 from app.engine.admission import clamp_max_tokens
 from app.engine.client import EngineClient, EngineGone
-from app.engine.errors import InvalidRequest, NotReady
+from app.engine.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.types import Request, SamplingParams
 from app.settings import Settings
@@ -125,13 +125,15 @@ class Service:
             )
 
     async def _prompt_ids(self, prompt: str | list[int], ready: Ready, tokenizer: Tokenizer) -> list[int]:
+        if isinstance(prompt, str) and (least := tokenizer.least_tokens(prompt)) > ready.context:
+            raise ContextLengthExceeded(least, ready.context)
         if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARACTERS:
             # Off the event loop, which has other streams to serve.
             prompt = await asyncio.to_thread(tokenizer.encode, prompt)
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not ids and not ready.eos_ids:
+        if not ids and ready.start_id is None:
             raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
-        return ids or [ready.eos_ids[0]]
+        return ids or [ready.start_id or 0]
 
 
 def _sampling_params(wish: Wish, ready: Ready) -> SamplingParams:

@@ -6,7 +6,7 @@ import ipaddress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -39,6 +39,12 @@ class Settings(BaseSettings):
         30.0, ge=1, le=3600, description="Seconds without a sign of life until the engine restarts."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+
+    @model_validator(mode="after")
+    def _budget_covers_decodes(self) -> Settings:
+        if self.tokens_per_step < self.max_running:
+            raise ValueError(f"tokens_per_step ({self.tokens_per_step}) is below max_running ({self.max_running})")
+        return self
 
     @property
     def is_loopback(self) -> bool:

@@ -60,7 +60,7 @@ Command:
 
 ## Samples
 
-Drawn with the sampling defaults in generation_config.json, seed 1, not chosen.
+Drawn with the sampling defaults in generation_config.json, not chosen.
 
 {shown}
 """

@@ -5,6 +5,7 @@ Knows no tokenizer and no serving. Nothing in the directory is ever executed or 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from model.config import ConfigError, ModelConfig
 from model.families import config_from_hf, config_to_hf, state_from_hf, state_to_hf, tensor_shapes
@@ -38,6 +38,7 @@ class Checkpoint:
     generation: Mapping[str, Any]
     """generation_config.json, or empty."""
     eos_ids: tuple[int, ...]
+    bos_id: int | None
     version: str
     """SHA-256 of the safetensors file, hexadecimal."""
 
@@ -59,9 +60,13 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
     decoder.load_state_dict(state, assign=True)
     decoder.requires_grad_(False).eval().to(device)
     generation = _read_json(directory / "generation_config.json", optional=True)
-    eos = generation.get("eos_token_id", _read_json(directory / "config.json").get("eos_token_id"))
+    special = {**_read_json(directory / "config.json"), **generation}
     return Checkpoint(
-        decoder=decoder, generation=generation, eos_ids=_eos_ids(eos, config, directory), version=_sha256(path)
+        decoder=decoder,
+        generation=generation,
+        eos_ids=_token_ids("eos_token_id", special, config, directory),
+        bos_id=next(iter(_token_ids("bos_token_id", special, config, directory)), None),
+        version=_sha256(path),
     )
 
 
@@ -76,32 +81,43 @@ def load_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def save_weights(
-    directory: Path, decoder: Decoder, *, dtype: torch.dtype, eos_id: int | None, generation: Mapping[str, Any]
-) -> None:
-    """Writes config.json, generation_config.json and, last, model.safetensors. Raises CheckpointError."""
+def weights_files(
+    decoder: Decoder, *, dtype: torch.dtype, eos_id: int | None, generation: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """The files of a weights directory without its tokenizer: name -> content."""
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in decoder.state_dict().items()}
     raw = config_to_hf(decoder.config, str(dtype).removeprefix("torch."), eos_id)
     tokens = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
-    write_file(directory / "config.json", _json_bytes(raw))
-    write_file(directory / "generation_config.json", _json_bytes({**tokens, **generation}))
-    write_file(directory / WEIGHTS_FILE, save(state_to_hf(decoder.config, state), metadata={"format": "pt"}))
+    return {
+        "config.json": _json_bytes(raw),
+        "generation_config.json": _json_bytes({**tokens, **generation}),
+        WEIGHTS_FILE: save(state_to_hf(decoder.config, state), metadata={"format": "pt"}),
+    }
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Replaces files that belong together: none before the disk has all of them. Raises CheckpointError."""
+    staged = {directory / f".{name}.{os.getpid()}.tmp": directory / name for name in files}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for temporary, path in staged.items():
+            with temporary.open("wb") as file:
+                file.write(files[path.name])
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, path in staged.items():
+            temporary.replace(path)
+        sync_directory(directory)
+    except OSError as error:
+        for temporary in staged:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{directory}: {', '.join(files)} cannot be written ({error.strerror})") from None
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Replaces `path` at once or not at all, and only after the disk has the new content. Raises CheckpointError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
+    write_files(path.parent, {path.name: content})
 
 
 def sync_directory(path: Path) -> None:
@@ -140,10 +156,11 @@ def _check_header(path: Path, config: ModelConfig) -> None:
             raise CheckpointError(f"{path}: {name} has dtype {dtype}; allowed are {', '.join(_DTYPES)}")
 
 
-def _eos_ids(raw: Any, config: ModelConfig, directory: Path) -> tuple[int, ...]:
+def _token_ids(key: str, special: Mapping[str, Any], config: ModelConfig, directory: Path) -> tuple[int, ...]:
+    raw = special.get(key)
     ids = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(isinstance(i, int) and 0 <= i < config.vocab_size for i in ids):
-        raise CheckpointError(f"{directory}: eos_token_id {raw!r} is not an id below {config.vocab_size}")
+        raise CheckpointError(f"{directory}: {key} {raw!r} is not an id below {config.vocab_size}")
     return tuple(ids)
 
 
@@ -168,8 +185,3 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def clone_state(decoder: Decoder) -> dict[str, Tensor]:
-    """A copy of the parameters that later steps do not change."""
-    return {name: tensor.detach().clone() for name, tensor in decoder.state_dict().items()}

@@ -52,11 +52,6 @@ class ModelConfig:
             raise ConfigError(f"rope_theta ({self.rope_theta}) and norm_eps ({self.norm_eps}) must be above 0")
 
     @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.n_heads // self.n_kv_heads
-
-    @property
     def n_params(self) -> int:
         """Trainable numbers, a tied head counted once."""
         attention = self.width * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)

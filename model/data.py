@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.checkpoint import write_file
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer import SPLIT, Tokenizer, TokenizerError
 
 Tokens = NDArray[np.unsignedinteger]
 _SUFFIXES = (".txt", ".md", ".jsonl")
 _TOKENIZER_CHARACTERS = 40_000_000
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _STRAIGHT = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."})
 
 
@@ -38,7 +40,6 @@ class Corpus:
     tokenizer: Tokenizer
     train: Tokens
     held_out: Tokens
-    held_out_bytes: int
     n_documents: int
     digest: str
     """SHA-256 over the documents and the options that shaped them."""
@@ -67,7 +68,7 @@ def prepare(
     straighten: share of the documents in which curly quotes and long dashes become ASCII, as people type them.
     """
     documents = [_straightened(text, copy, straighten) for copy, text in _numbered_copies(read_documents(sources))]
-    digest = hashlib.sha256(f"{vocab_size}/{held_out_share}".encode())
+    digest = hashlib.sha256(f"{vocab_size}/{held_out_share}/{_TOKENIZER_CHARACTERS}/{SPLIT}".encode())
     for text in documents:
         digest.update(hashlib.sha256(text.encode("utf-8")).digest())
     folder = cache / digest.hexdigest()[:16]
@@ -78,7 +79,6 @@ def prepare(
         tokenizer=Tokenizer.load(folder),
         train=np.memmap(folder / "train.bin", dtype=_dtype(vocab_size), mode="r"),
         held_out=np.fromfile(folder / "held_out.bin", dtype=_dtype(vocab_size)),
-        held_out_bytes=sum(len(text.encode("utf-8")) for text in held_out),
         n_documents=len(documents),
         digest=digest.hexdigest(),
     )
@@ -135,7 +135,7 @@ def _read(path: Path) -> str:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text; convert it or leave it out") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error})") from None
 
 
@@ -150,8 +150,8 @@ def _json_text(path: Path, line: str) -> str:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError, RecursionError):
         text = None
-    if not isinstance(text, str):
-        raise DataError(f'{path}: every line must be a JSON object with a string under "text"')
+    if not isinstance(text, str) or _LONE_SURROGATE.search(text):
+        raise DataError(f'{path}: every line must be a JSON object with a string of whole characters under "text"')
     return text
 
 
@@ -186,7 +186,9 @@ def _hold_out(documents: list[str], share: float) -> tuple[list[str], list[str]]
     cut = len(last) - max(1, len(last) // 20)
     if cut < 1:
         raise DataError("the text is too short to hold anything out")
-    return [last[cut:]], [*documents[:-1], last[:cut]]
+    # Other copies of it end sooner, since straightened quotes have moved their characters.
+    others = [text[: len(text) - len(text) // 10] if key(text) == key(last) else text for text in documents[:-1]]
+    return [last[cut:]], [*others, last[:cut]]
 
 
 def _tokenise(train: list[str], held_out: list[str], folder: Path, vocab_size: int) -> None:

@@ -28,15 +28,17 @@ class Optimiser:
         self._base_lr = {"muon": matrix_lr, "adamw": other_lr}
         self._parameters = list(decoder.parameters())
 
-    def step(self, lr_factor: float) -> float:
-        """Clips to norm 1, updates, clears the gradients. Returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+    def clip(self) -> float:
+        """Scales the gradients down to norm 1. Returns the norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters, 1.0))
+
+    def step(self, lr_factor: float) -> None:
+        """Updates the parameters and clears the gradients."""
         for name, part in self.parts.items():
             for group in part.param_groups:
                 group["lr"] = self._base_lr[name] * lr_factor
             part.step()
             part.zero_grad(set_to_none=True)
-        return float(norm)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state as flat names: part.parameter.key."""

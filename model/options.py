@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lr", type=_positive, default=0.004, help="learning rate of AdamW (default: 0.004)")
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
     p.add_argument("--straighten", type=_share, default=0.5, help="share of texts given ASCII quotes (default: 0.5)")
-    p.add_argument("--seed", type=int, default=1, help="of the weights and of the order (default: 1)")
+    p.add_argument("--seed", type=_whole, default=1, help="of the weights and of the order (default: 1)")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the computation")
     p.add_argument("--export-dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights written")
@@ -65,6 +65,7 @@ def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what
 
 
 _count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
+_whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
 _positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
 _not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
 _share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

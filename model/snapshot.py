@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from model.checkpoint import CheckpointError, sync_directory, write_file
+from model.checkpoint import CheckpointError, sync_directory, write_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,24 +28,33 @@ class Position:
     """Corpus.digest."""
     shape: str
     """repr of the ModelConfig."""
+    order: str
+    """Seed and windows a step: what decides which text a step sees."""
 
 
 def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) -> None:
     """Writes step-N below `folder`, then removes older ones. Raises CheckpointError; the older ones then stay."""
     unfinished = folder / f".step-{position.step:08d}"
     finished = folder / unfinished.name[1:]
+    if finished.exists():  # the same step again is the same state
+        return
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_file(unfinished / "state.safetensors", save(contiguous))
-        write_file(unfinished / "position.json", json.dumps(asdict(position)).encode())
-        shutil.rmtree(finished, ignore_errors=True)
+        position_json = json.dumps(asdict(position)).encode()
+        write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position_json})
         unfinished.rename(finished)
         sync_directory(folder)
     except OSError as error:
         raise CheckpointError(f"{finished}: cannot be written ({error.strerror})") from None
     for older in _snapshots(folder)[1:]:
         shutil.rmtree(older, ignore_errors=True)
+
+
+def remove_snapshots(folder: Path) -> None:
+    """Gives up the run in `folder`."""
+    for path in _snapshots(folder):
+        shutil.rmtree(path)
 
 
 def load_snapshot(folder: Path) -> tuple[Position, dict[str, Tensor]] | None:

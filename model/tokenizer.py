@@ -17,8 +17,9 @@ from tokenizers import Tokenizer as RustTokenizer
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
 
-# Words with one leading space or mark, English endings apart, numbers in threes, runs of marks, white space.
-_SPLIT = (
+# How text is cut before pairs are merged: words with one leading space or mark, English endings apart, numbers in
+# threes, runs of marks, white space.
+SPLIT = (
     r"['\u2019](?i:s|t|d|m|re|ve|ll)(?!\p{L})|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -35,6 +36,7 @@ class Tokenizer:
         self._rust = rust
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
         self.eos_id: int | None = rust.token_to_id(eos_token) if eos_token else None
+        self._longest = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -60,7 +62,7 @@ class Tokenizer:
         rust = RustTokenizer(models.BPE())
         rust.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -95,6 +97,12 @@ class Tokenizer:
         """Ids of `text`, with the special tokens that the tokenizer itself adds (BOS, say)."""
         return list(self._rust.encode(text).ids)
 
+    def least_tokens(self, text: str) -> int:
+        """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
+        if self._rust.normalizer is not None:
+            return 0  # may make any text short
+        return -(-len(text) // self._longest)
+
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """encode() of each text without added special tokens, on all cores."""
         return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
@@ -111,13 +119,13 @@ class Tokenizer:
     def bytes_of(self) -> list[bytes]:
         """The exact bytes of every token id; empty for special tokens and for ids that the vocabulary skips."""
         byte_of = _byte_alphabet()
-        special = {token_id for token_id, added in self._rust.get_added_tokens_decoder().items() if added.special}
+        added = self._rust.get_added_tokens_decoder()
         table = [b""] * (max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
         for piece, token_id in self._rust.get_vocab(with_added_tokens=True).items():
-            if token_id not in special:
-                # Added tokens are stored as plain text, all others in the byte alphabet.
-                known = all(character in byte_of for character in piece)
-                table[token_id] = bytes(byte_of[c] for c in piece) if known else piece.encode("utf-8")
+            if token_id not in added:
+                table[token_id] = bytes(byte_of[character] for character in piece)
+            elif not added[token_id].special:
+                table[token_id] = piece.encode("utf-8")  # added tokens are stored as plain text
         return table
 
 

@@ -6,7 +6,6 @@ Prints progress, held-out bits per byte and samples; ends with the command that 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import shlex
 import signal
@@ -18,19 +17,15 @@ from pathlib import Path
 
 import torch
 
-from model.card import RunFacts, model_card
-from model.checkpoint import WEIGHTS_FILE, save_weights, write_file
+from model.card import RunFacts
 from model.data import Corpus, DataError, Order, prepare
 from model.device import choose_device, choose_dtype, describe
 from model.objective import Objective
 from model.optimiser import Optimiser, lr_factor
 from model.options import parser, shape
-from model.sample import sample_text
-from model.snapshot import Position, load_snapshot, save_snapshot
+from model.result import write_result
+from model.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
 from model.transformer import Decoder
-
-_PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
-_SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 
 
 class Diverged(RuntimeError):
@@ -92,7 +87,9 @@ class Run:
 
     def train(self) -> None:
         """Trains to the end of the schedule and writes the result."""
-        if self.work_exists():
+        if self.options.overwrite:
+            remove_snapshots(self.work)
+        if self.must_resume():
             self._resume()
         self._describe()
         self._catch_signals()
@@ -117,12 +114,12 @@ class Run:
         self._save_snapshot()
         self._finish()
 
-    def work_exists(self) -> bool:
-        """Whether an unfinished run stands in the output directory. Raises DataError unless told what to do with it."""
+    def must_resume(self) -> bool:
+        """Whether a run stands in the output directory. Raises DataError where nobody said what to do with it."""
         found = any(self.work.glob("step-*"))
-        if found and not self.options.resume and not self.options.overwrite:
+        if found and not self.options.resume:
             raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
-        return found and bool(self.options.resume)
+        return found
 
     def fraction_done(self) -> float:
         """How much of the run is done: the largest share of any limit given."""
@@ -144,15 +141,28 @@ class Run:
             loss.backward()
             losses.append(loss.detach())
         total = float(torch.stack(losses).sum())
-        if not math.isfinite(total):
-            raise Diverged(f"the loss became {total} at step {self.step}; the last snapshot stands in {self.work}")
+        norm = self.optimiser.clip()
+        if not math.isfinite(total) or not math.isfinite(norm):
+            raise Diverged(
+                f"the loss became {total} and its gradient {norm} at step {self.step}; "
+                f"the last snapshot stands in {self.work}"
+            )
         self.optimiser.step(factor)
         return total
 
     def _save_snapshot(self) -> None:
-        position = Position(step=self.step, seconds=self.seconds, digest=self.corpus.digest, shape=repr(self.shape))
+        position = Position(
+            step=self.step,
+            seconds=self.seconds,
+            digest=self.corpus.digest,
+            shape=repr(self.shape),
+            order=self._order_name(),
+        )
         weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
         save_snapshot(self.work, position, weights | self.optimiser.tensors())
+
+    def _order_name(self) -> str:
+        return f"seed {self.options.seed}, {self.options.windows} windows"
 
     def _resume(self) -> None:
         snapshot = load_snapshot(self.work)
@@ -163,6 +173,8 @@ class Run:
             raise DataError(f"the run in {self.work} has another shape; give the same flags or --overwrite")
         if position.digest != self.corpus.digest:
             raise DataError(f"the run in {self.work} was started on other data; give the same data or --overwrite")
+        if position.order != self._order_name():
+            raise DataError(f"the run in {self.work} had other --seed or --windows; give the same or --overwrite")
         mine = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
         self.decoder.load_state_dict(mine)
         self.optimiser.load_tensors(tensors)
@@ -187,18 +199,8 @@ class Run:
         )
 
     def _finish(self) -> None:
-        """Weights, tokenizer, samples and card into the output directory."""
-        tokenizer = self.corpus.tokenizer
-        bits = self.objective.bits_per_byte(self.held_out, tokenizer.bytes_of)
-        dtype = getattr(torch, self.options.export_dtype)
-        for name, content in tokenizer.files().items():
-            write_file(self.out / name, content.encode())
-        save_weights(
-            self.out, self.decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation={"do_sample": True, **_SAMPLING}
-        )
-        samples = {p: sample_text(self.decoder, tokenizer, p, 120, seed=1, **_SAMPLING) for p in _PROMPTS}
-        for prompt, text in samples.items():
-            print(f"--- {prompt}{text}\n", flush=True)
+        """The result into the output directory."""
+        bits = self.objective.bits_per_byte(self.held_out, self.corpus.tokenizer.bytes_of)
         facts = RunFacts(
             command=self.command,
             device=describe(self.device),
@@ -212,8 +214,7 @@ class Run:
             date=datetime.now(UTC).date().isoformat(),
             about=self.about,
         )
-        sha256 = hashlib.sha256((self.out / WEIGHTS_FILE).read_bytes()).hexdigest()
-        write_file(self.out / "README.md", model_card(self.shape, facts, samples, sha256).encode())
+        write_result(self.out, self.decoder, self.corpus.tokenizer, facts, getattr(torch, self.options.export_dtype))
         print(f"held-out bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
         print(f"serve it: python -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_decoder
 
-from model.checkpoint import CheckpointError, load, save_weights, write_file
+from model.checkpoint import CheckpointError, load, weights_files, write_files
 
 CPU = torch.device("cpu")
 
@@ -45,7 +46,7 @@ def test_an_untied_head_is_kept(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in untied.parameters():
             parameter.normal_()
-    save_weights(tmp_path, untied, dtype=torch.float32, eos_id=None, generation={})
+    write_files(tmp_path, weights_files(untied, dtype=torch.float32, eos_id=None, generation={}))
     checkpoint = load(tmp_path, device=CPU, dtype=torch.float32)
     assert torch.equal(checkpoint.decoder.state_dict()["untied_head"], untied.state_dict()["untied_head"])
     assert checkpoint.eos_ids == ()
@@ -118,24 +119,24 @@ def test_a_truncated_weights_file_is_refused(directory: Path) -> None:
     _refused(directory, "model.safetensors")
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+@pytest.mark.parametrize(("owner", "call"), [(Path, "open"), (os, "fsync")])
+@pytest.mark.parametrize("at", range(3))
+def test_a_disk_that_gets_full_leaves_the_old_set_of_files_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, at: int
 ) -> None:
-    path = tmp_path / "file"
-    write_file(path, b"old")
+    old, new = (dict.fromkeys(("a", "b", "c"), content) for content in (b"old", b"new"))
+    write_files(tmp_path, old)
+    calls = count()
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    real = getattr(owner, call)
 
-    if call == "fsync":
-        monkeypatch.setattr(os, "fsync", full)
-    elif call == "replace":
-        monkeypatch.setattr(Path, "replace", full)
-    else:
-        monkeypatch.setattr(Path, "open", full)
+    def full(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, call, full)
     with pytest.raises(CheckpointError, match="No space left"):
-        write_file(path, b"new")
+        write_files(tmp_path, new)
     monkeypatch.undo()
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old

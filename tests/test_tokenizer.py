@@ -23,6 +23,12 @@ def test_every_text_comes_back(text: str) -> None:
     assert b"".join(TOKENIZER.bytes_of[token] for token in ids) == text.encode()
 
 
+@given(_TEXTS | st.text(alphabet="ab e\U0001f98a", max_size=200) | st.just(SEPARATOR * 9) | st.just(TEXT))
+def test_the_lower_bound_is_one(text: str) -> None:
+    assert TOKENIZER.least_tokens(text) <= len(TOKENIZER.encode(text))
+    assert TOKENIZER.least_tokens("x" * 10_000) > 100
+
+
 def test_the_separator_is_token_zero_and_has_no_text() -> None:
     assert TOKENIZER.eos_id == 0
     assert TOKENIZER.bytes_of[0] == b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -111,9 +110,20 @@ def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     assert "--resume" in capsys.readouterr().err
     assert _train(text, out, "--steps", "4", "--resume", "--context", "16") == 2
     assert "another shape" in capsys.readouterr().err
+    assert _train(text, out, "--steps", "4", "--resume", "--seed", "2") == 2
+    assert "--seed" in capsys.readouterr().err
     text.write_text(TEXT * 4)
     assert _train(text, out, "--steps", "4", "--resume") == 2
     assert "other data" in capsys.readouterr().err
+
+
+def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    assert _train(text, out, "--steps", "6") == 0
+    _train_until(2, text, out, "--steps", "4", "--overwrite")
+    found = load_snapshot(out / ".training")
+    assert found
+    assert found[0].step == 2
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,7 @@ def test_a_loss_that_is_not_finite_ends_with_three_and_keeps_the_last_snapshot(
 
 def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def position(step: int) -> Position:
-        return Position(step=step, seconds=1.0, digest="d", shape="s")
+        return Position(step=step, seconds=1.0, digest="d", shape="s", order="o")
 
     save_snapshot(tmp_path, position(1), {"x": torch.ones(1)})
     older = tmp_path / "kept"
@@ -168,14 +178,19 @@ def test_kill_nine_at_any_moment_leaves_a_run_that_goes_on(tmp_path: Path, text:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "model.train", "--data", str(text), "--out", str(out), *SMALL, "--steps", "100000"]
     flags = ["--save-seconds", "0.01", "--resume"]
+    reached = 0
     for i in range(3):
         process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
-        while not list((out / ".training").glob("step-*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.5 + 0.13 * i)
+        while _newest_step(out) <= reached + 5 and time.monotonic() < deadline:
+            time.sleep(0.001 * i)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         found = load_snapshot(out / ".training")
-        assert found and found[0].step > 0
-    assert json.loads((sorted((out / ".training").glob("step-*"))[-1] / "position.json").read_text())["step"] > 0
+        assert found
+        assert found[0].step > reached, "each life was meant to go on from the one before"
+        reached = found[0].step
+
+
+def _newest_step(out: Path) -> int:
+    return max([int(path.name.removeprefix("step-")) for path in (out / ".training").glob("step-*")], default=0)

@@ -12,7 +12,7 @@ from app.engine.kv_cache import KVCache
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Request, TokenEvent
-from model.checkpoint import save_weights, write_file
+from model.checkpoint import weights_files, write_files
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
@@ -46,10 +46,9 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
 def tiny_weights(directory: Path, *, vocab_size: int = VOCAB) -> Path:
     """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
     tokenizer = Tokenizer.train([TEXT], VOCAB)
-    for name, content in tokenizer.files().items():
-        write_file(directory / name, content.encode())
     decoder = tiny_decoder(tiny_config(vocab_size=vocab_size))
-    save_weights(directory, decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
+    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
+    write_files(directory, {**files, **{name: text.encode() for name, text in tokenizer.files().items()}})
     return directory
 
 

@@ -26,7 +26,7 @@ from model.tokenizer import Tokenizer
 _DEFAULT_MAX_TOKENS = 128
 _log = logging.getLogger("inkstream")
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 404, 413, 415, 500, 503)
+    status: {"model": ErrorResponse} for status in (400, 404, 413, 415, 422, 500, 503)
 }
 router = APIRouter(responses=_ERRORS)
 
@@ -117,7 +117,7 @@ class _Job:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one object. Raises EngineError."""
-        text, tokens, ended = [], [], Ended("error")
+        text, tokens, choice = [], [], {}
         try:
             async with aclosing(self.completion.news()) as news:
                 async for item in news:
@@ -125,16 +125,15 @@ class _Job:
                         text.append(item.text)
                         tokens += [self._token(token) for token in item.tokens]
                     elif isinstance(item, Ended):
-                        ended = item
+                        choice = self._choice(item)
         except EngineError as error:
             self._failure(from_engine(error))
             raise
-        choice = self._choice(ended) | {"text": "".join(text)}
         asked = self.receipt["settings"]["logprobs"] is not None
         return {
             "id": self.id,
             "model": self.service.model_name,
-            "choices": [choice | {"tokens": tokens if asked else None}],
+            "choices": [{**choice, "text": "".join(text), "tokens": tokens if asked else None}],
             **self._closing_facts(),
         }
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
@@ -37,10 +38,13 @@ async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     if content_type != "application/json":
         raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    except ClientDisconnect:
+        raise ApiError(400, "the connection closed before the end of the body") from None
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:

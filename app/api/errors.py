@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -95,6 +96,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(EngineError, _on_engine_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_framework_validation)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -132,6 +134,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             request, ApiError(405, f"{request.method[:20]} is not allowed here; use {allowed}", headers=headers)
         )
     return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
+
+
+async def _on_framework_validation(request: Request, error: Exception) -> Response:
+    """FastAPI's own check of paths and queries."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return respond(request, ApiError(422, str(first["msg"])[:200], param=str(first["loc"][-1])[:60]))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from app.engine.defaults import sampling_defaults
 from model.checkpoint import load
 from model.tokenizer import Tokenizer, TokenizerError
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = Tokenizer.load(directory)
         if tokenizer.vocab_size > checkpoint.decoder.config.vocab_size:
             raise TokenizerError(f"{directory}: the tokenizer has more tokens than the model's vocabulary")
+        defaults = sampling_defaults(checkpoint.generation)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -36,6 +38,6 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{config.head_dim}, feed-forward {config.mlp_width}, context {config.context}")
     print(f"  tokenizer    {tokenizer.vocab_size} of {config.vocab_size} tokens, end of text {checkpoint.eos_ids}")
-    print(f"  defaults     {dict(checkpoint.generation)}")
+    print(f"  defaults     {defaults or 'none'}")
     print(f"  version      {checkpoint.version}")
     return 0

@@ -20,8 +20,8 @@ def main(argv: Sequence[str]) -> int:
         return serve(Settings(**{name: value for name, value in given.items() if value is not None}))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = str(first["loc"][0])
-        print(f"error: {flag(name)} (INKSTREAM_{name.upper()}): {first['msg']}", file=sys.stderr)
+        where = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
+        print(f"error: {where}{first['msg'].removeprefix('Value error, ')}", file=sys.stderr)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
     return 2

@@ -6,6 +6,7 @@ loading --Ready--> ready --died or silent--> loading ... three times in ten minu
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from app.engine.process import WORKER, EngineProcess
 from app.engine.stream import Stream
 from app.engine.types import Counters, Request, StepReport
 
+_log = logging.getLogger("inkstream")
 _MAX_CRASHES, _CRASH_WINDOW_SECONDS = 3, 600.0
 
 
@@ -60,16 +62,6 @@ class EngineClient:
         self._gone_event = asyncio.Event()
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the engine."""
-        return self._process.pid if self._process else None
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
-
-    @property
     def retry_after(self) -> int:
         """Whole seconds after which a refused request has a chance, from the rate at which the queue moves."""
         return int(min(120, max(1, self.eta_seconds(len(self._waiting)))))
@@ -80,12 +72,11 @@ class EngineClient:
 
     async def stop(self) -> None:
         """Ends the engine process; open streams end with EngineFailed."""
+        self._give_up(EngineGone("the service is shutting down", 0))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all("the service is shutting down")
-        if self._process:
-            await self._process.end()
+        self.fail_all("the service is shutting down")
 
     async def wait_ready(self) -> None:
         """Waits until the engine has loaded."""
@@ -125,6 +116,13 @@ class EngineClient:
             stream.cancel()
         return stream is not None
 
+    def fail_all(self, message: str) -> None:
+        """Ends every open stream with EngineFailed."""
+        for stream in list(self._streams.values()):
+            stream.push(EngineFailed(message))
+            self._finish(stream)
+        self.counters = Counters()
+
     def queue_position(self, request_id: str) -> int | None:
         """Requests in front of this one, or None where it does not wait."""
         return next((place for place, waiting in enumerate(self._waiting) if waiting == request_id), None)
@@ -143,28 +141,46 @@ class EngineClient:
         self._streams.pop(request_id, None)
 
     async def _supervise(self) -> None:
-        """One engine process after the other."""
+        """One engine process after the other. Whatever ends one is a crash, also that it could not be started."""
         while self._gone is None:
-            self._process = process = await EngineProcess.spawn(self._command)
-            self.phase, self._last_frame = "starting", time.monotonic()
-            process.send(self._config)
+            try:
+                await self._live_once()
+            except Exception:
+                _log.exception("the engine process could not be run")
+                await asyncio.sleep(0.1)
+            self._record_crash()
+
+    async def _live_once(self) -> None:
+        """From the start of an engine process to its end."""
+        self._process = process = await EngineProcess.spawn(self._command)
+        self.phase, self._last_frame = "starting", time.monotonic()
+        process.send(self._config)
+        try:
             while (frame := await process.receive()) is not None:
                 self._last_frame = time.monotonic()
                 self._take(frame)
-            self.ready = None
+        finally:
+            self.ready, self._process = None, None
             self._ready_event.clear()
-            await process.end()
-            self._record_crash()
+            code = await process.end()
+            if self._gone is None:
+                _log.warning("the engine process %d ended with exit code %d", process.pid, code)
 
     async def _watch(self) -> None:
         """Kills an engine that is ready and silent: it owes a report at least once a heartbeat."""
+        pause = min(1.0, self._silence_seconds / 4)
         while True:
-            await asyncio.sleep(min(1.0, self._silence_seconds / 4))
-            if self.ready and self._process and time.monotonic() - self._last_frame > self._silence_seconds:
+            before = time.monotonic()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            if now - before > 2 * pause:  # this process stood still itself, so the engine's silence says nothing
+                self._last_frame = now
+            if self.ready and self._process and now - self._last_frame > self._silence_seconds:
+                _log.warning("the engine process %d is silent and is killed", self._process.pid)
                 self._process.kill()
 
     def _record_crash(self) -> None:
-        self._fail_all("the engine stopped while it worked on this request: send it again")
+        self.fail_all("the engine stopped while it worked on this request: send it again")
         self.restarts += 1
         now = time.monotonic()
         self._crashes.append(now)
@@ -217,9 +233,3 @@ class EngineClient:
             self._start_interval += 0.1 * (min(now - self._last_start, 60.0) - self._start_interval)
         self._last_start = now
         self._waiting.pop(request_id, None)
-
-    def _fail_all(self, message: str) -> None:
-        for stream in list(self._streams.values()):
-            stream.push(EngineFailed(message))
-            self._finish(stream)
-        self.counters = Counters()

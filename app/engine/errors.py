@@ -7,6 +7,7 @@ EngineError
     QueueFull               too many requests wait already
     NotReady                the engine is still loading, or comes back after a crash
   EngineFailed              our fault: the engine died or could not go on with this request
+  (stream.Cancelled         the request was ended from outside; no error for anybody)
 """
 
 from __future__ import annotations

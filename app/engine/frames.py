@@ -59,6 +59,8 @@ class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     device: str
     weights_version: str
     eos_ids: tuple[int, ...]
+    start_id: int | None
+    """The token that an empty prompt stands for: BOS, else EOS."""
     sampling_defaults: Mapping[str, float]
     blocks_total: int
     block_size: int

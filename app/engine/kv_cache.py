@@ -4,9 +4,10 @@ Shape legend: T tokens of the step, H query heads, K kv heads, G = H / K, C head
 query tokens of each, R = G * N rows of one kv head, L kv positions of a group (whole tiles of 64), X flattened.
 
 The law of rows (DESIGN.md section 6): the bits of a row depend on its own tokens only. What it takes, measured on torch
-2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours;
-and the product with v in pieces of fixed length added in order, since its bits depend on the length that is summed over
-(float32 from 256 keys on, bfloat16 from 576 on).
+2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours,
+bfloat16 rows in pairs (single ones differ where 1,536 or more numbers are summed); and the product with v in pieces of
+fixed length added in order, since its bits depend on the length that is summed over (float32 from 256 keys on,
+bfloat16 from 576 on).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from app.engine.types import Chunk
 from model.config import ModelConfig
 
 TILE = 64
-_PIECE = {torch.float32: 128, torch.bfloat16: 512, torch.float16: 512}
-_ROWS = {torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+_PIECE = {torch.float32: 128, torch.bfloat16: 512}
+_ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
+_LINEAR_ROWS = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def row_multiple(dtype: torch.dtype) -> int:
-    """Matrix products keep the law of rows for row counts that are multiples of this."""
-    return _ROWS[dtype]
+    """The decoder's matrix products keep the law of rows for token counts that are multiples of this."""
+    return _LINEAR_ROWS[dtype]
 
 
 class KVCache:
@@ -112,7 +114,7 @@ class PagedAttend:
         batch, length = group.batch, group.length
         n_kv, n_group, head_dim = q_TKGC.shape[1:]
         q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
-        q_XRC = F.pad(q_XRC, (0, 0, 0, -q_XRC.shape[1] % row_multiple(q_XRC.dtype)))
+        q_XRC = F.pad(q_XRC, (0, 0, 0, -q_XRC.shape[1] % _ATTENTION_ROWS[q_XRC.dtype]))
         k_XLC = self.cache.gather(layer, 0, group.block_rows_X, batch)
         scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
         scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.future_B1N1L.unsqueeze(3)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from app.engine.frames import HEADER_BYTES, Down, Up, body_length, decode_up, encode_frame
 
-WORKER = (sys.executable, "-m", "app.engine.worker")
+# -P and our own path: a folder called app in the working directory is somebody else's.
+WORKER = (sys.executable, "-P", "-m", "app.engine.worker")
+_ROOT = Path(__file__).parents[2]
 
 
 class EngineProcess:
@@ -27,13 +31,17 @@ class EngineProcess:
     async def spawn(cls, command: Sequence[str] = WORKER) -> EngineProcess:
         """Starts `command` with the descriptor of its end of the pipe as the last argument."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
             )
+            undo.pop_all()
         return cls(process, *await asyncio.open_connection(sock=ours))
 
     @property
@@ -59,11 +67,11 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def end(self, patience_seconds: float = 1.0) -> None:
-        """Closes the pipe, waits for the process to follow, and kills it where it does not."""
+    async def end(self, patience_seconds: float = 1.0) -> int:
+        """Closes the pipe, waits for the process to follow, kills it where it does not. Returns its exit code."""
         self._writer.close()
         try:
             await asyncio.wait_for(self._process.wait(), patience_seconds)
         except TimeoutError:
             self.kill()
-            await self._process.wait()
+        return await self._process.wait()

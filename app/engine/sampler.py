@@ -29,14 +29,14 @@ class SamplingRow:
 
 def sample(logits_SV: Tensor, rows: Items[SamplingRow]) -> list[Drawn]:
     """One token for each row; greedy ties go to the lowest id; a row that is not finite gives no token."""
-    logits_SV = logits_SV.float()
-    finite = torch.isfinite(logits_SV).all(-1)
+    finite_S1 = torch.isfinite(logits_SV).all(-1, keepdim=True)
+    logits_SV = logits_SV.float().where(finite_S1, 0.0)
     chosen_S = logits_SV.argmax(-1)
-    warm = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    warm = [i for i, row in enumerate(rows) if not _is_greedy(row.params)]
     if warm:
         chosen_S[warm] = _draw(logits_SV[warm], [rows[i] for i in warm])
     logprobs = _logprobs(logits_SV, chosen_S, rows)
-    pairs = zip(chosen_S.tolist(), finite.tolist(), strict=True)
+    pairs = zip(chosen_S.tolist(), finite_S1[:, 0].tolist(), strict=True)
     return [Drawn(token, *logprobs.get(i, ())) if ok else Drawn(None) for i, (token, ok) in enumerate(pairs)]
 
 
@@ -62,15 +62,21 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return c0, c1, c2, c3
 
 
+def _is_greedy(params: SamplingParams) -> bool:
+    """Whether only the best token is left, the lowest id among equals."""
+    return params.temperature == 0 or params.top_k == 1 or params.top_p == 0
+
+
 def _draw(logits_SV: Tensor, rows: Items[SamplingRow]) -> Tensor:
     """[S] ids, by the inverse of the cumulative distribution in the order of the vocabulary."""
     device, params = logits_SV.device, [row.params for row in rows]
-    temperature_S1 = torch.tensor([p.temperature for p in params], device=device)[:, None]
+    # Above what float32 can hold: a temperature that rounds to 0 would divide 0 by 0.
+    temperature_S1 = torch.tensor([max(p.temperature, 1e-30) for p in params], device=device)[:, None]
     # The maximum goes out first: a tiny temperature must not make infinities of finite logits.
     scaled_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature_S1
-    probs_SV = scaled_SV.softmax(-1)
     if any(p.top_k for p in params):
-        probs_SV = _keep_top_k(probs_SV, [p.top_k for p in params])
+        scaled_SV = _keep_top_k(scaled_SV, [p.top_k for p in params])
+    probs_SV = scaled_SV.softmax(-1)
     if any(p.top_p < 1 for p in params):
         probs_SV = _keep_top_p(probs_SV, torch.tensor([p.top_p for p in params], device=device)[:, None])
     if any(p.min_p for p in params):
@@ -85,17 +91,14 @@ def _draw(logits_SV: Tensor, rows: Items[SamplingRow]) -> Tensor:
     return torch.minimum(torch.searchsorted(cumulative_SV, target_S1, right=True), last_S1).squeeze(1)
 
 
-def _keep_top_k(probs_SV: Tensor, top_k: list[int]) -> Tensor:
-    vocab = probs_SV.shape[1]
-    wanted = [k if 0 < k < vocab else vocab for k in top_k]
-    if min(wanted) == vocab:
-        return probs_SV
-    best_SX = probs_SV.topk(max(k for k in wanted if k < vocab), dim=-1).values
-    place_S1 = torch.tensor([min(k, best_SX.shape[1]) - 1 for k in wanted], device=probs_SV.device)[:, None]
-    off_S1 = torch.tensor([k == vocab for k in wanted], device=probs_SV.device)[:, None]
-    kept_SV = probs_SV.where((probs_SV >= best_SX.gather(1, place_S1)) | off_S1, 0.0)
-    # Rows without top_k must keep their bits whoever shares their batch.
-    return torch.where(off_S1, probs_SV, kept_SV / kept_SV.sum(-1, keepdim=True))
+def _keep_top_k(scaled_SV: Tensor, top_k: list[int]) -> Tensor:
+    """-inf for every token below the k-th best; rows with top_k 0 stay as they are."""
+    vocab = scaled_SV.shape[1]
+    limits = [k if 0 < k < vocab else vocab for k in top_k]
+    best_SX = scaled_SV.topk(max((k for k in limits if k < vocab), default=1), dim=-1).values
+    place_S1 = torch.tensor([min(k, best_SX.shape[1]) - 1 for k in limits], device=scaled_SV.device)[:, None]
+    off_S1 = torch.tensor([k == vocab for k in limits], device=scaled_SV.device)[:, None]
+    return scaled_SV.where((scaled_SV >= best_SX.gather(1, place_S1)) | off_S1, float("-inf"))
 
 
 def _keep_top_p(probs_SV: Tensor, top_p_S1: Tensor) -> Tensor:
@@ -124,7 +127,8 @@ def _logprobs(
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asking:
         return {}
-    all_SV = logits_SV[asking] - logits_SV[asking].logsumexp(-1, keepdim=True)
+    # log_softmax and not a difference of logsumexp: that one sums a single long row in another order than a batch.
+    all_SV = logits_SV[asking].log_softmax(-1)
     chosen = all_SV.gather(1, chosen_S[asking][:, None])[:, 0].tolist()
     counts = [rows[i].params.logprobs or 0 for i in asking]
     values_SX, ids_SX = all_SV.topk(min(max(counts), all_SV.shape[1]), dim=-1)

@@ -58,7 +58,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = 0
         self._arrivals = 0
-        self._dirty: list[int] = []
+        self._dirty: set[int] = set()
         self._version = weights_version
 
     @property
@@ -120,24 +120,26 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.num_computed = chunk.stop
             self._publish(sequence)
-            if chunk.samples:
-                result = drawn[sequence.request.id]
-                if result.token is None:
-                    failed.append(Failed(sequence.request.id, "the model's output for this request is not finite"))
-                    self.pool.forget(sequence.blocks)
-                    self._dirty += sequence.blocks
-                    self._remove(sequence)
-                    continue
-                events.append(self._append(sequence, result))
-            elif chunk.stop == len(sequence.tokens):
+            if not chunk.samples:
+                continue
+            result = drawn[sequence.request.id]
+            if result.token is None:
+                failed.append(Failed(sequence.request.id, "the model's output for this request is not finite"))
+                self.pool.forget(sequence.blocks)
+                self._dirty |= set(sequence.blocks)
+                self._remove(sequence)
+            elif sequence.request.max_tokens == 0:
                 events.append(TokenEvent(sequence.request.id, 0, None, finish=FinishReason.LENGTH))
                 self._remove(sequence)
+            else:
+                events.append(self._append(sequence, result))
         return StepReport(events=tuple(events), failed=tuple(failed), counters=self.counters)
 
     def take_dirty(self) -> list[int]:
         """Blocks that nobody uses and that may hold numbers that are not finite: to be cleared before the next step."""
-        dirty, self._dirty = self._dirty, []
-        return [block for block in dirty if not self.pool.is_active(block)]
+        idle = [block for block in self._dirty if not self.pool.is_active(block)]
+        self._dirty.difference_update(idle)
+        return idle
 
     def violations(self) -> list[str]:
         """What is wrong with the blocks; tests ask after every step."""

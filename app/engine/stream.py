@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ class Stream:
         self.request = request
         self._drop = drop
         self._position = position
-        self._items: deque[Item] = deque()
+        self._items: deque[tuple[float, Item]] = deque()
         self._arrived = asyncio.Event()
         self._ended = False
 
@@ -36,8 +37,11 @@ class Stream:
         """How many requests wait in front of this one; None once it runs."""
         return self._position(self.request.id)
 
-    async def receive(self) -> list[Item]:
-        """Everything that has arrived, at least one item. An error, or a TokenEvent with `finish`, is the last one."""
+    async def receive(self) -> list[tuple[float, Item]]:
+        """Everything that has arrived, each with its time (monotonic seconds), at least one item.
+
+        An error, or a TokenEvent with `finish`, is the last one.
+        """
         await self._arrived.wait()
         self._arrived.clear()
         items = list(self._items)
@@ -59,7 +63,7 @@ class Stream:
     def push(self, item: Item) -> None:
         """Hands an item to the reader; the client's side."""
         if not self._ended:
-            self._items.append(item)
+            self._items.append((time.monotonic(), item))
             self._arrived.set()
 
     def end(self) -> None:

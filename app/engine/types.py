@@ -158,8 +158,8 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether a token is drawn after this chunk."""
-        return self.stop == len(self.sequence.tokens) and self.sequence.request.max_tokens > 0
+        """Whether a row of logits is drawn from after this chunk (with max_tokens 0 only to see that it is finite)."""
+        return self.stop == len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)

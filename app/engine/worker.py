@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.defaults import sampling_defaults
 from app.engine.engine import Engine
 from app.engine.frames import (
     HEADER_BYTES,
@@ -36,13 +37,12 @@ from app.engine.frames import (
 from app.engine.kv_cache import KVCache
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.types import SamplingParams, Started, StepReport
+from app.engine.types import Started, StepReport
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
 
 Send = Callable[[Up], None]
-_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 
 
 class StartError(ValueError):
@@ -55,11 +55,13 @@ class Inbox:
     def __init__(self, pipe: socket.socket) -> None:
         self._pipe = pipe
         self._buffer = bytearray()
+        self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
+        self._poll.register(pipe, select.POLLIN)
 
     def receive(self, wait_seconds: float) -> list[Down]:
         """All frames there are; waits up to `wait_seconds` for the first one."""
         frames: list[Down] = []
-        while select.select([self._pipe], [], [], 0.0 if frames else wait_seconds)[0]:
+        while self._poll.poll(0 if frames else int(wait_seconds * 1000)):
             data = self._pipe.recv(1 << 20)
             if not data:
                 raise EOFError
@@ -81,7 +83,9 @@ class Inbox:
 
 def main(descriptor: int) -> int:
     """Runs until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches the whole process group; the API process decides
+    # Ctrl+C, systemd and `timeout` signal the whole process group; the API process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
     inbox = Inbox(pipe)
 
@@ -129,6 +133,7 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
+        defaults = sampling_defaults(checkpoint.generation)
         limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
         shape, block_size = checkpoint.decoder.config, 16 if device.type == "cpu" else 64
         blocks = _cache_blocks(config, shape, block_size, dtype, device)
@@ -139,8 +144,10 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
     )
     send(Phase("warming up"))
     runner.warm_up(config.max_running)
-    engine = Engine(Scheduler(limits, BlockPool(blocks, block_size), checkpoint.version), runner)
-    return engine, _ready(checkpoint, dtype, device, blocks, block_size)
+    pool = BlockPool(blocks, block_size)
+    return Engine(Scheduler(limits, pool, checkpoint.version), runner), _ready(
+        checkpoint, defaults, dtype, device, pool
+    )
 
 
 def _cache_blocks(
@@ -148,13 +155,6 @@ def _cache_blocks(
 ) -> int:
     """As many blocks as were asked for, or as all running requests can fill, within a share of the free memory."""
     needed = -(-shape.context // block_size)
-    if config.kv_blocks:
-        if config.kv_blocks < needed:
-            raise StartError(
-                f"{config.kv_blocks} cache blocks hold {config.kv_blocks * block_size} tokens, the context is "
-                f"{shape.context}: give at least --kv-blocks {needed}"
-            )
-        return config.kv_blocks
     block_bytes = shape.kv_numbers_per_token * block_size * dtype.itemsize
     affordable = int(_free_memory(device) * 0.5) // block_bytes
     if affordable < needed:
@@ -162,7 +162,14 @@ def _cache_blocks(
             f"one sequence of {shape.context} tokens needs {needed * block_bytes >> 20} MiB of cache, "
             "more than half of the memory that is free: free some, or take a smaller model"
         )
-    return min(needed * config.max_running, affordable)
+    if not config.kv_blocks:
+        return min(needed * config.max_running, affordable)
+    if not needed <= config.kv_blocks <= affordable:
+        raise StartError(
+            f"--kv-blocks {config.kv_blocks} does not fit: the context of {shape.context} tokens needs at least "
+            f"{needed} blocks, and half of the free memory holds {affordable}"
+        )
+    return config.kv_blocks
 
 
 def _free_memory(device: torch.device) -> int:
@@ -175,21 +182,10 @@ def _free_memory(device: torch.device) -> int:
     return 4 << 30
 
 
-def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int) -> Ready:
+def _ready(
+    checkpoint: Checkpoint, defaults: dict[str, float], dtype: torch.dtype, device: torch.device, blocks: BlockPool
+) -> Ready:
     shape = checkpoint.decoder.config
-    if (penalty := checkpoint.generation.get("repetition_penalty", 1.0)) != 1.0:
-        print(f"warning: generation_config.json: repetition_penalty {penalty} is not supported so far", file=sys.stderr)
-    defaults = {
-        key: float(value)
-        for key in _SAMPLING_KEYS
-        if isinstance(value := checkpoint.generation.get(key), int | float) and not isinstance(value, bool)
-    }
-    if checkpoint.generation.get("do_sample") is False:
-        defaults["temperature"] = 0.0
-    try:
-        SamplingParams(**{**defaults, "top_k": int(defaults.get("top_k", 0))})  # type: ignore[arg-type]
-    except (ValueError, OverflowError) as error:
-        raise StartError(f"generation_config.json: {error}") from None
     return Ready(
         context=shape.context,
         vocab_size=shape.vocab_size,
@@ -199,8 +195,9 @@ def _ready(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, blo
         weights_version=checkpoint.version,
         eos_ids=checkpoint.eos_ids,
         sampling_defaults=defaults,
-        blocks_total=blocks,
-        block_size=block_size,
+        start_id=checkpoint.bos_id if checkpoint.bos_id is not None else next(iter(checkpoint.eos_ids), None),
+        blocks_total=blocks.total,
+        block_size=blocks.block_size,
     )
 
 

@@ -1,0 +1,25 @@
+"""The sampling defaults that a generation_config.json brings. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from app.engine.types import SamplingParams
+
+_KEYS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """The values it sets, by the names of the request's fields. Raises ValueError for one outside its range."""
+    given = {key: generation[key] for key in _KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        SamplingParams(**{**given, "top_k": max(0, int(given.get("top_k", 0)))})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"generation_config.json: {error}") from None
+    if (penalty := generation.get("repetition_penalty", 1.0)) != 1.0:
+        print(f"warning: generation_config.json: repetition_penalty {penalty} is not supported so far", file=sys.stderr)
+    return {key: float(value) for key, value in given.items()}

@@ -1,0 +1,29 @@
+"""What a finished run leaves behind: weights, tokenizer, sampling defaults, samples and a card, all or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from model.card import RunFacts, model_card
+from model.checkpoint import WEIGHTS_FILE, weights_files, write_files
+from model.sample import sample_text
+from model.tokenizer import Tokenizer
+from model.transformer import Decoder
+
+_PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
+_SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+
+
+def write_result(out: Path, decoder: Decoder, tokenizer: Tokenizer, facts: RunFacts, dtype: torch.dtype) -> None:
+    """Writes a directory that serves, and prints the samples. Raises CheckpointError."""
+    generation = {"do_sample": True, **_SAMPLING}
+    files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
+    files |= {name: content.encode() for name, content in tokenizer.files().items()}
+    samples = {prompt: sample_text(decoder, tokenizer, prompt, 120, seed=1, **_SAMPLING) for prompt in _PROMPTS}
+    for prompt, text in samples.items():
+        print(f"--- {prompt}{text}\n", flush=True)
+    sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
+    write_files(out, {**files, "README.md": model_card(decoder.config, facts, samples, sha256).encode()})
