@@ -7,8 +7,8 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PORT ?= 8000
-WEIGHTS ?= weights
+PORT ?=
+WEIGHTS ?=
 OUT ?= out
 DATA ?=
 ARGS ?=
@@ -42,7 +42,7 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 	@touch $@
 
 serve: install
-	@exec $(BIN)/python -m app serve --port $(PORT) --weights $(WEIGHTS) $(ARGS)
+	@exec $(BIN)/python -m app serve $(if $(PORT),--port $(PORT)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 # Passive OpenMP: the tests run several processes on few cores, and workers that spin would starve the others.
 test: install
@@ -50,10 +50,10 @@ test: install
 
 train: install
 	@test -n "$(DATA)" || { echo 'error: say what to train on: make train DATA="path ..."'; exit 2; }
-	@exec $(BIN)/python -m model.train --data $(DATA) --out $(OUT) $(or $(ARGS),--max-minutes 60)
+	@exec $(BIN)/python -m model.train --data $(DATA) --out "$(OUT)" $(or $(ARGS),--max-minutes 60)
 
 bench: install
-	$(BIN)/python -m benchmarks.local --weights $(WEIGHTS) $(ARGS)
+	$(BIN)/python -m benchmarks.local $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

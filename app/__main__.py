@@ -21,6 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of the verb; 2 for an unknown one."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    try:
+        return _run(verb, rest)
+    except BrokenPipeError:
+        # Whoever read our output has gone (| head); the interpreter must not try to flush it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(verb: str, rest: list[str]) -> int:
     # Each verb is imported when it is asked for: serve must answer before train's torch would be loaded.
     match verb:
         case "serve":
@@ -36,14 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case _:
             print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
             return 0 if verb in ("-h", "--help") else 2
-    try:
-        return run(rest)
-    except BrokenPipeError:
-        # Whoever read our output has gone (| head); the interpreter must not try to flush it at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
+    return run(rest)
 
 
 if __name__ == "__main__":

@@ -43,22 +43,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert isinstance(self.config.app, FastAPI)
         service: Service = self.config.app.state.service
-        self._tasks = [asyncio.create_task(self._announce(service)), asyncio.create_task(self._watch(service))]
+        self._watching = asyncio.create_task(self._watch(service))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the listener, waits for open streams, ends the lifespan."""
-        for task in self._tasks:
-            task.cancel()
+        self._watching.cancel()
         await super().shutdown(sockets)
-
-    async def _announce(self, service: Service) -> None:
-        await service.wait_ready()
-        ready, _ = service.require_ready()
-        _log.info(
-            "ready: %s, %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens",
-            *(service.model_name, ready.n_params / 1e6, ready.dtype, ready.device, ready.context),
-            *(ready.blocks_total, ready.block_size),
-        )
 
     async def _watch(self, service: Service) -> None:
         """When the engine is gone for good, so is the service."""
@@ -117,13 +107,14 @@ async def _serve(settings: Settings, listener: socket.socket) -> EngineGone | No
 
 def _check_weights(directory: Path) -> None:
     """What can be seen at once is refused at once; the engine process checks the rest. Raises StartError."""
-    if not directory.is_dir():
-        raise StartError(
-            f"--weights {directory}: no such directory; train a model with inkstream train, or name another"
-        )
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise StartError(f"--weights {directory}: there is no {name} in this directory")
+    try:
+        if not directory.is_dir():
+            raise StartError(f"--weights {directory}: no such directory; train a model with inkstream train")
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            if not (directory / name).is_file():
+                raise StartError(f"--weights {directory}: there is no {name} in this directory")
+    except OSError as error:
+        raise StartError(f"--weights {directory}: cannot be read ({error.strerror})") from None
 
 
 def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:

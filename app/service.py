@@ -51,7 +51,6 @@ class Service:
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         self.created = int(time.time())
-        self._tokenizer_loaded = asyncio.Event()
         self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
 
     @property
@@ -85,12 +84,6 @@ class Service:
             self._failed.set_result(EngineGone(str(error), 2))
             return
         self.tokenizer = tokenizer
-        self._tokenizer_loaded.set()
-
-    async def wait_ready(self) -> None:
-        """Waits until completions are served."""
-        await self._tokenizer_loaded.wait()
-        await self.engine.wait_ready()
 
     async def wait_gone(self) -> EngineGone:
         """Waits until the service cannot go on, if ever."""

@@ -130,6 +130,8 @@ def _suffix(path: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
+        if str(path) == "-" and sys.stdin is None:
+            raise DataError("-: there is no standard input to read")
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
         return content.decode("utf-8-sig").replace("\r\n", "\n")

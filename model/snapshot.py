@@ -47,6 +47,8 @@ def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) 
         sync_directory(folder)
     except OSError as error:
         raise CheckpointError(f"{finished}: cannot be written ({error.strerror})") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     for older in _snapshots(folder)[1:]:
         shutil.rmtree(older, ignore_errors=True)
 

@@ -53,10 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     except Interrupted as interrupt:
-        again = shlex.join([sys.executable, "-m", "model.train", *arguments])
+        again = shlex.join([_python(), "-m", "model.train", *arguments])
         resume = again if options.resume else f"{again} --resume"
         print(f"interrupted by {interrupt}; everything is saved. Go on with:\n{resume}", file=sys.stderr)
         return interrupt.exit_code
+    except KeyboardInterrupt:  # before the first step; nothing is lost
+        return 130
     return 0
 
 
@@ -201,6 +203,8 @@ class Run:
     def _finish(self) -> None:
         """The result into the output directory."""
         bits = self.objective.bits_per_byte(self.held_out, self.corpus.tokenizer.bytes_of)
+        if not math.isfinite(bits):
+            raise Diverged(f"the held-out loss became {bits}; the last snapshot stands in {self.work}")
         facts = RunFacts(
             command=self.command,
             device=describe(self.device),
@@ -216,15 +220,22 @@ class Run:
         )
         write_result(self.out, self.decoder, self.corpus.tokenizer, facts, getattr(torch, self.options.export_dtype))
         print(f"held-out bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
-        print(f"serve it: python -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
+        print(f"serve it: {_python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
 
     def _catch_signals(self) -> None:
         def first(number: int, _frame: object) -> None:
             self._signal = number
+            print("finishing this step, then saving; the same signal again ends at once", file=sys.stderr, flush=True)
             signal.signal(number, signal.SIG_DFL)  # the second one ends at once
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, first)
+
+
+def _python() -> str:
+    """This interpreter, as it can be typed from here."""
+    here, executable = Path.cwd(), Path(sys.executable)
+    return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)
 
 
 def _about(path: str | None) -> str:

@@ -44,13 +44,14 @@ class Server:
         return condition()
 
 
-def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True) -> Server:
-    """`python -m app serve` on a free port; ready when this returns."""
+def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True, sabotage: str = "pass") -> Server:
+    """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first."""
+    program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
     log = folder / f"server-{time.monotonic_ns()}.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")}
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *flags],
+            [sys.executable, "-c", program, "serve", "--weights", str(weights), "--port", "0", *flags],
             cwd=ROOT,
             env=environment,
             stderr=file,
@@ -73,6 +74,12 @@ def stop_server(server: Server) -> int:
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
     return server.process.wait(timeout=60)
+
+
+def is_clean(server: Server, seconds: float) -> bool:
+    """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+    return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)
 
 
 @pytest.fixture(scope="session")

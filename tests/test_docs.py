@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
-import httpx
+import pytest
 from conftest import Server
-from wire import parse_events
+from wire import parse_events, whole
 
 from app.api.schemas import CompleteRequest
 from app.settings import Settings
@@ -57,12 +58,14 @@ def test_the_curl_example_works(server: Server) -> None:
     assert parse_events(result.stdout)[-1].name == "done"
 
 
-def test_the_browser_example_reads_events_as_they_are_sent(server: Server) -> None:
-    """The same splitting, on real bytes."""
-    body = httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 5, "seed": 1}).text
-    events = [event for event in body.split("\n\n") if "\nevent: token\n" in event]
-    assert events
-    assert all('"text"' in event.split("\ndata: ")[1] for event in events)
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js to run the README's JavaScript with")
+def test_the_javascript_example_prints_the_text(server: Server) -> None:
+    (program,) = re.findall(r"```js\n(.*?)```", README, re.DOTALL)
+    program = program.replace("http://127.0.0.1:8000", server.url)
+    command = ["node", "--input-type=module", "-e", program]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    expected = whole(server.url, prompt="Once upon a time", max_tokens=100, seed=7)
+    assert printed.replace("\n", "") == expected["choices"][0]["text"].replace("\n", "")
 
 
 def test_every_dependency_has_its_reason() -> None:

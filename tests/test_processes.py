@@ -136,10 +136,14 @@ def test_the_engine_follows_its_parent_into_death(own_server: Server) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_open_streams_end_refuses_new_ones_and_exits_zero(own_server: Server, number: int) -> None:
     engine = _engine_pid(own_server)
-    with httpx.Client() as client, httpx.Client() as other:
-        assert other.get(f"{own_server.url}/health").status_code == 200
+    with httpx.Client() as client:
         _, lines = _begin_stream(client, own_server)
+        os.kill(engine, signal.SIGSTOP)  # so that the stream is still open while we look
         own_server.process.send_signal(number)
+        assert own_server.wait_for(lambda: "ending" in own_server.log.read_text(), 5)
+        time.sleep(0.3)
+        assert _get(own_server, "/health/ready") != 200
+        os.kill(engine, signal.SIGCONT)
         rest = list(lines)
     assert any(line == "event: done" for line in rest)
     assert own_server.process.wait(20) == 0
@@ -147,8 +151,48 @@ def test_a_signal_lets_open_streams_end_refuses_new_ones_and_exits_zero(own_serv
     assert "Traceback" not in own_server.log.read_text()
 
 
+def test_sigterm_to_the_whole_process_group_is_a_drain_too(own_server: Server) -> None:
+    """systemd and `timeout` signal everybody."""
+    with httpx.Client() as client:
+        _, lines = _begin_stream(client, own_server)
+        os.kill(_engine_pid(own_server), signal.SIGTERM)
+        own_server.process.send_signal(signal.SIGTERM)
+        assert any(line == "event: done" for line in lines)
+    assert own_server.process.wait(20) == 0
+
+
+def test_streams_that_outlast_the_drain_time_out_are_told(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--drain-timeout", "0.5")
+    engine = _engine_pid(server)
+    with httpx.Client() as client:
+        _, lines = _begin_stream(client, server)
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(lines)
+    assert rest.count("event: error") == 1
+    assert any("shutting down" in line for line in rest)
+    assert server.process.wait(20) == 0
+    assert "Traceback" not in server.log.read_text()
+    assert _is_gone(engine)
+
+
+def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
+    sabotage = "import app.engine.client as c; c.EngineClient.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
+    server = start_server(tmp_path, weights, wait=False, sabotage=sabotage)
+    assert server.process.wait(20) == 1
+    assert "stopped 3 times" in server.log.read_text()
+
+
+def test_a_folder_called_app_in_the_working_directory_does_not_matter(tmp_path: Path, weights: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__init__.py").write_text("raise RuntimeError('somebody else')")
+    sabotage = f"import os; sys.path[0] = {str(ROOT)!r}; os.chdir({str(tmp_path)!r})"
+    server = start_server(tmp_path, weights, sabotage=sabotage)
+    assert stop_server(server) == 0
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, "--tokens-per-step", "32")
+    server = start_server(tmp_path, weights)
     engine = _engine_pid(server)
     os.kill(engine, signal.SIGSTOP)  # a stream that cannot end
     with httpx.Client() as client:
@@ -184,6 +228,8 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--kv-blocks", "-1"], "--kv-blocks"),
         (["--device", "tpu"], "--device"),
         (["--max-running", "0"], "--max-running"),
+        (["--tokens-per-step", "8"], "max_running"),
+        (["--kv-blocks", "2000000000"], "does not fit"),
         (["--host", "0.0.0.0"], "--insecure-no-auth"),
         (["--host", "no.such.host.invalid"], "--insecure-no-auth"),
         (["--weights", "/nonexistent"], "no such directory"),
@@ -200,6 +246,26 @@ def test_bad_configuration_ends_with_one_clear_line_and_exit_code_two(
     assert "Traceback" not in result.stderr
 
 
+def test_a_misspelt_environment_variable_is_not_ignored(weights: Path) -> None:
+    result = _serve("--weights", str(weights), INKSTREAM_PROT="81")
+    assert result.returncode == 2
+    assert "INKSTREAM_PROT" in result.stderr
+
+
+@pytest.mark.parametrize("after", [0.1, 0.4, 0.8])
+def test_ctrl_c_during_the_start_leaves_no_traceback_and_no_process(
+    tmp_path: Path, weights: Path, after: float
+) -> None:
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--weights", str(weights)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=log, start_new_session=True)
+        time.sleep(after)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(20)
+    # So early that Python itself is still starting, its own handler answers.
+    assert "Traceback" not in (tmp_path / "log").read_text() or after < 0.2
+
+
 def test_a_bad_environment_variable_is_named() -> None:
     result = _serve(INKSTREAM_MAX_RUNNING="many")
     assert result.returncode == 2
@@ -209,7 +275,7 @@ def test_a_bad_environment_variable_is_named() -> None:
 def test_too_few_cache_blocks_are_refused_with_the_number_to_give(weights: Path) -> None:
     result = _serve("--weights", str(weights), "--kv-blocks", "3")
     assert result.returncode == 2
-    assert "--kv-blocks 16" in result.stderr
+    assert "needs at least 16 blocks" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -309,35 +375,3 @@ def test_the_openapi_document_describes_the_request(server: Server) -> None:
     document = httpx.get(f"{server.url}/openapi.json").json()
     body = document["paths"]["/complete"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert all("description" in field for field in body["properties"].values())
-
-
-_LEAKING = """
-import sys
-from app.engine.stream import Stream
-Stream.close = lambda self: None
-from app.__main__ import main
-sys.exit(main(["serve", "--port", "0", "--weights", sys.argv[1]]))
-"""
-
-
-def test_a_service_that_forgets_to_free_is_noticed(tmp_path: Path, weights: Path) -> None:
-    """Positive control of test_streaming's leaving clients: the same eyes see requests that run on."""
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, "-c", _LEAKING, str(weights)], cwd=ROOT, stderr=file, text=True)
-    try:
-        server = Server("", process, log)
-        assert server.wait_for(lambda: "ready: " in log.read_text(), 30)
-        found = re.search(r"listening on (\S+)", log.read_text())
-        assert found
-        server = Server(found.group(1), process, log)
-        with httpx.Client() as client:
-            for _ in range(8):
-                _begin_stream(client, server)
-        assert server.metric("requests_running") > 0
-        before = server.metric("requests_running")
-        time.sleep(0.05)
-        assert server.metric("requests_running") > 0, f"{before} requests were meant to run on"
-    finally:
-        process.kill()
-        process.wait()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.engine.sampler import SamplingRow, philox, sample, uniform
@@ -83,6 +84,12 @@ def test_filters_keep_what_they_should(params: dict[str, float], allowed: set[in
     assert seen == allowed
 
 
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}])
+def test_top_one_is_greedy_also_where_tokens_tie(params: dict[str, Any]) -> None:
+    logits = torch.tensor([0.0, 2.0, 2.0])
+    assert {_draw(logits, SamplingParams(seed=1, **params), position) for position in range(50)} == {1}
+
+
 def test_tokens_that_tie_at_a_filters_edge_stay_together() -> None:
     logits = torch.tensor([1.0, 0.0, 0.0, -9.0])
     for params in (SamplingParams(top_k=2, seed=1), SamplingParams(top_p=0.6, seed=1)):
@@ -96,9 +103,12 @@ def test_a_nucleus_wider_than_the_first_try_is_exact() -> None:
     assert max(seen) < 1000 and len(seen) > 200
 
 
-def test_a_row_that_is_not_finite_gives_no_token_and_hurts_nobody() -> None:
+@pytest.mark.parametrize(
+    "params", [{}, {"logprobs": 3}, {"temperature": 0.0, "logprobs": 0}, {"top_k": 5, "top_p": 0.5}]
+)
+def test_a_row_that_is_not_finite_gives_no_token_and_hurts_nobody(params: dict[str, Any]) -> None:
     logits = torch.randn(3, 50)
-    rows = [SamplingRow(SamplingParams(seed=i), 0) for i in range(3)]
+    rows = [SamplingRow(SamplingParams(seed=i, **params), 0) for i in range(3)]
     clean = sample(logits, rows)
     for poison in (math.nan, math.inf, -math.inf):
         broken = logits.clone()
@@ -119,8 +129,12 @@ _PARAMS = st.builds(
 )
 
 
+_TINY = [SamplingParams(temperature=t, logprobs=2) for t in (5e-324, 1e-300, 1e-45, 1e-38, 1e-20)]
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.lists(_PARAMS, min_size=2, max_size=6), st.integers(1, 40), st.integers(0, 2**31))
+@example(_TINY, 4096, 0)
+@given(st.lists(_PARAMS, min_size=2, max_size=6), st.sampled_from([1, 2, 40, 300, 60_000]), st.integers(0, 2**31))
 def test_no_accepted_parameter_raises_and_no_row_depends_on_its_neighbours(
     params: list[SamplingParams], vocab: int, seed: int
 ) -> None:

@@ -43,10 +43,10 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
-def tiny_weights(directory: Path, *, vocab_size: int = VOCAB) -> Path:
+def tiny_weights(directory: Path, **changes: int) -> Path:
     """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
     tokenizer = Tokenizer.train([TEXT], VOCAB)
-    decoder = tiny_decoder(tiny_config(vocab_size=vocab_size))
+    decoder = tiny_decoder(tiny_config(**changes))
     files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
     write_files(directory, {**files, **{name: text.encode() for name, text in tokenizer.files().items()}})
     return directory

@@ -37,12 +37,16 @@ async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+                raise too_large
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
     try:

@@ -74,8 +74,12 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
-    """The first thing that pydantic found wrong, in words for the caller."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """What pydantic found wrong, in words for the caller."""
+    # Where a field may be of several types, the most special complaint is about the one that was meant.
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(
+        found, key=lambda e: (e["loc"][:1] == found[0]["loc"][:1], not e["type"].endswith("_type"), len(e["loc"]))
+    )
     name = str(first["loc"][0])[:60] if first["loc"] else None
     if first["type"] == "json_invalid":
         return ApiError(

@@ -16,7 +16,7 @@ class CompleteRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    prompt: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS)] = Field(
+    prompt: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] = Field(
         description="Text, or token ids. Empty: start from nothing.", examples=["Once upon a time"]
     )
     max_tokens: int | None = Field(
@@ -35,7 +35,7 @@ class CompleteRequest(BaseModel):
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="Same seed, prompt and settings: same text. Random if absent."
     )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = Field(
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
     )
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")

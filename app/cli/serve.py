@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 ended by a signal, 1 failed, 2 bad configuration."""
     given = vars(_parser().parse_args(argv))
     try:
+        _refuse_unknown_variables()
         return serve(Settings(**{name: value for name, value in given.items() if value is not None}))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
@@ -25,6 +27,14 @@ def main(argv: Sequence[str]) -> int:
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
     return 2
+
+
+def _refuse_unknown_variables() -> None:
+    """A misspelt variable would be a setting that silently does not hold. Raises StartError."""
+    known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith("INKSTREAM_") and name.upper() not in known:
+            raise StartError(f"the variable {name} is no setting; settings are {', '.join(sorted(known))}")
 
 
 def flag(name: str) -> str:

@@ -201,6 +201,11 @@ class EngineClient:
             case Ready():
                 self.ready, self.phase = frame, "ready"
                 self._ready_event.set()
+                _log.info(
+                    "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens",
+                    *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),
+                    *(frame.blocks_total, frame.block_size),
+                )
             case Fatal():
                 self.phase = frame.message
                 if frame.user_error:

@@ -40,6 +40,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # Ctrl+C on the terminal is for the API process
             )
             undo.pop_all()
         return cls(process, *await asyncio.open_connection(sock=ours))

@@ -83,7 +83,7 @@ class Inbox:
 
 def main(descriptor: int) -> int:
     """Runs until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
-    # Ctrl+C, systemd and `timeout` signal the whole process group; the API process decides when this one ends.
+    # systemd signals every process of a service; the API process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
