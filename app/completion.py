@@ -143,7 +143,7 @@ class Completion:
 
     def _take(self, item: Item, arrived: float) -> list[News]:
         if isinstance(item, Cancelled):
-            return [*self._flush(), Ended("cancelled")]
+            return [*self._flush(), *self._delta("", final=True), Ended("cancelled")]
         if isinstance(item, EngineError):
             raise item
         if isinstance(item, Started):
