@@ -83,6 +83,9 @@ class Service:
         except TokenizerError as error:
             self._failed.set_result(EngineGone(str(error), 2))
             return
+        except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
+            self._failed.set_result(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
+            return
         self.tokenizer = tokenizer
 
     async def wait_gone(self) -> EngineGone:

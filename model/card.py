@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from model.config import ModelConfig
 
@@ -64,6 +65,14 @@ Drawn with the sampling defaults in generation_config.json, not chosen.
 
 {shown}
 """
+
+
+def read_about(path: str | None) -> str:
+    """Text for the card, read before hours of training and not after. Raises ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--about {path}: cannot be read ({error})") from None
 
 
 def _quoted(text: str) -> str:

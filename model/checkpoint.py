@@ -65,7 +65,7 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
         decoder=decoder,
         generation=generation,
         eos_ids=_token_ids("eos_token_id", special, config, directory),
-        bos_id=next(iter(_token_ids("bos_token_id", special, config, directory)), None),
+        bos_id=bos if isinstance(bos := special.get("bos_token_id"), int) and 0 <= bos < config.vocab_size else None,
         version=_sha256(path),
     )
 

@@ -36,21 +36,23 @@ def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) 
     """Writes step-N below `folder`, then removes older ones. Raises CheckpointError; the older ones then stay."""
     unfinished = folder / f".step-{position.step:08d}"
     finished = folder / unfinished.name[1:]
-    if finished.exists():  # the same step again is the same state
+    if _load(finished) is not None:  # the same step again is the same state
         return
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         position_json = json.dumps(asdict(position)).encode()
         write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position_json})
+        shutil.rmtree(finished, ignore_errors=True)
         unfinished.rename(finished)
         sync_directory(folder)
     except OSError as error:
         raise CheckpointError(f"{finished}: cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    for older in _snapshots(folder)[1:]:
-        shutil.rmtree(older, ignore_errors=True)
+    for other in _snapshots(folder):
+        if other != finished:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def remove_snapshots(folder: Path) -> None:
@@ -62,12 +64,18 @@ def remove_snapshots(folder: Path) -> None:
 def load_snapshot(folder: Path) -> tuple[Position, dict[str, Tensor]] | None:
     """The newest readable snapshot below `folder`, or None."""
     for path in _snapshots(folder):
-        try:
-            position = Position(**json.loads((path / "position.json").read_text()))
-            return position, load_file(path / "state.safetensors")
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
-            print(f"warning: {path} is damaged and passed over ({error})", flush=True)
+        if (found := _load(path)) is not None:
+            return found
+        print(f"warning: {path} is damaged and passed over", flush=True)
     return None
+
+
+def _load(path: Path) -> tuple[Position, dict[str, Tensor]] | None:
+    try:
+        position = Position(**json.loads((path / "position.json").read_text()))
+        return position, load_file(path / "state.safetensors")
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return None
 
 
 def _snapshots(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
@@ -36,6 +37,7 @@ class Tokenizer:
         self._rust = rust
         self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
         self.eos_id: int | None = rust.token_to_id(eos_token) if eos_token else None
+        self._keeps_text = _keeps_text(json.loads(rust.to_str()))
         self._longest = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
@@ -99,9 +101,7 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
-        if self._rust.normalizer is not None:
-            return 0  # may make any text short
-        return -(-len(text) // self._longest)
+        return -(-len(text) // self._longest) if self._keeps_text else 0
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         """encode() of each text without added special tokens, on all cores."""
@@ -122,9 +122,9 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         table = [b""] * (max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
         for piece, token_id in self._rust.get_vocab(with_added_tokens=True).items():
-            if token_id not in added:
+            if token_id not in added and all(character in byte_of for character in piece):
                 table[token_id] = bytes(byte_of[character] for character in piece)
-            elif not added[token_id].special:
+            elif token_id not in added or not added[token_id].special:
                 table[token_id] = piece.encode("utf-8")  # added tokens are stored as plain text
         return table
 
@@ -134,6 +134,16 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _keeps_text(raw: dict[str, Any]) -> bool:
+    """Whether every character of a text ends up in some token: nothing is normalised, cut off, stripped or dropped."""
+    pre = raw.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", [pre]) if pre.get("type") == "Sequence" else [pre]
+    lossless = all(s.get("type") in ("ByteLevel", "Digits") or s.get("behavior") == "Isolated" for s in steps)
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in raw.get("added_tokens") or [])
+    whole_alphabet = _byte_alphabet().keys() <= raw["model"].get("vocab", {}).keys()
+    return lossless and whole_alphabet and not strips and not raw.get("normalizer") and not raw.get("truncation")
 
 
 def _eos_token(path: Path) -> str | None:

@@ -6,6 +6,7 @@ Prints progress, held-out bits per byte and samples; ends with the command that 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shlex
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from model.card import RunFacts
+from model.card import RunFacts, read_about
 from model.data import Corpus, DataError, Order, prepare
 from model.device import choose_device, choose_dtype, describe
 from model.objective import Objective
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     except Interrupted as interrupt:
-        again = shlex.join([_python(), "-m", "model.train", *arguments])
-        resume = again if options.resume else f"{again} --resume"
-        print(f"interrupted by {interrupt}; everything is saved. Go on with:\n{resume}", file=sys.stderr)
+        kept = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
+        again = shlex.join([_python(), "-m", "model.train", *kept, "--resume"])
+        _tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
         return interrupt.exit_code
     except KeyboardInterrupt:  # before the first step; nothing is lost
         return 130
@@ -70,7 +71,7 @@ class Run:
         self.command = command
         self.out = Path(options.out)
         self.work = self.out / ".training"
-        self.about = _about(options.about)
+        self.about = read_about(options.about)
         self.device = choose_device(options.device)
         self.shape = shape(options)
         self.corpus: Corpus = prepare(
@@ -89,7 +90,7 @@ class Run:
 
     def train(self) -> None:
         """Trains to the end of the schedule and writes the result."""
-        if self.options.overwrite:
+        if self.options.overwrite and not self.options.resume:
             remove_snapshots(self.work)
         if self.must_resume():
             self._resume()
@@ -225,25 +226,23 @@ class Run:
     def _catch_signals(self) -> None:
         def first(number: int, _frame: object) -> None:
             self._signal = number
-            print("finishing this step, then saving; the same signal again ends at once", file=sys.stderr, flush=True)
             signal.signal(number, signal.SIG_DFL)  # the second one ends at once
+            _tell("finishing this step, then saving; the same signal again ends at once")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, first)
+
+
+def _tell(text: str) -> None:
+    """To a terminal that may have gone with the same signal (| tee): the run must be saved all the same."""
+    with contextlib.suppress(OSError, RuntimeError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _python() -> str:
     """This interpreter, as it can be typed from here."""
     here, executable = Path.cwd(), Path(sys.executable)
     return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)
-
-
-def _about(path: str | None) -> str:
-    """Text for the model card, read before hours of training and not after."""
-    try:
-        return Path(path).read_text(encoding="utf-8").strip() if path else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--about {path}: cannot be read ({error})") from None
 
 
 if __name__ == "__main__":

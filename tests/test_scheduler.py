@@ -200,14 +200,22 @@ def test_no_tokens_asked_for_ends_with_length_and_warms_the_cache() -> None:
     assert scheduler.pool.counts.cached == 2
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_leaves_no_named_block() -> None:
+def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_are_cleared_for_their_next_owner() -> None:
     scheduler, device = _scheduler(16, 4, 64, 4), SimulatedDevice(4)
     for name in ("good", "bad"):
         scheduler.add(Request(id=name, prompt=tuple(range(1, 9)), max_tokens=3, salt=name))
     plan = scheduler.plan()
+    (bad,) = [set(c.sequence.blocks) for c in plan.chunks if c.sequence.request.id == "bad"]
     report = scheduler.commit(plan, device.run(plan) | {"bad": Drawn(None)})
     assert [f.request_id for f in report.failed] == ["bad"]
     assert [e.request_id for e in report.events] == ["good"]
-    assert len(scheduler.take_dirty()) == 2
     assert not scheduler.violations()
     assert scheduler.pool.counts.cached == 0
+    scheduler.add(Request(id="next", prompt=tuple(range(60)), max_tokens=0))
+    cleared: list[int] = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        cleared += plan.clear
+        scheduler.commit(plan, device.run(plan))
+    assert len(bad) == 2
+    assert sorted(cleared) == sorted(bad), "once each, when they have a new owner"

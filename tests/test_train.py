@@ -87,7 +87,7 @@ def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path,
 
 def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path: Path, text: Path) -> None:
     command = [sys.executable, "-m", "model.train", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL]
-    flags = ["--max-minutes", "5", "--report-seconds", "0.1"]
+    flags = ["--max-minutes", "5", "--report-seconds", "0.1", "--overwrite"]
     process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout
     while "loss" not in process.stdout.readline():
@@ -96,6 +96,7 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path: Path, text:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 143
     assert errors.rstrip().endswith("--resume")
+    assert "--overwrite" not in errors
     found = load_snapshot(tmp_path / "out/.training")
     assert found and found[0].step > 0
 
@@ -170,8 +171,13 @@ def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "step-00000002/state.safetensors").write_bytes(b"torn")
     (tmp_path / ".step-00000003").mkdir()
     found = load_snapshot(tmp_path)
-    assert found and found[0].step == 1
+    assert found
+    assert found[0].step == 1
     assert "damaged" in capsys.readouterr().out
+    save_snapshot(tmp_path, position(2), {"x": torch.zeros(1)})
+    found = load_snapshot(tmp_path)
+    assert found
+    assert found[0].step == 2, "a damaged snapshot is replaced by a good one of the same step"
 
 
 def test_kill_nine_at_any_moment_leaves_a_run_that_goes_on(tmp_path: Path, text: Path) -> None:

@@ -33,7 +33,9 @@ def _refuse_unknown_variables() -> None:
     """A misspelt variable would be a setting that silently does not hold. Raises StartError."""
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith("INKSTREAM_") and name.upper() not in known:
+        # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service of our name.
+        kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
+        if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not kubernetes:
             raise StartError(f"the variable {name} is no setting; settings are {', '.join(sorted(known))}")
 
 

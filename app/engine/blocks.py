@@ -56,10 +56,6 @@ class BlockPool:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def is_active(self, block: int) -> bool:
-        """Whether any sequence uses the block."""
-        return self._references[block] > 0
-
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks that hold the longest prefix of `hashes`. Changes nothing."""
         found = []

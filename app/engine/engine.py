@@ -46,7 +46,6 @@ class Engine:
         plan = self.scheduler.plan()
         if plan.started:
             announce(plan.started)
-        report = self.scheduler.commit(plan, self.runner.run(plan))
-        if dirty := self.scheduler.take_dirty():
-            self.runner.clear(dirty)
-        return report
+        if plan.clear:
+            self.runner.clear(list(plan.clear))
+        return self.scheduler.commit(plan, self.runner.run(plan))

@@ -75,4 +75,7 @@ class EngineProcess:
             await asyncio.wait_for(self._process.wait(), patience_seconds)
         except TimeoutError:
             self.kill()
+        except asyncio.CancelledError:  # no time to wait, and no orphan either
+            self.kill()
+            raise
         return await self._process.wait()

@@ -58,7 +58,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = 0
         self._arrivals = 0
-        self._dirty: set[int] = set()
+        self._dirty: set[int] = set()  # held numbers that are not finite; cleared for their next owner
+        self._to_clear: list[int] = []
         self._version = weights_version
 
     @property
@@ -111,7 +112,8 @@ class Scheduler:
                 started.append(Started(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, budget))
             budget -= chunks[-1].stop - chunks[-1].start
-        return BatchPlan(tuple(chunks), tuple(started))
+        clear, self._to_clear = tuple(self._to_clear), []
+        return BatchPlan(tuple(chunks), tuple(started), clear)
 
     def commit(self, plan: BatchPlan, drawn: Mapping[str, Drawn]) -> StepReport:
         """Takes the step's results in: `drawn` holds one entry for each request whose chunk samples."""
@@ -135,12 +137,6 @@ class Scheduler:
                 events.append(self._append(sequence, result))
         return StepReport(events=tuple(events), failed=tuple(failed), counters=self.counters)
 
-    def take_dirty(self) -> list[int]:
-        """Blocks that nobody uses and that may hold numbers that are not finite: to be cleared before the next step."""
-        idle = [block for block in self._dirty if not self.pool.is_active(block)]
-        self._dirty.difference_update(idle)
-        return idle
-
     def violations(self) -> list[str]:
         """What is wrong with the blocks; tests ask after every step."""
         return self.pool.violations(s.blocks for s in [*self.running, *self.waiting])
@@ -162,7 +158,7 @@ class Scheduler:
             if victim is sequence:
                 return False
         if missing > 0:
-            sequence.blocks += self.pool.allocate(missing)
+            sequence.blocks += self._allocate(missing)
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -176,10 +172,16 @@ class Scheduler:
         if missing + len(self.running) * (not certain) > self.pool.available:
             self.pool.release(found)
             return False
-        sequence.blocks = found + self.pool.allocate(missing)
+        sequence.blocks = found + self._allocate(missing)
         sequence.num_computed = len(found) * self.pool.block_size
         sequence.num_published = len(found)
         return True
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.pool.allocate(count)
+        self._to_clear += self._dirty.intersection(blocks)
+        self._dirty.difference_update(blocks)
+        return blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         self._remove(sequence)

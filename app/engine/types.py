@@ -168,6 +168,8 @@ class BatchPlan:
 
     chunks: tuple[Chunk, ...]
     started: tuple[Started, ...] = ()
+    clear: tuple[int, ...] = ()
+    """Blocks to be zeroed first: they have a new owner, and what they hold may not be finite."""
 
 
 @dataclass(frozen=True, slots=True)
