@@ -66,8 +66,10 @@ def bind(settings: Settings) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
+    except socket.gaierror:
+        raise StartError(f"--host {settings.host}: no address is known for this name") from None
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno or 0)  # the error's own words name the address a second time
         raise StartError(
             f"cannot listen on {settings.host}:{settings.port} ({reason}): choose another --port"
         ) from None
@@ -121,10 +123,12 @@ def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:
     """First: no new requests, open streams go on until the drain time-out. Second: at once."""
     if server.should_exit:
         os._exit(1)
-    service: Service = app.state.service
+    service: Service | None = getattr(app.state, "service", None)
+    server.should_exit = True
+    if service is None:  # so early that nothing has begun
+        return
     seconds = service.settings.drain_timeout
     _log.info("ending: open streams get up to %g s; a second signal ends at once", seconds)
     service.draining = True
     message = "the service is shutting down: send it again in a moment"
     asyncio.get_running_loop().call_later(seconds, service.engine.fail_all, message)
-    server.should_exit = True

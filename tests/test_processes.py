@@ -233,6 +233,7 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--host", "0.0.0.0"], "--insecure-no-auth"),
         (["--host", "no.such.host.invalid"], "--insecure-no-auth"),
         (["--weights", "/nonexistent"], "no such directory"),
+        (["--host", "no.such.host.invalid", "--insecure-no-auth"], "no address is known"),
         (["--unknown"], "--unknown"),
     ],
 )
@@ -306,6 +307,7 @@ def test_a_port_in_use_is_refused(server: Server, weights: Path) -> None:
     result = _serve("--weights", str(weights), "--port", server.url.rpartition(":")[2])
     assert result.returncode == 2
     assert "choose another --port" in result.stderr
+    assert result.stderr.count("in use") == 1
 
 
 def test_a_full_queue_refuses_with_503_and_retry_after(tmp_path: Path, weights: Path) -> None:
