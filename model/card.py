@@ -29,7 +29,7 @@ class RunFacts:
     """Text the user adds with --about: corpus, licence, intended use."""
 
 
-def model_card(config: ModelConfig, facts: RunFacts, samples: Mapping[str, str], sha256: str) -> str:
+def model_card(config: ModelConfig, n_params: int, facts: RunFacts, samples: Mapping[str, str], sha256: str) -> str:
     """Markdown."""
     shown = "\n\n".join(f"Prompt `{prompt}`:\n\n> {_quoted(prompt + text)}" for prompt, text in samples.items())
     shape = (
@@ -38,7 +38,7 @@ def model_card(config: ModelConfig, facts: RunFacts, samples: Mapping[str, str],
     )
     return f"""# Model card
 
-A decoder of {config.n_params / 1e6:.2f} M parameters (llama layout: {shape}),
+A decoder of {n_params / 1e6:.2f} M parameters (llama layout: {shape}),
 trained from scratch by `python -m model.train`.
 
 {facts.about or _ABOUT}

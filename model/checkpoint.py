@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from model.config import ConfigError, ModelConfig
-from model.families import config_from_hf, config_to_hf, state_from_hf, state_to_hf, tensor_shapes
+from model.families.layout import Family
+from model.families.registry import family_of, read_config, write_config
 from model.transformer import Decoder
 
 WEIGHTS_FILE = "model.safetensors"
@@ -45,12 +46,12 @@ class Checkpoint:
 
 def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
     """Loads and checks everything: names, shapes, dtypes, finite numbers. Raises CheckpointError."""
-    config = load_config(directory)
+    family, config = _read_config(directory)
     path = directory / WEIGHTS_FILE
-    _check_header(path, config)
+    _check_header(path, family, config)
     try:
         with safe_open(path, framework="pt") as file:
-            state = state_from_hf(config, lambda name: file.get_tensor(name).to(dtype))
+            state = family.load(config, lambda name: file.get_tensor(name).to(dtype))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
     for name, tensor in state.items():
@@ -72,11 +73,15 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
 
 def load_config(directory: Path) -> ModelConfig:
     """The shape alone, from config.json. Raises CheckpointError."""
+    return _read_config(directory)[1]
+
+
+def _read_config(directory: Path) -> tuple[Family, ModelConfig]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; train a model with python -m model.train --out DIR")
     path = directory / "config.json"
     try:
-        return config_from_hf(_read_json(path))
+        return read_config(_read_json(path))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -86,12 +91,12 @@ def weights_files(
 ) -> dict[str, bytes]:
     """The files of a weights directory without its tokenizer: name -> content."""
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in decoder.state_dict().items()}
-    raw = config_to_hf(decoder.config, str(dtype).removeprefix("torch."), eos_id)
+    raw = write_config(decoder.config, str(dtype).removeprefix("torch."), eos_id)
     tokens = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
     return {
         "config.json": _json_bytes(raw),
         "generation_config.json": _json_bytes({**tokens, **generation}),
-        WEIGHTS_FILE: save(state_to_hf(decoder.config, state), metadata={"format": "pt"}),
+        WEIGHTS_FILE: save(family_of(decoder.config).save(decoder.config, state), metadata={"format": "pt"}),
     }
 
 
@@ -129,9 +134,9 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_header(path: Path, config: ModelConfig) -> None:
+def _check_header(path: Path, family: Family, config: ModelConfig) -> None:
     """Compares names, shapes and dtypes with what the config asks for, before any tensor is read."""
-    expected = tensor_shapes(config)
+    expected = family.shapes(config)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

@@ -1,8 +1,28 @@
-"""The shape of one decoder. Knows nothing of files, tensors or serving."""
+"""The shape of one decoder, switch by switch. Knows nothing of files, tensors or serving."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+Norm = Literal["rmsnorm", "layernorm", "none"]
+NormPosition = Literal["pre", "post"]
+Positions = Literal["rotary", "learned", "sinusoidal", "none"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+ScaleBy = Literal["head_dim", "width"]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "norm": get_args(Norm),
+    "norm_position": get_args(NormPosition),
+    "positions": get_args(Positions),
+    "activation": get_args(Activation),
+    "attention_scale": get_args(ScaleBy),
+}
+_AT_LEAST = {
+    **dict.fromkeys(("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads", "head_dim", "context"), 1),
+    **dict.fromkeys(("mlp_width", "n_encoder_layers"), 0),
+}
+_MOST = 2**31 - 1
 
 
 class ConfigError(ValueError):
@@ -10,10 +30,33 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A llama-layout decoder: RMSNorm before each sublayer, rotary positions, grouped-query attention, SwiGLU.
+class RopeScaling:
+    """Rotary wavelengths stretched for a longer context than the one trained on.
 
-    Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, GQA arXiv:2305.13245, SwiGLU arXiv:2002.05202.
+    linear: every wavelength times `factor` (arXiv:2306.15595). llama3: only those longer than original_context /
+    low_freq_factor, those shorter than original_context / high_freq_factor not at all, and between them a blend.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        _require(self.kind in ("linear", "llama3"), f"rope scaling {self.kind!r} is not one of linear, llama3")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
+            value = getattr(self, name)
+            _require(_is_number(value) and value > 0, f"{name} of the rope scaling must be above 0, not {value!r}")
+        _require(self.low_freq_factor < self.high_freq_factor, "low_freq_factor must be below high_freq_factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder. The defaults make the llama layout: RMSNorm first, rotary positions, grouped queries, SwiGLU.
+
+    Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, GQA arXiv:2305.13245, SwiGLU arXiv:2002.05202; post-norm,
+    sinusoids and cross-attention arXiv:1706.03762; parallel residual arXiv:2204.06745; soft cap arXiv:2408.00118.
     """
 
     vocab_size: int
@@ -27,67 +70,125 @@ class ModelConfig:
     n_kv_heads: int
     """Key and value heads; each serves n_heads / n_kv_heads query heads."""
     head_dim: int
-    """Size of one head; even, because RoPE turns pairs."""
+    """Size of one head."""
     mlp_width: int
-    """Hidden size of the feed-forward."""
+    """Hidden size of the feed-forward; 0 is none."""
     context: int
-    """Longest sequence in tokens."""
+    """Longest sequence in tokens, and longest source of an encoder."""
+    norm: Norm = "rmsnorm"
+    norm_eps: float = 1e-5
+    """Added to the variance (layernorm) or mean square (rmsnorm)."""
+    norm_bias: bool = False
+    """Whether a layernorm also shifts."""
+    norm_position: NormPosition = "pre"
+    """pre: x + f(norm(x)); post: norm(x + f(x))."""
+    final_norm: bool = True
+    """Whether a norm stands before the head."""
+    positions: Positions = "rotary"
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    rotary_dim: int | None = None
+    """How many numbers of each head turn; None is all."""
+    rope_scaling: RopeScaling | None = None
+    activation: Activation = "silu"
+    gated: bool = True
+    """Whether the feed-forward is down(activation(gate(x)) * up(x)) instead of down(activation(up(x)))."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    out_projection: bool = True
+    """Whether the heads' outputs are mixed by a matrix."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head (arXiv:2302.05442)."""
+    parallel_residual: bool = False
+    """x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own."""
+    sliding_window: int | None = None
+    """A token sees itself and this many - 1 before it; None is all."""
+    attention_scale: ScaleBy = "head_dim"
+    """Scores are divided by the square root of this."""
     tied_head: bool = True
     """Whether the output projection is the token embedding."""
+    embedding_scale: float = 1.0
+    """Token embeddings are multiplied by it."""
+    logit_soft_cap: float | None = None
+    """Logits become cap * tanh(logits / cap)."""
+    n_encoder_layers: int = 0
+    """Blocks of an encoder whose output each decoder block attends to; 0 is a decoder alone."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads", "head_dim", "mlp_width", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**31 - 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary positions, not {self.head_dim}")
-        if not self.rope_theta > 0 or not self.norm_eps > 0:
-            raise ConfigError(f"rope_theta ({self.rope_theta}) and norm_eps ({self.norm_eps}) must be above 0")
-
-    @property
-    def n_params(self) -> int:
-        """Trainable numbers, a tied head counted once."""
-        attention = self.width * self.head_dim * (2 * self.n_heads + 2 * self.n_kv_heads)
-        block = attention + 3 * self.width * self.mlp_width + 2 * self.width
-        embeddings = self.vocab_size * self.width * (1 if self.tied_head else 2)
-        return embeddings + self.n_layers * block + self.width
+        self._check_fields()
+        self._check_combinations()
 
     @property
     def kv_numbers_per_token(self) -> int:
         """Numbers the KV cache holds for one token, over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
+    @property
+    def turned_dim(self) -> int:
+        """Numbers of each head that rotary positions turn."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
-def preset(name: str) -> ModelConfig:
-    """The shape called `name`; sizes and training times are in README.md."""
-    if name not in _PRESETS:
-        raise ConfigError(f"no preset is called {name!r}; there are {', '.join(PRESET_NAMES)}")
-    return _PRESETS[name]
+    def _check_fields(self) -> None:
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            _require(_is_whole(value, least), f"{name} must be a whole number of at least {least}, not {value!r}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                _require(isinstance(value, bool), f"{field.name} must be true or false, not {value!r}")
+            elif field.type == "float":
+                _require(_is_number(value) and value > 0, f"{field.name} must be a number above 0, not {value!r}")
+        window, cap, turned = self.sliding_window, self.logit_soft_cap, self.rotary_dim
+        _require(window is None or _is_whole(window, 1), f"sliding_window must be at least 1 or null, not {window!r}")
+        _require(cap is None or (_is_number(cap) and cap > 0), f"logit_soft_cap must be above 0 or null, not {cap!r}")
+        _require(turned is None or _is_whole(turned, 2), f"rotary_dim must be at least 2 or null, not {turned!r}")
+
+    def _check_combinations(self) -> None:
+        heads, kv_heads, head_dim = self.n_heads, self.n_kv_heads, self.head_dim
+        _require(heads % kv_heads == 0, f"n_heads ({heads}) must be a multiple of n_kv_heads ({kv_heads})")
+        if self.positions == "rotary":
+            _require(
+                self.turned_dim % 2 == 0 and self.turned_dim <= head_dim,
+                f"rotary positions turn pairs: {self.turned_dim} of {head_dim} numbers of a head is not an even share",
+            )
+        else:
+            _require(
+                self.rope_scaling is None and self.rotary_dim is None,
+                f"rope_scaling and rotary_dim need rotary positions, not {self.positions}",
+            )
+        _require(
+            self.norm != "none" or not (self.final_norm or self.norm_position == "post"),
+            "norm none leaves nothing for final_norm or norm_position post",
+        )
+        _require(self.norm == "layernorm" or not self.norm_bias, f"norm_bias needs layernorm, not {self.norm}")
+        _require(self.mlp_width > 0 or not self.mlp_bias, "mlp_bias needs a feed-forward (mlp_width above 0)")
+        _require(
+            not self.parallel_residual or (self.norm_position == "pre" and self.mlp_width > 0),
+            "parallel_residual needs norm_position pre and a feed-forward",
+        )
+        _require(
+            self.out_projection or (heads * head_dim == self.width and not self.out_bias),
+            f"without out_projection {heads} heads of {head_dim} must make up the width ({self.width}), without bias",
+        )
+        _require(
+            not self.n_encoder_layers or not (self.parallel_residual or self.sliding_window),
+            "an encoder goes with neither parallel_residual nor sliding_window",
+        )
 
 
-def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: int, context: int) -> ModelConfig:
-    return ModelConfig(
-        n_layers=layers,
-        width=width,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=64 if width > 128 else 32,
-        mlp_width=mlp,
-        vocab_size=vocab,
-        context=context,
-    )
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
 
 
-_PRESETS = {
-    "nano": _llama(4, 128, 4, 2, 352, 1024, 256),
-    "small": _llama(5, 256, 4, 2, 704, 4096, 512),
-    "base": _llama(8, 384, 6, 2, 896, 8192, 1024),
-}
-PRESET_NAMES = tuple(_PRESETS)
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

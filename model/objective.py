@@ -29,7 +29,7 @@ class Objective:
         length = windows_BN.shape[1] - 1
         positions_T = torch.arange(length, device=self.device).repeat(len(windows_BN))
         with self._autocast():
-            hidden_TD = self.decoder(inputs_T, positions_T, CausalAttend(length))
+            hidden_TD = self.decoder(inputs_T, positions_T, CausalAttend(length, self.decoder.config.sliding_window))
             logits_TV = self.decoder.head(hidden_TD)
         return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
 

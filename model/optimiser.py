@@ -18,7 +18,8 @@ class Optimiser:
     """
 
     def __init__(self, decoder: Decoder, *, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
-        matrices = [p for p in decoder.blocks.parameters() if p.ndim == 2]
+        blocks = (decoder.blocks, decoder.encoder_blocks)
+        matrices = [p for part in blocks for p in part.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in decoder.parameters() if id(p) not in chosen]
         self.parts: dict[str, torch.optim.Optimizer] = {

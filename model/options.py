@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 
-from model.config import PRESET_NAMES, ConfigError, ModelConfig, preset
+from model.config import ConfigError, ModelConfig
+from model.presets import PRESET_NAMES, preset
 
 
 def parser() -> argparse.ArgumentParser:

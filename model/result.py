@@ -26,4 +26,6 @@ def write_result(out: Path, decoder: Decoder, tokenizer: Tokenizer, facts: RunFa
     for prompt, text in samples.items():
         print(f"--- {prompt}{text}\n", flush=True)
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
-    write_files(out, {**files, "README.md": model_card(decoder.config, facts, samples, sha256).encode()})
+    write_files(
+        out, {**files, "README.md": model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()}
+    )

@@ -186,8 +186,8 @@ class Run:
     def _describe(self) -> None:
         corpus = self.corpus
         print(
-            f"{self.shape.n_params / 1e6:.2f} M parameters on {describe(self.device)}; {corpus.n_documents} documents,"
-            f" {len(corpus.train)} training and {len(corpus.held_out)} held-out tokens; step {self.step}",
+            f"{self.decoder.n_params / 1e6:.2f} M parameters on {describe(self.device)}; {corpus.n_documents} "
+            f"documents, {len(corpus.train)} training and {len(corpus.held_out)} held-out tokens; step {self.step}",
             flush=True,
         )
 

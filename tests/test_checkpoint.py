@@ -87,8 +87,8 @@ def test_tensors_that_do_not_fit_are_named(directory: Path, kind: str) -> None:
     [
         ({"model_type": "mamba"}, "mamba.*supported: llama"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-        ({"hidden_act": "relu"}, "relu"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "mish"}, "mish"),
+        ({"attention_bias": True}, "q_proj.bias|k_proj.bias"),
         ({"num_attention_heads": 3}, "multiple"),
         ({"num_attention_heads": 0, "head_dim": None}, "."),
         ({"hidden_size": "big"}, "width"),

@@ -62,7 +62,7 @@ def test_training_learns_and_leaves_a_directory_that_serves(
     assert _train(text, out, "--steps", "60", "--overwrite") == 0
     printed = capsys.readouterr().out
     assert _bits(printed) < 0.7 * early
-    assert printed.splitlines()[-1].endswith(f"python -m app serve --weights {out}")
+    assert printed.splitlines()[-1].endswith(f" -m app serve --weights {out}")
     card = (out / "README.md").read_text()
     version = load(out, device=torch.device("cpu"), dtype=torch.float32).version
     assert version in card and "--steps 60" not in card[: card.index("Command")]

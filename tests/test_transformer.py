@@ -109,4 +109,4 @@ def test_impossible_shapes_are_refused_in_one_sentence(change: dict[str, int], w
 
 def test_the_parameter_count_is_the_parameters() -> None:
     for config in (tiny_config(), tiny_config(tied_head=False)):
-        assert config.n_params == sum(p.numel() for p in Decoder(config).parameters())
+        assert Decoder(config).n_params == sum(p.numel() for p in Decoder(config).parameters())

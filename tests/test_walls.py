@@ -40,7 +40,7 @@ MODULES = set(GRAPH)
 
 
 def test_the_model_knows_nothing_of_serving() -> None:
-    for path in (ROOT / "model").glob("*.py"):
+    for path in (ROOT / "model").rglob("*.py"):
         assert not _tops(path) & {"app", "fastapi", "starlette", "pydantic", "asyncio", "uvicorn"}, path
 
 

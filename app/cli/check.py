@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    config = checkpoint.decoder.config
+    config, n_params = checkpoint.decoder.config, checkpoint.decoder.n_params
     print(f"{directory}: loads")
-    print(f"  parameters   {config.n_params / 1e6:.2f} M: {config.n_params * 4 >> 20} MiB float32, ", end="")
-    print(f"{config.n_params * 2 >> 20} MiB bfloat16")
+    print(f"  parameters   {n_params / 1e6:.2f} M: {n_params * 4 >> 20} MiB float32, ", end="")
+    print(f"{n_params * 2 >> 20} MiB bfloat16")
     print(
         f"  shape        {config.n_layers} layers x {config.width}, {config.n_heads}/{config.n_kv_heads} heads of ",
         end="",

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.types import Chunk
+from model.attention import hidden
 from model.config import ModelConfig
 
 TILE = 64
@@ -82,7 +83,7 @@ class RowGroup:
     batch: int
     length: int
     block_rows_X: Tensor
-    future_B1N1L: Tensor
+    hidden_B1NL: Tensor
     """0 where a query token may look, -inf where it may not."""
 
 
@@ -117,7 +118,7 @@ class PagedAttend:
         q_XRC = F.pad(q_XRC, (0, 0, 0, -q_XRC.shape[1] % _ATTENTION_ROWS[q_XRC.dtype]))
         k_XLC = self.cache.gather(layer, 0, group.block_rows_X, batch)
         scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
-        scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.future_B1N1L.unsqueeze(3)
+        scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
         weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
         weights_XRL = F.pad(weights_XRL, (0, 0, 0, q_XRC.shape[1] - length * n_group))
         v_XLC = self.cache.gather(layer, 1, group.block_rows_X, batch)
@@ -148,12 +149,12 @@ def _row_group(cache: KVCache, chunks: Items[Chunk]) -> RowGroup:
     table = [_padded(chunk.sequence.blocks, per_row, cache.padding_block) for chunk in chunks]
     starts_B11 = torch.tensor([chunk.start for chunk in chunks], device=device)[:, None, None]
     positions_BN1 = starts_B11 + torch.arange(length, device=device)[None, :, None]
-    future_BNL = torch.arange(kv_length, device=device) > positions_BN1
+    hidden_BNL = hidden(positions_BN1, kv_length, cache.config.sliding_window)
     return RowGroup(
         batch=len(chunks),
         length=length,
         block_rows_X=cache.block_rows(torch.tensor(table, device=device)),
-        future_B1N1L=torch.zeros(future_BNL.shape, device=device).masked_fill_(future_BNL, float("-inf")).unsqueeze(1),
+        hidden_B1NL=torch.zeros(hidden_BNL.shape, device=device).masked_fill_(hidden_BNL, float("-inf")).unsqueeze(1),
     )
 
 

@@ -189,7 +189,7 @@ def _ready(
     return Ready(
         context=shape.context,
         vocab_size=shape.vocab_size,
-        n_params=shape.n_params,
+        n_params=checkpoint.decoder.n_params,
         dtype=str(dtype).removeprefix("torch."),
         device=describe(device),
         weights_version=checkpoint.version,

@@ -1,0 +1,84 @@
+"""gpt2: learned positions, LayerNorm, and matrices stored as [columns, rows]."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.families.layout import ACTIVATION_NAMES, Family, Piece, Raw, activation, norm, refuse, single
+
+
+def _pieces(config: ModelConfig) -> list[Piece]:
+    width, mlp = config.width, config.mlp_width
+    pieces = [
+        single("embedding", "transformer.wte.weight", config.vocab_size, width),
+        single("position_embedding", "transformer.wpe.weight", config.context, width),
+    ]
+    for layer in range(config.n_layers):
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        pieces += norm(f"{ours}.norm_attention", f"{theirs}.ln_1", config)
+        pieces += _transposed(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", 3 * width, width)
+        pieces += _transposed(f"{ours}.attention.out", f"{theirs}.attn.c_proj", width, width)
+        pieces += norm(f"{ours}.norm_mlp", f"{theirs}.ln_2", config)
+        pieces += _transposed(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", mlp, width)
+        pieces += _transposed(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", width, mlp)
+    pieces += norm("norm", "transformer.ln_f", config)
+    return pieces if config.tied_head else [*pieces, single("untied_head", "lm_head.weight", config.vocab_size, width)]
+
+
+def _transposed(ours: str, theirs: str, rows: int, columns: int) -> list[Piece]:
+    weight = Piece(f"{ours}.weight", ((f"{theirs}.weight", (columns, rows)),), load=Tensor.t, save=Tensor.t)
+    return [weight, single(f"{ours}.bias", f"{theirs}.bias", rows)]
+
+
+def _read(raw: Raw) -> ModelConfig:
+    refuse(raw, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    width, heads = raw["n_embd"], raw["n_head"]
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        width=width,
+        n_layers=raw["n_layer"],
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=width // heads,
+        mlp_width=raw.get("n_inner") or 4 * width,
+        context=raw["n_positions"],
+        norm="layernorm",
+        norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+        norm_bias=True,
+        positions="learned",
+        activation=activation(raw.get("activation_function", "gelu_new")),
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_head=raw.get("tie_word_embeddings", True),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "n_embd": config.width,
+        "n_layer": config.n_layers,
+        "n_head": config.n_heads,
+        "n_inner": config.mlp_width,
+        "n_positions": config.context,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": ACTIVATION_NAMES[config.activation],
+        "tie_word_embeddings": config.tied_head,
+    }
+
+
+GPT2 = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    read=_read,
+    write=_write,
+    pieces=_pieces,
+    prefix="transformer.",
+    ignored=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
+)

@@ -1,0 +1,119 @@
+"""gpt_neox: parallel residual, partly rotary heads, and q, k, v interleaved head by head."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.families.layout import (
+    ACTIVATION_NAMES,
+    Family,
+    Piece,
+    Raw,
+    activation,
+    linear,
+    norm,
+    read_rope,
+    single,
+    write_rope,
+)
+
+
+def _pieces(config: ModelConfig) -> list[Piece]:
+    width, mlp = config.width, config.mlp_width
+    pieces = [single("embedding", "gpt_neox.embed_in.weight", config.vocab_size, width)]
+    for layer in range(config.n_layers):
+        ours, theirs = f"blocks.{layer}", f"gpt_neox.layers.{layer}"
+        out, up, down = f"{theirs}.attention.dense", f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h"
+        pieces += norm(f"{ours}.norm_attention", f"{theirs}.input_layernorm", config)
+        pieces += _interleaved(f"{ours}.attention.qkv", f"{theirs}.attention.query_key_value", config)
+        pieces += linear(f"{ours}.attention.out", [(out, width)], width, bias=config.out_bias)
+        pieces += norm(f"{ours}.norm_mlp", f"{theirs}.post_attention_layernorm", config)
+        pieces += linear(f"{ours}.mlp.up", [(up, mlp)], width, bias=config.mlp_bias)
+        pieces += linear(f"{ours}.mlp.down", [(down, width)], mlp, bias=config.mlp_bias)
+    pieces += norm("norm", "gpt_neox.final_layer_norm", config)
+    if not config.tied_head:
+        pieces.append(single("untied_head", "embed_out.weight", config.vocab_size, width))
+    return pieces
+
+
+def _interleaved(ours: str, theirs: str, config: ModelConfig) -> list[Piece]:
+    """The file's rows are head 0's q, k, v, then head 1's, ..."""
+    load: Callable[[Tensor], Tensor] = partial(_swap, outer=config.n_heads, inner=3)
+    save: Callable[[Tensor], Tensor] = partial(_swap, outer=3, inner=config.n_heads)
+    rows = 3 * config.n_heads * config.head_dim
+    weight = Piece(f"{ours}.weight", ((f"{theirs}.weight", (rows, config.width)),), load=load, save=save)
+    bias = Piece(f"{ours}.bias", ((f"{theirs}.bias", (rows,)),), load=load, save=save)
+    return [weight, bias] if config.qkv_bias else [weight]
+
+
+def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
+    """Rows that stand as [outer, inner, head_dim] stand as [inner, outer, head_dim] afterwards."""
+    rows: Tensor = tensor.unflatten(0, (outer, inner, -1))
+    return rows.transpose(0, 1).flatten(0, 2)
+
+
+def _read(raw: Raw) -> ModelConfig:
+    width, heads = raw["hidden_size"], raw["num_attention_heads"]
+    rope = raw.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor") or raw.get("rotary_pct", 0.25)
+    bias, turned = raw.get("attention_bias", True), int(width // heads * share)
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        width=width,
+        n_layers=raw["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=heads,
+        head_dim=width // heads,
+        mlp_width=raw["intermediate_size"],
+        context=raw["max_position_embeddings"],
+        norm="layernorm",
+        norm_eps=raw.get("layer_norm_eps", 1e-5),
+        norm_bias=True,
+        rotary_dim=None if turned == width // heads else turned,
+        activation=activation(raw.get("hidden_act", "gelu")),
+        gated=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=True,
+        parallel_residual=raw.get("use_parallel_residual", True),
+        tied_head=raw.get("tie_word_embeddings", False),
+        **read_rope(raw),
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    rope, share = write_rope(config), config.turned_dim / config.head_dim
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "intermediate_size": config.mlp_width,
+        "max_position_embeddings": config.context,
+        "layer_norm_eps": config.norm_eps,
+        "hidden_act": ACTIVATION_NAMES[config.activation],
+        "attention_bias": config.qkv_bias,
+        "use_parallel_residual": config.parallel_residual,
+        "tie_word_embeddings": config.tied_head,
+        "rotary_pct": share,
+        "rotary_emb_base": config.rope_theta,
+        **rope,
+        "rope_parameters": {**rope["rope_parameters"], "partial_rotary_factor": share},
+    }
+
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    read=_read,
+    write=_write,
+    pieces=_pieces,
+    prefix="gpt_neox.",
+    ignored=re.compile(r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
+)

@@ -1,0 +1,153 @@
+"""llama, mistral, qwen2, qwen3: one layout of tensors, four dialects of config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from model.config import ConfigError, ModelConfig
+from model.families.layout import (
+    ACTIVATION_NAMES,
+    Family,
+    Piece,
+    Raw,
+    activation,
+    linear,
+    norm,
+    read_rope,
+    single,
+    write_rope,
+)
+
+_BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
+
+
+def _pieces(config: ModelConfig) -> list[Piece]:
+    width, head_dim = config.width, config.head_dim
+    q_rows, kv_rows = config.n_heads * head_dim, config.n_kv_heads * head_dim
+    pieces = [single("embedding", "model.embed_tokens.weight", config.vocab_size, width)]
+    for layer in range(config.n_layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        qkv = [(f"{attention}.q_proj", q_rows), (f"{attention}.k_proj", kv_rows), (f"{attention}.v_proj", kv_rows)]
+        gate_up = [(f"{mlp}.gate_proj", config.mlp_width), (f"{mlp}.up_proj", config.mlp_width)]
+        pieces += norm(f"{ours}.norm_attention", f"{theirs}.input_layernorm", config)
+        pieces += linear(f"{ours}.attention.qkv", qkv, width, bias=config.qkv_bias)
+        pieces += linear(f"{ours}.attention.out", [(f"{attention}.o_proj", width)], q_rows, bias=config.out_bias)
+        if config.qk_norm:
+            pieces += [
+                single(f"{ours}.attention.{x}_norm.weight", f"{attention}.{x}_norm.weight", head_dim) for x in "qk"
+            ]
+        pieces += norm(f"{ours}.norm_mlp", f"{theirs}.post_attention_layernorm", config)
+        pieces += linear(f"{ours}.mlp.up", gate_up, width, bias=config.mlp_bias)
+        pieces += linear(f"{ours}.mlp.down", [(f"{mlp}.down_proj", width)], config.mlp_width, bias=config.mlp_bias)
+    pieces += norm("norm", "model.norm", config)
+    return pieces if config.tied_head else [*pieces, single("untied_head", "lm_head.weight", config.vocab_size, width)]
+
+
+def _read(raw: Raw, **dialect: Any) -> ModelConfig:
+    heads = raw["num_attention_heads"]
+    common = {
+        "vocab_size": raw["vocab_size"],
+        "width": raw["hidden_size"],
+        "n_layers": raw["num_hidden_layers"],
+        "n_heads": heads,
+        "n_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "mlp_width": raw["intermediate_size"],
+        "context": raw["max_position_embeddings"],
+        "activation": activation(raw.get("hidden_act", "silu")),
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "tied_head": raw.get("tie_word_embeddings", False),
+        **read_rope(raw),
+    }
+    return ModelConfig(**{**common, **dialect})
+
+
+def _read_llama(raw: Raw) -> ModelConfig:
+    bias = raw.get("attention_bias", False)
+    return _read(raw, qkv_bias=bias, out_bias=bias, mlp_bias=raw.get("mlp_bias", False))
+
+
+def _read_mistral(raw: Raw) -> ModelConfig:
+    return _read(raw, sliding_window=raw.get("sliding_window", 4096))
+
+
+def _read_qwen2(raw: Raw) -> ModelConfig:
+    return _read(raw, qkv_bias=True, sliding_window=_qwen_window(raw))
+
+
+def _read_qwen3(raw: Raw) -> ModelConfig:
+    bias = raw.get("attention_bias", False)
+    dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
+    return _read(raw, qk_norm=True, sliding_window=_qwen_window(raw), **dialect)
+
+
+def _qwen_window(raw: Raw) -> int | None:
+    """Qwen slides over the layers from max_window_layers on; all of them or none is what one number can say."""
+    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
+        return None
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        full = min(raw.get("max_window_layers", 28), raw["num_hidden_layers"])
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (raw["num_hidden_layers"] - full)
+    if len(set(kinds)) > 1:
+        raise ConfigError("a sliding window on some layers only is not supported; all layers or none")
+    window: int | None = raw["sliding_window"] if "sliding_attention" in kinds else None
+    return window
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_width,
+        "max_position_embeddings": config.context,
+        "hidden_act": ACTIVATION_NAMES[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        **write_rope(config),
+    }
+
+
+def _write_llama(config: ModelConfig) -> dict[str, Any]:
+    return {**_write(config), "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+    return {**_write(config), "sliding_window": config.sliding_window}
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    window = config.sliding_window
+    kind = "full_attention" if window is None else "sliding_attention"
+    sliding = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+    return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers, "attention_bias": config.out_bias}
+
+
+def _family(
+    name: str,
+    architecture: str,
+    read: Callable[[Raw], ModelConfig],
+    write: Callable[[ModelConfig], dict[str, Any]],
+) -> Family:
+    return Family(
+        name=name,
+        architecture=architecture,
+        read=read,
+        write=write,
+        pieces=_pieces,
+        prefix="model.",
+        ignored=_BUFFERS,
+    )
+
+
+LLAMA = _family("llama", "LlamaForCausalLM", _read_llama, _write_llama)
+MISTRAL = _family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral)
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen)
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen)

@@ -1,0 +1,71 @@
+"""Which families there are, which one a config.json names, and which one can tell a ModelConfig. No files here."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from model.config import ConfigError, ModelConfig
+from model.families.gpt2 import GPT2
+from model.families.gpt_neox import GPT_NEOX
+from model.families.layout import Family, Raw
+from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from model.families.own import OWN
+
+# Where several can tell a shape, the first one does.
+_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, OWN)}
+SUPPORTED = tuple(_FAMILIES)
+
+
+def read_config(raw: Raw) -> tuple[Family, ModelConfig]:
+    """The family and shape of a config.json (keys of transformers 4 and 5). Raises ConfigError with one sentence."""
+    name = raw.get("model_type")
+    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    try:
+        return family, _read(family, raw)
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise ConfigError(f"the key {error.args[0]!r} is missing") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(_in_words(error)) from None
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The first family whose config.json says all of `config`, so that as many programs as possible can read it."""
+    for family in _FAMILIES.values():
+        try:
+            if _read(family, family.write(config)) == config:
+                return family
+        except ConfigError:
+            continue
+    raise AssertionError("our own layout tells every shape")
+
+
+def write_config(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
+    """The config.json of `config`, in the dialect of family_of(config)."""
+    family = family_of(config)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **family.write(config),
+        "bos_token_id": eos_id,
+        "eos_token_id": eos_id,
+        "torch_dtype": dtype,
+    }
+
+
+def _read(family: Family, raw: Raw) -> ModelConfig:
+    config = family.read(raw)
+    if family is not OWN and not config.mlp_width:
+        raise ConfigError(f"a {family.name} without feed-forward is not supported")
+    return config
+
+
+def _in_words(error: Exception) -> str:
+    """Python's own message, for values of a wrong kind; "missing ... keyword-only arguments" names the keys."""
+    if missing := re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error)):
+        return f"keys are missing: {missing.group(1)}"
+    return f"a value has the wrong kind ({error})"

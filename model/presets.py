@@ -1,0 +1,74 @@
+"""Shapes with a name, for training from scratch. Knows only ModelConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model.config import ConfigError, ModelConfig
+
+
+def preset(name: str) -> ModelConfig:
+    """The shape called `name`; what each is for stands in README.md."""
+    if name not in _PRESETS:
+        raise ConfigError(f"no preset is called {name!r}; there are {', '.join(PRESET_NAMES)}")
+    return _PRESETS[name]
+
+
+def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: int, context: int) -> ModelConfig:
+    return ModelConfig(
+        n_layers=layers,
+        width=width,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=64 if width > 128 else 32,
+        mlp_width=mlp,
+        vocab_size=vocab,
+        context=context,
+    )
+
+
+def _classic(layers: int, width: int, heads: int, vocab: int, context: int, **switches: Any) -> ModelConfig:
+    """Before the llama layout: as many kv heads as heads, plain feed-forward of four widths, LayerNorm, biases."""
+    shape = {"n_layers": layers, "width": width, "n_heads": heads, "n_kv_heads": heads, "head_dim": width // heads}
+    biases = {"norm_bias": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    common = {"vocab_size": vocab, "context": context, "mlp_width": 4 * width, "norm": "layernorm", "gated": False}
+    return ModelConfig(**{**shape, **biases, **common, **switches})
+
+
+_POST_NORM = {"norm_position": "post", "final_norm": False, "activation": "relu", "tied_head": False, "head_bias": True}
+
+_PRESETS = {
+    "nano": _llama(4, 128, 4, 2, 352, 1024, 256),
+    "small": _llama(5, 256, 4, 2, 704, 4096, 512),
+    "base": _llama(8, 384, 6, 2, 896, 8192, 1024),
+    # The decoder of "Attention is all you need" without its encoder (arXiv:1706.03762).
+    "textbook": _classic(6, 512, 8, 10_000, 512, positions="sinusoidal", embedding_scale=512**0.5, **_POST_NORM),
+    # A post-norm decoder block as it is often written from scratch: scores divided by the root of the whole width.
+    "standalone": _classic(
+        4, 256, 4, 4096, 256, positions="learned", qkv_bias=False, attention_scale="width", **_POST_NORM
+    ),
+    # One head of two numbers over one layer, small enough to be computed by hand.
+    "toy": ModelConfig(
+        n_layers=1,
+        width=2,
+        n_heads=1,
+        n_kv_heads=1,
+        head_dim=2,
+        mlp_width=0,
+        vocab_size=6,
+        context=6,
+        norm="none",
+        final_norm=False,
+        positions="sinusoidal",
+        out_projection=False,
+        tied_head=False,
+        head_bias=True,
+    ),
+    # The classroom GPT: GPT-2's layout with the exact GELU.
+    "gpt": _classic(6, 384, 6, 4096, 256, positions="learned", activation="gelu"),
+    # The original decoder with its encoder.
+    "cross": _classic(
+        3, 256, 4, 4096, 128, positions="sinusoidal", embedding_scale=16.0, n_encoder_layers=3, **_POST_NORM
+    ),
+}
+PRESET_NAMES = tuple(_PRESETS)
