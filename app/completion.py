@@ -88,8 +88,8 @@ class Completion:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._stream.request.prompt)
+        """Tokens that were read: of the prompt, and of a source."""
+        return len(self._stream.request.prompt) + len(self._stream.request.source)
 
     def close(self) -> None:
         """Frees what the engine holds for this request; any number of times."""

@@ -56,6 +56,7 @@ def make_client(settings: Settings) -> EngineClient:
         dtype=settings.dtype,
         threads=settings.threads,
         kv_blocks=settings.kv_blocks,
+        max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,
         max_running=settings.max_running,
     )

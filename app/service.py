@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from app.completion import Completion
-from app.engine.admission import clamp_max_tokens
+from app.engine.admission import check_ids
 from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from app.engine.frames import Ready
@@ -25,6 +25,7 @@ class Wish:
     """A completion as it was asked for; None means the default."""
 
     prompt: str | list[int]
+    source: str | list[int] | None
     max_tokens: int
     sampling: dict[str, float | None]
     seed: int | None
@@ -102,12 +103,15 @@ class Service:
         ready, tokenizer = self.require_ready()
         self.engine.check_queue()
         prompt = await self._prompt_ids(wish.prompt, ready, tokenizer)
+        source = await self._source_ids(wish.source, ready, tokenizer)
+        check_ids(prompt, context=ready.context, vocab_size=ready.vocab_size, field="prompt")
         params = _sampling_params(wish, ready)
         request = Request(
             id=request_id,
             prompt=tuple(prompt),
-            max_tokens=clamp_max_tokens(prompt, wish.max_tokens, context=ready.context, vocab_size=ready.vocab_size),
+            max_tokens=min(wish.max_tokens, ready.context - len(prompt)),
             params=params,
+            source=tuple(source),
             stop_ids=() if wish.ignore_eos else ready.eos_ids,
         )
         completion = Completion(self.engine.submit(request), tokenizer, wish.stops)
@@ -121,15 +125,35 @@ class Service:
             )
 
     async def _prompt_ids(self, prompt: str | list[int], ready: Ready, tokenizer: Tokenizer) -> list[int]:
-        if isinstance(prompt, str) and (least := tokenizer.least_tokens(prompt)) > ready.context:
-            raise ContextLengthExceeded(least, ready.context)
-        if isinstance(prompt, str) and len(prompt) > _LONG_PROMPT_CHARACTERS:
-            # Off the event loop, which has other streams to serve.
-            prompt = await asyncio.to_thread(tokenizer.encode, prompt)
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = await _ids(prompt, ready, tokenizer, "prompt")
         if not ids and ready.start_id is None:
             raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
         return ids or [ready.start_id or 0]
+
+    async def _source_ids(self, source: str | list[int] | None, ready: Ready, tokenizer: Tokenizer) -> list[int]:
+        if not ready.has_encoder and source is not None:
+            raise InvalidRequest("this model has no encoder: leave out source and put the text into prompt", "source")
+        if not ready.has_encoder:
+            return []
+        ids = await _ids(source, ready, tokenizer, "source") if source else []
+        if not ids:
+            raise InvalidRequest("this model answers a source: give the text its encoder reads", "source")
+        check_ids(ids, context=ready.context, vocab_size=ready.vocab_size, field="source")
+        return ids
+
+
+async def _ids(text: str | list[int], ready: Ready, tokenizer: Tokenizer, field: str) -> list[int]:
+    """Token ids of a text; those of a prompt with the special tokens that the tokenizer adds (BOS, say)."""
+    if not isinstance(text, str):
+        return text
+    if (least := tokenizer.least_tokens(text)) > ready.context:
+        raise ContextLengthExceeded(least, ready.context, field)
+
+    def encode() -> list[int]:
+        return tokenizer.encode(text) if field == "prompt" else tokenizer.encode_many([text])[0]
+
+    # Long ones off the event loop, which has other streams to serve.
+    return await asyncio.to_thread(encode) if len(text) > _LONG_PROMPT_CHARACTERS else encode()
 
 
 def _sampling_params(wish: Wish, ready: Ready) -> SamplingParams:

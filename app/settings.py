@@ -27,6 +27,9 @@ class Settings(BaseSettings):
     kv_blocks: int = Field(
         0, ge=0, le=2**31 - 1, description="Blocks of the KV cache; 0 takes what max_running can fill."
     )
+    max_context: int = Field(
+        0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 takes the model's own context."
+    )
     max_running: int = Field(32, ge=1, le=1024, description="Requests computed together.")
     tokens_per_step: int = Field(256, ge=1, le=65536, description="Tokens computed in one step: prompts go in pieces.")
     max_waiting: int = Field(256, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")

@@ -53,12 +53,12 @@ def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
         assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
 
 
-@pytest.mark.parametrize("name", ["kv_cache", "sampler", "runner"])
+@pytest.mark.parametrize("name", ["kv_cache", "source_cache", "sampler", "runner"])
 def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> None:
     path = ROOT / "app/engine" / f"{name}.py"
     assert _tops(path) <= sys.stdlib_module_names | {"torch", "app", "model"}, path
     ours = {m.split(".")[2] for m in _imports(path) if m.startswith("app.engine.")}
-    assert ours <= {"types", "kv_cache", "sampler"}, path
+    assert ours <= {"types", "kv_cache", "source_cache", "sampler"}, path
 
 
 def test_the_worker_is_the_only_file_with_torch_and_the_pipe() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.source_cache import SourceCache
 from app.engine.types import Request, TokenEvent
 from model.checkpoint import weights_files, write_files
 from model.config import ModelConfig
@@ -24,7 +26,7 @@ TEXT = (
 VOCAB = 320
 
 
-def tiny_config(**changes: int) -> ModelConfig:
+def tiny_config(**changes: Any) -> ModelConfig:
     """2 layers, width 64, 4 query and 2 kv heads of 16, context 256."""
     shape = {"vocab_size": VOCAB, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
     return ModelConfig(**{**shape, "mlp_width": 176, "context": 256, **changes})
@@ -43,7 +45,7 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
-def tiny_weights(directory: Path, **changes: int) -> Path:
+def tiny_weights(directory: Path, **changes: Any) -> Path:
     """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
     tokenizer = Tokenizer.train([TEXT], VOCAB)
     decoder = tiny_decoder(tiny_config(**changes))
@@ -59,7 +61,11 @@ def tiny_engine(
     dtype = decoder.embedding.dtype
     cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=decoder.embedding.device)
     limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
-    return Engine(Scheduler(limits, BlockPool(blocks, block_size)), Runner(decoder, cache))
+    scheduler = Scheduler(limits, BlockPool(blocks, block_size))
+    if not decoder.config.n_encoder_layers:
+        return Engine(scheduler, Runner(decoder, cache))
+    room = {"slots": max_running, "context": decoder.config.context, "dtype": dtype, "device": decoder.embedding.device}
+    return Engine(scheduler, Runner(decoder, cache, SourceCache(decoder, **room)))
 
 
 def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[TokenEvent]]:

@@ -80,6 +80,7 @@ class _Job:
         stops = body.stop or []
         wish = Wish(
             prompt=body.prompt,
+            source=body.source,
             max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             sampling={name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "min_p")},
             seed=body.seed,
@@ -93,6 +94,7 @@ class _Job:
             "seed": begun.params.seed,
             "settings": _settings(wish, begun.params),
             "prompt_sha256": prompt_sha256(body.prompt),
+            **({} if body.source is None else {"source_sha256": prompt_sha256(body.source)}),
             "version": VERSION,
         }
         return cls(request_id, begun.completion, service, metrics, receipt)

@@ -63,7 +63,7 @@ def from_engine(error: EngineError) -> ApiError:
     match error:
         case ContextLengthExceeded():
             numbers = {"prompt_tokens": error.prompt_tokens, "max_model_len": error.max_model_len}
-            return ApiError(400, str(error), param="prompt", code="context_length_exceeded", extra=numbers)
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded", extra=numbers)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
         case Unavailable():

@@ -56,6 +56,7 @@ async def models(service: ServiceDep) -> dict[str, Any]:
         "max_model_len": ready.context,
         "n_params": ready.n_params,
         "n_vocab": ready.vocab_size,
+        "has_encoder": ready.has_encoder,
         "dtype": ready.dtype,
         "device": ready.device,
         "weights_version": ready.weights_version,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -18,6 +18,9 @@ class CompleteRequest(BaseModel):
 
     prompt: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] = Field(
         description="Text, or token ids. Empty: start from nothing.", examples=["Once upon a time"]
+    )
+    source: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] | None = Field(
+        None, description="What the encoder reads, for models that have one; `prompt` may then be left out."
     )
     max_tokens: int | None = Field(
         None, ge=0, lt=2**31, description="Most tokens to generate (128). Clamped to the context."
@@ -43,6 +46,13 @@ class CompleteRequest(BaseModel):
         None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
     )
     stream: bool | None = Field(None, description="Server-sent events (the default) or one JSON object.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_from_the_start(cls, body: Any) -> Any:
+        if isinstance(body, dict) and "prompt" not in body and body.get("source") is not None:
+            return {**body, "prompt": ""}
+        return body
 
 
 class TopToken(BaseModel):
@@ -102,6 +112,7 @@ class Receipt(BaseModel):
     seed: int
     settings: dict[str, Any]
     prompt_sha256: str
+    source_sha256: str | None = None
     version: str
 
 

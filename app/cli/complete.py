@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 refused or broken off, 2 bad arguments or nobody answers, 130 Ctrl+C."""
     options = _parser().parse_args(argv)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+    names = ("source", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
     body = {"prompt": prompt, **{name: v for name in names if (v := getattr(options, name)) is not None}}
     try:
         for text in _stream(options.url, body):
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inkstream complete", description="Continue a text.", allow_abbrev=False)
     parser.add_argument("prompt", help="the text, or - for standard input")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
+    parser.add_argument("--source", metavar="TEXT", help="what the encoder reads, for models that have one")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)

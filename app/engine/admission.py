@@ -15,19 +15,15 @@ class QueueLimits:
     max_prompt_tokens: int
 
 
-def clamp_max_tokens(prompt: list[int], max_tokens: int, *, context: int, vocab_size: int) -> int:
-    """How many tokens can follow `prompt`: at most max_tokens, and never beyond the context.
-
-    Raises ContextLengthExceeded for a prompt that is longer than the context, InvalidRequest for an unknown token id.
-    """
-    if len(prompt) > context:
-        raise ContextLengthExceeded(len(prompt), context)
-    for token in prompt:
+def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
+    """Raises ContextLengthExceeded for more ids than the context holds, InvalidRequest for an unknown one."""
+    if len(ids) > context:
+        raise ContextLengthExceeded(len(ids), context, field)
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(
-                f"token id {token} is outside the vocabulary: ids go from 0 to {vocab_size - 1}", "prompt"
+                f"token id {token} is outside the vocabulary: ids go from 0 to {vocab_size - 1}", field
             )
-    return min(max_tokens, context - len(prompt))
 
 
 def check_queue(

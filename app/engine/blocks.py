@@ -129,9 +129,9 @@ class BlockPool:
         return block
 
 
-def root_hash(weights_version: str, salt: str) -> bytes:
-    """Where a chain of block hashes begins: other weights or another salt never share a block."""
-    return hashlib.sha256(f"{weights_version}/{salt}".encode()).digest()
+def root_hash(weights_version: str, salt: str, source: Sequence[int] = ()) -> bytes:
+    """Where a chain of block hashes begins: other weights, another salt or source never share a block."""
+    return chain_hash(hashlib.sha256(f"{weights_version}/{salt}".encode()).digest(), source)
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:

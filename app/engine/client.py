@@ -92,9 +92,9 @@ class EngineClient:
         """Queues a request. Raises NotReady, QueueFull."""
         if self.ready is None or self._process is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        self.check_queue(len(request.prompt))
+        self.check_queue(len(request.prompt) + len(request.source))
         stream = self._streams[request.id] = Stream(request, self._drop, self.queue_position)
-        self._waiting[request.id] = len(request.prompt)
+        self._waiting[request.id] = len(request.prompt) + len(request.source)
         self._process.send(Submit(request))
         return stream
 

@@ -26,12 +26,12 @@ class InvalidRequest(EngineError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt does not fit into the context."""
+    """The prompt, or the source, does not fit into the context."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(self, prompt_tokens: int, max_model_len: int, field: str) -> None:
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens, the model reads at most {max_model_len}: shorten the prompt",
-            "prompt",
+            f"the {field} has {prompt_tokens} tokens, the model reads at most {max_model_len}: shorten the {field}",
+            field,
         )
         self.prompt_tokens = prompt_tokens
         self.max_model_len = max_model_len

@@ -26,6 +26,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     dtype: str = "auto"
     threads: int = 0
     kv_blocks: int = 0
+    max_context: int = 0
     tokens_per_step: int = 256
     max_running: int = 32
     heartbeat_seconds: float = 1.0
@@ -64,6 +65,7 @@ class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     sampling_defaults: Mapping[str, float]
     blocks_total: int
     block_size: int
+    has_encoder: bool
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):

@@ -84,7 +84,7 @@ class RowGroup:
     length: int
     block_rows_X: Tensor
     hidden_B1NL: Tensor
-    """0 where a query token may look, -inf where it may not."""
+    """0 where a query token may look, -inf where it may not; N may be 1 where all tokens look at the same."""
 
 
 class PagedAttend:
@@ -100,34 +100,25 @@ class PagedAttend:
 
     def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         self.cache.write(layer, k_TKC, v_TKC, self._slots_X)
-        q_TKGC = (q_THC * q_THC.shape[-1] ** -0.5).unflatten(1, (k_TKC.shape[1], -1))
-        parts, start = [], 0
-        for group in self._groups:
-            stop = start + group.batch * group.length
-            parts.append(self._attend(layer, group, q_TKGC[start:stop]))
-            start = stop
-        if start < len(q_THC):
-            parts.append(q_THC.new_zeros(len(q_THC) - start, *q_THC.shape[1:]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attend_groups(self.cache, layer, self._groups, q_THC)
 
-    def _attend(self, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
-        """[batch * length, H, C]."""
-        batch, length = group.batch, group.length
-        n_kv, n_group, head_dim = q_TKGC.shape[1:]
-        q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
-        q_XRC = F.pad(q_XRC, (0, 0, 0, -q_XRC.shape[1] % _ATTENTION_ROWS[q_XRC.dtype]))
-        k_XLC = self.cache.gather(layer, 0, group.block_rows_X, batch)
-        scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
-        scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
-        weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
-        weights_XRL = F.pad(weights_XRL, (0, 0, 0, q_XRC.shape[1] - length * n_group))
-        v_XLC = self.cache.gather(layer, 1, group.block_rows_X, batch)
-        out_XRC = _product_in_pieces(weights_XRL, v_XLC)[:, : length * n_group]
-        return (
-            out_XRC.reshape(batch, n_kv, length, n_group, head_dim)
-            .transpose(1, 2)
-            .reshape(-1, n_kv * n_group, head_dim)
-        )
+
+def attend_groups(cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor) -> Tensor:
+    """[T, H, C]: softmax(q k^T / sqrt(C)) v of each group's tokens over its blocks; zeros behind the last group."""
+    q_TKGC = (q_THC * q_THC.shape[-1] ** -0.5).unflatten(1, (cache.config.n_kv_heads, -1))
+    parts, start = [], 0
+    for group in groups:
+        stop = start + group.batch * group.length
+        parts.append(_attend(cache, layer, group, q_TKGC[start:stop]))
+        start = stop
+    if start < len(q_THC):
+        parts.append(q_THC.new_zeros(len(q_THC) - start, *q_THC.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def as_addend(hidden: Tensor) -> Tensor:
+    """What is added to scores: 0, or -inf where `hidden`."""
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def group_chunks(chunks: Items[Chunk]) -> list[list[Chunk]]:
@@ -142,6 +133,23 @@ def group_chunks(chunks: Items[Chunk]) -> list[list[Chunk]]:
     return [*decodes.values(), *others]
 
 
+def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
+    """[batch * length, H, C]."""
+    batch, length = group.batch, group.length
+    n_kv, n_group, head_dim = q_TKGC.shape[1:]
+    q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
+    q_XRC = F.pad(q_XRC, (0, 0, 0, -q_XRC.shape[1] % _ATTENTION_ROWS[q_XRC.dtype]))
+    k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
+    scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
+    scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
+    weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
+    weights_XRL = F.pad(weights_XRL, (0, 0, 0, q_XRC.shape[1] - length * n_group))
+    v_XLC = cache.gather(layer, 1, group.block_rows_X, batch)
+    out_XRC = _product_in_pieces(weights_XRL, v_XLC)[:, : length * n_group]
+    out_BNHC = out_XRC.reshape(batch, n_kv, length, n_group, head_dim).transpose(1, 2)
+    return out_BNHC.reshape(-1, n_kv * n_group, head_dim)
+
+
 def _row_group(cache: KVCache, chunks: Items[Chunk]) -> RowGroup:
     device, length = cache.data.device, chunks[0].stop - chunks[0].start
     kv_length = max(_tiles(chunk.stop) for chunk in chunks) * TILE
@@ -154,7 +162,7 @@ def _row_group(cache: KVCache, chunks: Items[Chunk]) -> RowGroup:
         batch=len(chunks),
         length=length,
         block_rows_X=cache.block_rows(torch.tensor(table, device=device)),
-        hidden_B1NL=torch.zeros(hidden_BNL.shape, device=device).masked_fill_(hidden_BNL, float("-inf")).unsqueeze(1),
+        hidden_B1NL=as_addend(hidden_BNL.unsqueeze(1)),
     )
 
 

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, row_multiple
 from app.engine.sampler import SamplingRow, sample
+from app.engine.source_cache import SourceCache
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, SamplingParams, Sequence
 from model.transformer import Decoder
 
 
 class Runner:
-    """Owns the decoder and the KV cache."""
+    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None) -> None:
         self.decoder = decoder
         self.cache = cache
+        self.sources = sources
         self.device = cache.data.device
         self._row_multiple = row_multiple(cache.data.dtype)
 
@@ -29,13 +31,15 @@ class Runner:
         chunks = [chunk for group in groups for chunk in group]
         tokens_T, positions_T, blocks_T = self._inputs(chunks)
         slots_X = self.cache.slot_rows(blocks_T, positions_T % self.cache.block_size)
-        hidden_TD = self.decoder(tokens_T, positions_T, PagedAttend(self.cache, groups, slots_X))
+        cross = self.sources.attend(groups) if self.sources else None
+        hidden_TD = self.decoder(tokens_T, positions_T, PagedAttend(self.cache, groups, slots_X), cross)
         return self._draw(chunks, hidden_TD)
 
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""
         for rows, length in ((1, 1), (min(8, max_rows), 1), (1, min(128, self.decoder.config.context))):
-            sequences = [_dummy(f"warm-up {i}", length) for i in range(rows)]
+            source = (0,) if self.sources else ()
+            sequences = [_dummy(f"warm-up {i}", length, source) for i in range(rows)]
             self.run(BatchPlan(tuple(Chunk(sequence, 0, length) for sequence in sequences)))
 
     def clear(self, blocks: list[int]) -> None:
@@ -75,8 +79,8 @@ class Runner:
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
 
 
-def _dummy(name: str, length: int) -> Sequence:
+def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:
     """A sequence without blocks: what it writes lands in the padding block."""
     params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)
-    request = Request(id=name, prompt=(0,) * length, max_tokens=1, params=params)
+    request = Request(id=name, prompt=(0,) * length, max_tokens=1, params=params, source=source)
     return Sequence(request=request, tokens=[0] * length, arrival=0)

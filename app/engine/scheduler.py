@@ -103,7 +103,7 @@ class Scheduler:
                 budget -= chunks[-1].stop - chunks[-1].start
         started = []
         # Nobody comes in by the door through which somebody was just shown out.
-        while self.waiting and budget and self.preemptions == preemptions:
+        while self.waiting and budget > 0 and self.preemptions == preemptions:
             if len(self.running) >= self.limits.max_running or not self._admit(self.waiting[0]):
                 break
             sequence = self.waiting.popleft()
@@ -111,7 +111,8 @@ class Scheduler:
             if not sequence.preemptions:
                 started.append(Started(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, budget))
-            budget -= chunks[-1].stop - chunks[-1].start
+            # The encoder reads the source in the same step, and in one piece.
+            budget -= chunks[-1].stop - chunks[-1].start + len(sequence.request.source)
         clear, self._to_clear = tuple(self._to_clear), []
         return BatchPlan(tuple(chunks), tuple(started), clear)
 
@@ -219,7 +220,7 @@ class Scheduler:
         """Names of the first `count` blocks."""
         size, hashes = self.pool.block_size, sequence.hashes
         while len(hashes) < count:
-            parent = hashes[-1] if hashes else root_hash(self._version, sequence.request.salt)
+            parent = hashes[-1] if hashes else root_hash(self._version, sequence.request.salt, sequence.request.source)
             start = len(hashes) * size
             hashes.append(chain_hash(parent, sequence.tokens[start : start + size]))
         return hashes[:count]

@@ -48,12 +48,14 @@ class Request(Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the text (EOS); they count, but are no text."""
     generated: tuple[int, ...] = ()
+    source: tuple[int, ...] = ()
+    """What the encoder reads, where the model has one."""
     salt: str = ""
     """Requests share cached prompt blocks only under the same salt."""
 
     def __post_init__(self) -> None:
         _require(len(self.prompt) > 0, "the prompt must hold at least one token")
-        _require(min(self.prompt) >= 0, "token ids must be 0 or above")
+        _require(min((*self.prompt, *self.source)) >= 0, "token ids must be 0 or above")
         _require(self.max_tokens >= 0, "max_tokens must be 0 or above")
         _require(len(self.generated) <= self.max_tokens, "more tokens were generated than max_tokens allows")
 

@@ -35,11 +35,12 @@ from app.engine.frames import (
     encode_frame,
 )
 from app.engine.kv_cache import KVCache
+from app.engine.memory import CacheRoom, choose_context, free_memory
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.source_cache import SourceCache
 from app.engine.types import Started, StepReport
 from model.checkpoint import Checkpoint, load
-from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
 
 Send = Callable[[Up], None]
@@ -136,58 +137,36 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
         defaults = sampling_defaults(checkpoint.generation)
         limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
         shape, block_size = checkpoint.decoder.config, 16 if device.type == "cpu" else 64
-        blocks = _cache_blocks(config, shape, block_size, dtype, device)
+        context = choose_context(shape, config.max_context)
+        room = CacheRoom(
+            shape=shape, context=context, block_size=block_size, max_running=config.max_running, dtype=dtype
+        )
+        blocks = room.blocks(config.kv_blocks, free_memory(device))
     except ValueError as error:
         raise StartError(str(error)) from None
-    runner = Runner(
-        checkpoint.decoder, KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    )
+    decoder, slots = checkpoint.decoder, config.max_running
+    cache = KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+    has_encoder = shape.n_encoder_layers > 0
+    sources = SourceCache(decoder, slots=slots, context=context, dtype=dtype, device=device) if has_encoder else None
+    runner = Runner(decoder, cache, sources)
     send(Phase("warming up"))
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, block_size)
-    return Engine(Scheduler(limits, pool, checkpoint.version), runner), _ready(
-        checkpoint, defaults, dtype, device, pool
-    )
-
-
-def _cache_blocks(
-    config: WorkerConfig, shape: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """As many blocks as were asked for, or as all running requests can fill, within a share of the free memory."""
-    needed = -(-shape.context // block_size)
-    block_bytes = shape.kv_numbers_per_token * block_size * dtype.itemsize
-    affordable = int(_free_memory(device) * 0.5) // block_bytes
-    if affordable < needed:
-        raise StartError(
-            f"one sequence of {shape.context} tokens needs {needed * block_bytes >> 20} MiB of cache, "
-            "more than half of the memory that is free: free some, or take a smaller model"
-        )
-    if not config.kv_blocks:
-        return min(needed * config.max_running, affordable)
-    if not needed <= config.kv_blocks <= affordable:
-        raise StartError(
-            f"--kv-blocks {config.kv_blocks} does not fit: the context of {shape.context} tokens needs at least "
-            f"{needed} blocks, and half of the free memory holds {affordable}"
-        )
-    return config.kv_blocks
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that could be taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 4 << 30
+    ready = _ready(checkpoint, context, defaults, dtype, device, pool)
+    return Engine(Scheduler(limits, pool, checkpoint.version), runner), ready
 
 
 def _ready(
-    checkpoint: Checkpoint, defaults: dict[str, float], dtype: torch.dtype, device: torch.device, blocks: BlockPool
+    checkpoint: Checkpoint,
+    context: int,
+    defaults: dict[str, float],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: BlockPool,
 ) -> Ready:
     shape = checkpoint.decoder.config
     return Ready(
-        context=shape.context,
+        context=context,
         vocab_size=shape.vocab_size,
         n_params=checkpoint.decoder.n_params,
         dtype=str(dtype).removeprefix("torch."),
@@ -198,6 +177,7 @@ def _ready(
         start_id=checkpoint.bos_id if checkpoint.bos_id is not None else next(iter(checkpoint.eos_ids), None),
         blocks_total=blocks.total,
         block_size=blocks.block_size,
+        has_encoder=shape.n_encoder_layers > 0,
     )
 
 
