@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from model.attention import Attend, CrossAttend
 from model.config import ModelConfig
-from model.layers import ACTIVATIONS, Linear, RMSNorm, make_norm
+from model.layers import ACTIVATIONS, Linear, Part, RMSNorm, make_norm
 from model.positions import rotate
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines [T, 1, turned_dim / 2] of the step's positions."""
 
 
-class Block(nn.Module):
+class Block(Part):
     """Sublayers around the residual stream, each with its norm before or behind it."""
 
     def __init__(self, config: ModelConfig, layer: int, *, cross: bool = False) -> None:
@@ -51,7 +51,7 @@ class Block(nn.Module):
         return added_TD
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Self-attention; q, k and v come from one matrix product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return attended_TD if self.out is None else self.out(attended_TD)
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(Part):
     """Attention over an encoder's output, whose keys and values are computed once for a source (`kv`)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -106,7 +106,7 @@ class CrossAttention(nn.Module):
         return k_SKC, v_SKC
 
 
-class FeedForward(nn.Module):
+class FeedForward(Part):
     """Two layers with an activation between them; gate and up come from one matrix product."""
 
     def __init__(self, config: ModelConfig) -> None:

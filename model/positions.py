@@ -28,10 +28,10 @@ def rotate(x_TNC: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
     Numbers of a head beyond the first 2 F stay as they are.
     """
-    n_turned = 2 * cos_T1F.shape[-1]
-    first_TNF, second_TNF = x_TNC[..., :n_turned].chunk(2, dim=-1)
+    half, head_dim = cos_T1F.shape[-1], x_TNC.shape[-1]
+    first_TNF, second_TNF, *rest = x_TNC.split((half, half) + (head_dim - 2 * half,) * (2 * half < head_dim), dim=-1)
     turned = (first_TNF * cos_T1F - second_TNF * sin_T1F, second_TNF * cos_T1F + first_TNF * sin_T1F)
-    return torch.cat((*turned, x_TNC[..., n_turned:]), dim=-1).to(x_TNC.dtype)
+    return torch.cat((*turned, *rest), dim=-1).to(x_TNC.dtype)
 
 
 def sinusoid_table(config: ModelConfig) -> Tensor:

@@ -11,6 +11,7 @@ from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, row_multiple
 from app.engine.sampler import SamplingRow, sample
 from app.engine.source_cache import SourceCache
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, SamplingParams, Sequence
+from model.layers import seal
 from model.transformer import Decoder
 
 
@@ -18,6 +19,7 @@ class Runner:
     """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None) -> None:
+        seal(decoder)
         self.decoder = decoder
         self.cache = cache
         self.sources = sources
