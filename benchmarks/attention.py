@@ -1,0 +1,184 @@
+"""The classroom's two questions about speed, asked of this code: `python -m benchmarks.attention`.
+
+1. What does one matrix product over all heads save against a loop over the heads (PerHeadAttend, CausalAttend)?
+2. What does a KV cache save against computing the whole text again for each token (model.reference, app.engine)?
+
+Random weights, float32, one sequence, no gradients; the engine runs in this process, without service and pipe. The two
+ways are timed in turn, so that a slow moment of the machine meets both; figures are medians. The last line of stdout is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import msgspec
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.kv_cache import KVCache
+from app.engine.runner import Runner
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import Request, SamplingParams
+from benchmarks.result import Machine, this_machine
+from model.attention import CausalAttend, PerHeadAttend
+from model.config import ModelConfig
+from model.presets import PRESET_NAMES, preset
+from model.reference import generate
+from model.transformer import Decoder
+
+_LENGTH_OF_HEADS = 256
+"""At which the number of heads grows."""
+_BLOCK = 16
+_SHORTEST_CONTEXT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What grows, and how often each size is measured."""
+
+    lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+    heads: tuple[int, ...] = (1, 2, 4, 8, 16)
+    repeats: int = 15
+
+
+_QUICK = Sizes(lengths=(32, 64), heads=(1, 4), repeats=5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsRow:
+    """One attention over one sequence."""
+
+    heads: int
+    length: int
+    per_head_ms: float
+    fused_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRow:
+    """One token more behind a text of so many."""
+
+    tokens: int
+    uncached_ms: float
+    cached_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionResult:
+    """All that was found."""
+
+    date: str
+    machine: Machine
+    torch: str
+    threads: int
+    preset: str
+    repeats: int
+    heads: tuple[HeadsRow, ...]
+    cache: tuple[CacheRow, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", choices=_presets(), default="gpt", help="the decoder's shape (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few sizes, to see that it works")
+    flags = parser.parse_args(argv)
+    result = measure(flags.preset, _QUICK if flags.quick else Sizes())
+    print(msgspec.json.encode({"benchmark": "attention", **msgspec.to_builtins(result)}).decode(), flush=True)
+    return 0
+
+
+def measure(name: str, sizes: Sizes) -> AttentionResult:
+    """Both questions; prints each row as it is found."""
+    config = preset(name)
+    heads, cache = [], []
+    print(f"{'heads':>6}  {'length':>6}  {'head by head':>12}  {'fused':>8}  ms")
+    for by_head in _heads_rows(config, sizes):
+        print(
+            f"{by_head.heads:6}  {by_head.length:6}  {by_head.per_head_ms:12.3f}  {by_head.fused_ms:8.3f}", flush=True
+        )
+        heads.append(by_head)
+    print(f"\n{'tokens':>14}  {'uncached':>12}  {'cached':>8}  ms for one more")
+    for by_text in _cache_rows(config, sizes):
+        print(f"{by_text.tokens:14}  {by_text.uncached_ms:12.3f}  {by_text.cached_ms:8.3f}", flush=True)
+        cache.append(by_text)
+    return AttentionResult(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=this_machine(),
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        preset=name,
+        repeats=sizes.repeats,
+        heads=tuple(heads),
+        cache=tuple(cache),
+    )
+
+
+def _presets() -> list[str]:
+    """Those that continue a text without a source, and have room for one."""
+    shapes = {name: preset(name) for name in PRESET_NAMES}
+    return [name for name, c in shapes.items() if c.context >= _SHORTEST_CONTEXT and not c.n_encoder_layers]
+
+
+def _heads_rows(config: ModelConfig, sizes: Sizes) -> Iterator[HeadsRow]:
+    """Longer and longer texts, then more and more heads; as many kv heads as heads."""
+    longer = [(config.n_heads, length) for length in sizes.lengths]
+    for heads, length in [*longer, *((heads, _LENGTH_OF_HEADS) for heads in sizes.heads)]:
+        q_THC, k_THC, v_THC = torch.randn(3, length, heads, config.head_dim).unbind()
+        per_head = partial(PerHeadAttend(length), 0, q_THC, k_THC, v_THC)
+        fused = partial(CausalAttend(length), 0, q_THC, k_THC, v_THC)
+        per_head_ms, fused_ms = _medians(per_head, fused, sizes.repeats)
+        yield HeadsRow(heads=heads, length=length, per_head_ms=per_head_ms, fused_ms=fused_ms)
+
+
+def _cache_rows(config: ModelConfig, sizes: Sizes) -> Iterator[CacheRow]:
+    """Longer and longer texts, up to the context."""
+    decoder = Decoder(config).initialise(0).requires_grad_(False).eval()
+    max_tokens = sizes.repeats + 2
+    longest = config.context - max_tokens
+    for length in [*(n for n in sizes.lengths if n < longest), longest]:
+        tokens = torch.randint(config.vocab_size, (length,)).tolist()
+        engine = _engine(decoder)
+        engine.add(Request(id="1", prompt=tuple(tokens), max_tokens=max_tokens, params=SamplingParams(temperature=0)))
+        cached, uncached = partial(_continue, engine, tokens), partial(generate, decoder, tokens, 1)
+        cached()  # reads the prompt
+        uncached_ms, cached_ms = _medians(uncached, cached, sizes.repeats)
+        yield CacheRow(tokens=length, uncached_ms=uncached_ms, cached_ms=cached_ms)
+
+
+def _engine(decoder: Decoder) -> Engine:
+    """Room for one text of the whole context, read in one step."""
+    config = decoder.config
+    blocks = -(-config.context // _BLOCK)
+    cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=decoder.embedding.device)
+    limits = SchedulerLimits(tokens_per_step=config.context, max_running=1)
+    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache))
+
+
+def _continue(engine: Engine, tokens: list[int]) -> None:
+    """One step; the text grows under both ways."""
+    tokens += [event.token for event in engine.step().events if event.token is not None]
+
+
+def _medians(slow: Callable[[], object], fast: Callable[[], object], repeats: int) -> tuple[float, float]:
+    """Milliseconds of each, after one call that is not counted."""
+    _, *pairs = [(_milliseconds(slow), _milliseconds(fast)) for _ in range(1 + repeats)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1000
+
+
+if __name__ == "__main__":
+    sys.exit(main())
