@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ TEXT = (
 VOCAB = 320
 
 
-def tiny_config(**changes: int) -> ModelConfig:
+def tiny_config(**changes: Any) -> ModelConfig:
     """2 layers, width 64, 4 query and 2 kv heads of 16, context 256."""
     shape = {"vocab_size": VOCAB, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
     return ModelConfig(**{**shape, "mlp_width": 176, "context": 256, **changes})
@@ -43,7 +44,7 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     return decoder.to(dtype).requires_grad_(False).eval()
 
 
-def tiny_weights(directory: Path, **changes: int) -> Path:
+def tiny_weights(directory: Path, **changes: Any) -> Path:
     """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
     tokenizer = Tokenizer.train([TEXT], VOCAB)
     decoder = tiny_decoder(tiny_config(**changes))
