@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -47,7 +47,7 @@ class RopeScaling:
         _require(self.kind in ("linear", "llama3"), f"rope scaling {self.kind!r} is not one of linear, llama3")
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
             value = getattr(self, name)
-            _require(_is_number(value) and value > 0, f"{name} of the rope scaling must be above 0, not {value!r}")
+            _require(_is_positive(value), f"{name} of the rope scaling must be above 0, not {value!r}")
         _require(self.low_freq_factor < self.high_freq_factor, "low_freq_factor must be below high_freq_factor")
 
 
@@ -142,10 +142,15 @@ class ModelConfig:
             if field.type == "bool":
                 _require(isinstance(value, bool), f"{field.name} must be true or false, not {value!r}")
             elif field.type == "float":
-                _require(_is_number(value) and value > 0, f"{field.name} must be a number above 0, not {value!r}")
+                _require(_is_positive(value), f"{field.name} must be a number above 0, not {value!r}")
         window, cap, turned = self.sliding_window, self.logit_soft_cap, self.rotary_dim
         _require(window is None or _is_whole(window, 1), f"sliding_window must be at least 1 or null, not {window!r}")
-        _require(cap is None or (_is_number(cap) and cap > 0), f"logit_soft_cap must be above 0 or null, not {cap!r}")
+        _require(cap is None or _is_positive(cap), f"logit_soft_cap must be above 0 or null, not {cap!r}")
+        scaling = self.rope_scaling
+        _require(
+            scaling is None or isinstance(scaling, RopeScaling),
+            f"rope_scaling must be a RopeScaling or null, not {scaling!r}",
+        )
         _require(turned is None or _is_whole(turned, 2), f"rotary_dim must be at least 2 or null, not {turned!r}")
 
     def _check_combinations(self) -> None:
@@ -190,5 +195,6 @@ def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_positive(value: object) -> bool:
+    """A number that a float can hold: JSON has integers of any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.families.layout import ACTIVATION_NAMES, Family, Piece, Raw, activation, norm, refuse, single
+from model.families.layout import ACTIVATION_NAMES, Family, Piece, Raw, activation, divided, norm, refuse, single
 
 
 def _pieces(config: ModelConfig) -> list[Piece]:
@@ -43,7 +43,7 @@ def _read(raw: Raw) -> ModelConfig:
         n_layers=raw["n_layer"],
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=width // heads,
+        head_dim=divided(raw, "n_embd", "n_head"),
         mlp_width=raw.get("n_inner") or 4 * width,
         context=raw["n_positions"],
         norm="layernorm",

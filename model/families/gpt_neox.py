@@ -16,9 +16,11 @@ from model.families.layout import (
     Piece,
     Raw,
     activation,
+    divided,
     linear,
     norm,
     read_rope,
+    rope_parameters,
     single,
     write_rope,
 )
@@ -59,23 +61,22 @@ def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
 
 
 def _read(raw: Raw) -> ModelConfig:
-    width, heads = raw["hidden_size"], raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") or raw.get("rotary_pct", 0.25)
-    bias, turned = raw.get("attention_bias", True), int(width // heads * share)
+    heads, head_dim = raw["num_attention_heads"], divided(raw, "hidden_size", "num_attention_heads")
+    share = rope_parameters(raw).get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
+    bias, turned = raw.get("attention_bias", True), int(head_dim * share)
     return ModelConfig(
         vocab_size=raw["vocab_size"],
-        width=width,
+        width=raw["hidden_size"],
         n_layers=raw["num_hidden_layers"],
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=width // heads,
+        head_dim=head_dim,
         mlp_width=raw["intermediate_size"],
         context=raw["max_position_embeddings"],
         norm="layernorm",
         norm_eps=raw.get("layer_norm_eps", 1e-5),
         norm_bias=True,
-        rotary_dim=None if turned == width // heads else turned,
+        rotary_dim=None if turned == head_dim else turned,
         activation=activation(raw.get("hidden_act", "gelu")),
         gated=False,
         qkv_bias=bias,

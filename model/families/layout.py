@@ -109,12 +109,18 @@ def activation(name: object) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def read_rope(raw: Raw) -> dict[str, Any]:
-    """rope_theta and rope_scaling of a config.json: rope_parameters (transformers 5) or rope_scaling (4)."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+def rope_parameters(raw: Raw) -> Mapping[str, Any]:
+    """What transformers calls rope_parameters since 5 and rope_scaling before; given both, it reads the older one."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"the rope scaling must be an object, not {rope!r}")
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or raw.get("rotary_emb_base") or 10_000.0
+    return rope
+
+
+def read_rope(raw: Raw) -> dict[str, Any]:
+    """rope_theta and rope_scaling of a config.json, from wherever transformers 4 and 5 keep them."""
+    rope = rope_parameters(raw)
+    theta = rope.get("rope_theta") or raw.get("rotary_emb_base") or raw.get("rope_theta") or 10_000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
@@ -127,7 +133,9 @@ def read_rope(raw: Raw) -> dict[str, Any]:
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
         high_freq_factor=rope["high_freq_factor"],
-        original_context=rope["original_max_position_embeddings"],
+        original_context=raw.get("original_max_position_embeddings")
+        or rope.get("original_max_position_embeddings")
+        or raw["max_position_embeddings"],
     )
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -146,6 +154,14 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": rope if scaling else None,
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
     }
+
+
+def divided(raw: Raw, width: str, heads: str) -> int:
+    """The size of a head where the heads share the width. Raises ConfigError."""
+    if raw[width] % raw[heads]:
+        raise ConfigError(f"{width} ({raw[width]}) must be a multiple of {heads} ({raw[heads]})")
+    size: int = raw[width] // raw[heads]
+    return size
 
 
 def refuse(raw: Raw, **allowed: Any) -> None:

@@ -16,6 +16,8 @@ from model.families.layout import (
     linear,
     norm,
     read_rope,
+    refuse,
+    rope_parameters,
     single,
     write_rope,
 )
@@ -46,14 +48,16 @@ def _pieces(config: ModelConfig) -> list[Piece]:
     return pieces if config.tied_head else [*pieces, single("untied_head", "lm_head.weight", config.vocab_size, width)]
 
 
-def _read(raw: Raw, **dialect: Any) -> ModelConfig:
+def _read(raw: Raw, *, default_kv_heads: int | None = None, **dialect: Any) -> ModelConfig:
+    for place in (raw, rope_parameters(raw)):
+        refuse(place, partial_rotary_factor=1.0)
     heads = raw["num_attention_heads"]
     common = {
         "vocab_size": raw["vocab_size"],
         "width": raw["hidden_size"],
         "n_layers": raw["num_hidden_layers"],
         "n_heads": heads,
-        "n_kv_heads": raw.get("num_key_value_heads") or heads,
+        "n_kv_heads": raw.get("num_key_value_heads", default_kv_heads) or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "mlp_width": raw["intermediate_size"],
         "context": raw["max_position_embeddings"],
@@ -71,30 +75,31 @@ def _read_llama(raw: Raw) -> ModelConfig:
 
 
 def _read_mistral(raw: Raw) -> ModelConfig:
-    return _read(raw, sliding_window=raw.get("sliding_window", 4096))
+    return _read(raw, default_kv_heads=8, sliding_window=raw.get("sliding_window", 4096))
 
 
 def _read_qwen2(raw: Raw) -> ModelConfig:
-    return _read(raw, qkv_bias=True, sliding_window=_qwen_window(raw))
+    return _read(raw, default_kv_heads=32, qkv_bias=True, sliding_window=_qwen_window(raw))
 
 
 def _read_qwen3(raw: Raw) -> ModelConfig:
     bias = raw.get("attention_bias", False)
     dialect = {"qkv_bias": bias, "out_bias": bias, "head_dim": raw.get("head_dim") or 128}
-    return _read(raw, qk_norm=True, sliding_window=_qwen_window(raw), **dialect)
+    return _read(raw, default_kv_heads=32, qk_norm=True, sliding_window=_qwen_window(raw), **dialect)
 
 
 def _qwen_window(raw: Raw) -> int | None:
     """Qwen slides over the layers from max_window_layers on; all of them or none is what one number can say."""
-    if not raw.get("use_sliding_window") or raw.get("sliding_window") is None:
+    window: int | None = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    kinds = set(raw.get("layer_types") or ())
+    if not kinds:
+        first = raw.get("max_window_layers", 28)
+        kinds |= {"full_attention"} if first > 0 else set()
+        kinds |= {"sliding_attention"} if first < raw["num_hidden_layers"] else set()
+    if window is None or kinds == {"full_attention"}:
         return None
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        full = min(raw.get("max_window_layers", 28), raw["num_hidden_layers"])
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (raw["num_hidden_layers"] - full)
-    if len(set(kinds)) > 1:
+    if kinds != {"sliding_attention"}:
         raise ConfigError("a sliding window on some layers only is not supported; all layers or none")
-    window: int | None = raw["sliding_window"] if "sliding_attention" in kinds else None
     return window
 
 
@@ -127,7 +132,11 @@ def _write_qwen(config: ModelConfig) -> dict[str, Any]:
     window = config.sliding_window
     kind = "full_attention" if window is None else "sliding_attention"
     sliding = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
-    return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers, "attention_bias": config.out_bias}
+    return {**_write(config), **sliding, "layer_types": [kind] * config.n_layers}
+
+
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_qwen(config), "attention_bias": config.out_bias}
 
 
 def _family(
@@ -150,4 +159,4 @@ def _family(
 LLAMA = _family("llama", "LlamaForCausalLM", _read_llama, _write_llama)
 MISTRAL = _family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral)
 QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen)
-QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen)
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen3)
