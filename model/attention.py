@@ -76,9 +76,9 @@ class PerHeadAttend:
             for head in range(n_heads):
                 kv_head = head * n_kv_heads // n_heads
                 q_NC, k_NC, v_NC = q_THC[sequence, head], k_TKC[sequence, kv_head], v_TKC[sequence, kv_head]
-                scores_NN = q_NC @ k_NC.T / head_dim**0.5
+                scores_NN = (q_NC @ k_NC.T).float() / head_dim**0.5
                 scores_NN = scores_NN.masked_fill(hidden(positions_N1, self.length, self.window), float("-inf"))
-                out_THC[sequence, head] = scores_NN.softmax(-1) @ v_NC
+                out_THC[sequence, head] = scores_NN.softmax(-1).to(v_NC.dtype) @ v_NC
         return out_THC
 
 
