@@ -90,8 +90,8 @@ def _qwen_window(raw: Raw) -> int | None:
         return None
     kinds = raw.get("layer_types")
     if kinds is None:
-        full = min(raw.get("max_window_layers", 28), raw["num_hidden_layers"])
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (raw["num_hidden_layers"] - full)
+        layers, full = raw["num_hidden_layers"], raw.get("max_window_layers", 28)
+        kinds = ["full_attention"] * (layers > 0 and full > 0) + ["sliding_attention"] * (layers > full)
     if len(set(kinds)) > 1:
         raise ConfigError("a sliding window on some layers only is not supported; all layers or none")
     window: int | None = raw["sliding_window"] if "sliding_attention" in kinds else None
