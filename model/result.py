@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from model.card import RunFacts, model_card
-from model.checkpoint import WEIGHTS_FILE, weights_files, write_files
+from model.checkpoint import weights_files
+from model.files import write_files
 from model.sample import sample_text
+from model.shards import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 
