@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint import write_file
+from model.files import write_file
 from model.tokenizer import SPLIT, Tokenizer, TokenizerError
 
 Tokens = NDArray[np.unsignedinteger]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from model.checkpoint import CheckpointError, sync_directory, write_files
+from model.files import CheckpointError, sync_directory, write_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,17 @@ from tiny import tiny_weights
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--nightly: the tests that repeat something run many times as long."""
+    parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
+
+
+@pytest.fixture(scope="session")
+def nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether there is a night's time."""
+    return bool(request.config.getoption("--nightly"))
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A running service."""

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_decoder
 
-from model.checkpoint import CheckpointError, load, weights_files, write_files
+from model.checkpoint import load, weights_files
+from model.files import CheckpointError, write_files
 
 CPU = torch.device("cpu")
 
@@ -117,6 +119,71 @@ def test_a_truncated_weights_file_is_refused(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     _refused(directory, "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "asks for 1000000000 layers"),
+        ({"hidden_size": 2**30}, "asks for [0-9]* numbers"),
+        ({"vocab_size": 2**31 - 1}, "asks for [0-9]* numbers"),
+        ({"max_position_embeddings": 2**28}, "a context of up to 524288"),
+    ],
+)
+def test_a_config_cannot_ask_for_what_the_file_does_not_hold(
+    directory: Path, family: str, change: dict[str, Any], words: str
+) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    qwen = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+    (directory / "config.json").write_text(json.dumps(config | qwen | {"model_type": family} | change))
+    started = time.monotonic()
+    _refused(directory, words)
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_every_source_dtype_loads_into_every_wanted_one(
+    directory: Path, dtype: torch.dtype, wanted: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(tensors, directory / "model.safetensors")
+    state = load(directory, device=CPU, dtype=wanted).decoder.state_dict()
+    assert torch.equal(state["norm.weight"], tensors["model.norm.weight"].to(wanted))
+    assert {tensor.dtype for tensor in state.values()} == {wanted}
+
+
+def test_a_number_too_large_for_the_wanted_dtype_is_refused(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][3] = 3.4e38
+    save_file(tensors, directory / "model.safetensors")
+    load(directory, device=CPU, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds numbers that are not finite"):
+        load(directory, device=CPU, dtype=torch.bfloat16)
+
+
+def test_a_bare_base_model_lacks_the_prefix(directory: Path) -> None:
+    before = load(directory, device=CPU, dtype=torch.float32).decoder.state_dict()
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n.removeprefix("model."): t for n, t in tensors.items()}, directory / "model.safetensors")
+    after = load(directory, device=CPU, dtype=torch.float32).decoder.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    _refused(directory, "1 tensors are missing, the first is lm_head.weight")
+
+
+def test_what_older_exporters_stored_besides_is_passed_over(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    version = load(directory, device=CPU, dtype=torch.float32).version
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8, dtype=torch.float64)
+    save_file(tensors, directory / "model.safetensors")
+    assert load(directory, device=CPU, dtype=torch.float32).version != version
+    tensors["lm_head.weight"] = torch.ones(3, 64)
+    save_file(tensors, directory / "model.safetensors")
+    _refused(directory, r"lm_head.weight has shape \[3, 64\], config.json asks for \[320, 64\]")
 
 
 @pytest.mark.parametrize(("owner", "call"), [(Path, "open"), (os, "fsync")])

@@ -40,8 +40,22 @@ def test_complete_without_a_service_says_so(url: str) -> None:
 
 def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
     result = _run("check", str(weights))
-    assert result.returncode == 0
-    assert "0.11 M" in result.stdout and "320 of 320 tokens" in result.stdout
+    assert (result.returncode, result.stderr) == (0, "")
+    for fact in (
+        "llama",
+        "2 layers x 64, context 256",
+        "4 heads, 2 kv heads, head_dim 16, no window",
+        "rotary, theta 10000, scaling none",
+        "rmsnorm without bias, position pre, with final norm",
+        "176, silu, gated, no bias",
+        "tied, no bias",
+        "0.11 M",
+        "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
+        "BPE, 320 of 320 tokens, gives text back exactly",
+        '0 "<|endoftext|>", not added',
+        "no golden.json",
+    ):
+        assert fact in result.stdout, fact
 
 
 def test_check_names_file_and_reason_of_a_bad_one(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tiny import TEXT
 from wire import whole
 
 from model.checkpoint import load
+from model.golden import verify
 from model.snapshot import Position, load_snapshot, save_snapshot
 from model.train import Run, main
 
@@ -64,7 +65,9 @@ def test_training_learns_and_leaves_a_directory_that_serves(
     assert _bits(printed) < 0.7 * early
     assert printed.splitlines()[-1].endswith(f" -m app serve --weights {out}")
     card = (out / "README.md").read_text()
-    version = load(out, device=torch.device("cpu"), dtype=torch.float32).version
+    checkpoint = load(out, device=torch.device("cpu"), dtype=torch.float32)
+    version, difference = checkpoint.version, verify(checkpoint.decoder, out)
+    assert difference is not None and difference < 1e-5
     assert version in card and "--steps 60" not in card[: card.index("Command")]
     assert "| seed | 1 |" in card and "60 steps" in card
     server = start_server(tmp_path, out)

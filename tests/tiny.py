@@ -14,8 +14,9 @@ from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
 from app.engine.types import Request, TokenEvent
-from model.checkpoint import weights_files, write_files
+from model.checkpoint import weights_files
 from model.config import ModelConfig
+from model.files import write_files
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 

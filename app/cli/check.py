@@ -1,4 +1,4 @@
-"""python -m app check DIR: does this weights directory load? Prints its facts without serving."""
+"""python -m app check DIR: would this weights directory serve? Loads and tries all of it, and prints its facts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 
 import torch
 
+from app.cli.facts import Line, memory_lines, shape_lines
+from app.cli.vocabulary import Vocabulary, read_vocabulary
 from app.engine.defaults import sampling_defaults
-from model.checkpoint import load
-from model.tokenizer import Tokenizer, TokenizerError
+from model.checkpoint import Checkpoint, load
+from model.files import CheckpointError, one_line
+from model.golden import GOLDEN_FILE, verify
+from model.reference import logits
+from model.transformer import Decoder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,24 +25,49 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR")
     directory: Path = parser.parse_args(argv).directory
     try:
-        checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
-        tokenizer = Tokenizer.load(directory)
-        if tokenizer.vocab_size > checkpoint.decoder.config.vocab_size:
-            raise TokenizerError(f"{directory}: the tokenizer has more tokens than the model's vocabulary")
-        defaults = sampling_defaults(checkpoint.generation)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        lines = _check(directory)
+    except ValueError as error:  # CheckpointError, TokenizerError, sampling defaults: all name their file
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
-    config, n_params = checkpoint.decoder.config, checkpoint.decoder.n_params
-    print(f"{directory}: loads")
-    print(f"  parameters   {n_params / 1e6:.2f} M: {n_params * 4 >> 20} MiB float32, ", end="")
-    print(f"{n_params * 2 >> 20} MiB bfloat16")
-    print(
-        f"  shape        {config.n_layers} layers x {config.width}, {config.n_heads}/{config.n_kv_heads} heads of ",
-        end="",
-    )
-    print(f"{config.head_dim}, feed-forward {config.mlp_width}, context {config.context}")
-    print(f"  tokenizer    {tokenizer.vocab_size} of {config.vocab_size} tokens, end of text {checkpoint.eos_ids}")
-    print(f"  defaults     {defaults or 'none'}")
-    print(f"  version      {checkpoint.version}")
+    print(one_line(f"{directory}: fine"))
+    for what, text in lines:
+        print(f"  {what:<13}{one_line(text)}")
     return 0
+
+
+def _check(directory: Path) -> list[Line]:
+    """Raises ValueError with the name of the file and the reason."""
+    checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = checkpoint.decoder
+    vocabulary = read_vocabulary(directory, decoder.config.vocab_size)
+    _try(decoder, vocabulary.sample, directory)
+    difference = verify(decoder, directory)
+    defaults = sampling_defaults(checkpoint.generation)
+    golden = f"no {GOLDEN_FILE}" if difference is None else f"met, largest difference {difference:.1e}"
+    return [
+        ("family", checkpoint.family),
+        *shape_lines(decoder.config),
+        *memory_lines(decoder.config, decoder.n_params),
+        *_tokenizer_lines(checkpoint, vocabulary),
+        ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
+        ("golden", golden),
+        ("version", checkpoint.version),
+    ]
+
+
+def _try(decoder: Decoder, ids: list[int], directory: Path) -> None:
+    sample = ids[: decoder.config.context]
+    answer = logits(decoder, sample, source=sample if decoder.config.n_encoder_layers else None)
+    if not torch.isfinite(answer).all():
+        raise CheckpointError(f"{directory / 'config.json'}: with these weights it gives logits that are not finite")
+
+
+def _tokenizer_lines(checkpoint: Checkpoint, vocabulary: Vocabulary) -> list[Line]:
+    bos, rows = checkpoint.bos_id, checkpoint.decoder.config.vocab_size
+    exact = "gives text back exactly" if vocabulary.is_exact else "does not give every text back exactly"
+    adds = "added to a prompt" if vocabulary.sample[0] == bos else "not added to a prompt"
+    return [
+        ("tokenizer", f"{vocabulary.kind}, {vocabulary.size} of {rows} tokens, {exact}"),
+        ("BOS", "none" if bos is None else f"{vocabulary.names((bos,))}, {adds}"),
+        ("EOS", vocabulary.names(checkpoint.eos_ids)),
+    ]

@@ -21,5 +21,8 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"generation_config.json: {error}") from None
     if (penalty := generation.get("repetition_penalty", 1.0)) != 1.0:
-        print(f"warning: generation_config.json: repetition_penalty {penalty} is not supported so far", file=sys.stderr)
+        print(
+            f"warning: generation_config.json: repetition_penalty {penalty!r:.40} is not supported so far",
+            file=sys.stderr,
+        )
     return {key: float(value) for key, value in given.items()}

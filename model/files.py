@@ -1,0 +1,160 @@
+"""Files that may be broken or hostile, and files that belong together: found, read, replaced. Knows nothing of models.
+
+A directory of weights comes from anywhere. What is read from it is a regular file of the directory itself, JSON is
+small and says everything once, and whatever is wrong is told in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST_JSON_BYTES = 4 << 20
+"""Parsed, a byte of JSON may take 35 bytes of memory; a layer of a model takes about 1,000 bytes of header."""
+_MOST_LEVELS = 32
+_MOST_CHARACTERS = 1000
+
+
+class CheckpointError(ValueError):
+    """A weights directory that cannot be loaded or written; one line that names the file and the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+def one_line(text: str) -> str:
+    """`text` without characters that break a line or steer a terminal, cut where it is very long."""
+    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the directory has an entry of this name, be it a link to nothing."""
+    return path.is_symlink() or path.exists()
+
+
+def regular_file(path: Path) -> Path:
+    """`path` where it is a regular file of its own directory. Raises CheckpointError.
+
+    Links must stay inside, but for the Hugging Face cache's: snapshots/REVISION/name -> ../../blobs/HASH.
+    """
+    try:
+        real, home = path.resolve(strict=True), path.parent.resolve(strict=True)
+        mode = real.stat().st_mode
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except RuntimeError:  # what pathlib says of a link to itself before Python 3.13
+        raise CheckpointError(f"{path}: cannot be read (links in a circle)") from None
+    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    if not real.is_relative_to(home) and not in_cache:
+        raise CheckpointError(f"{path}: leads out of the directory; put the file itself there")
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: is not a regular file")
+    return path
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file that is no longer than that. Raises CheckpointError."""
+    try:
+        with regular_file(path).open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(content) > most_bytes:
+        raise CheckpointError(f"{path}: has more than {most_bytes} bytes")
+    return content
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """The JSON object in a regular file; empty for an optional file that is not there. Raises CheckpointError."""
+    if optional and not is_there(path):
+        return {}
+    content = read_bytes(path, MOST_JSON_BYTES)
+    try:
+        return parse_object(content)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """A JSON object in UTF-8 that has no key twice and no NaN. Raises ValueError, with the reason alone."""
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("must hold a JSON object")
+    if _is_deep(value):
+        raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
+    return value
+
+
+def sha256(path: Path) -> str:
+    """Of the content, hexadecimal. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Replaces files that belong together: none before the disk has all of them. Raises CheckpointError."""
+    staged = {directory / f".{name}.{os.getpid()}.tmp": directory / name for name in files}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for temporary, path in staged.items():
+            with temporary.open("wb") as file:
+                file.write(files[path.name])
+                file.flush()
+                os.fsync(file.fileno())
+        for temporary, path in staged.items():
+            temporary.replace(path)
+        sync_directory(directory)
+    except OSError as error:
+        for temporary in staged:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{directory}: {', '.join(files)} cannot be written ({error.strerror})") from None
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Replaces `path` at once or not at all, and only after the disk has the new content. Raises CheckpointError."""
+    write_files(path.parent, {path.name: content})
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames within `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether repr() of it could fail, which error messages call."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in inner if isinstance(child, dict | list)]
+    return bool(level)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,83 @@
+"""golden.json: what a model said of a short text when it was written, for whoever loads it to compare. No tokenizer.
+
+It holds the natural logarithms of the probability of each token of a prompt but the first, given those before it,
+computed in float32 on the CPU. A file of weights that is whole but wrong (another layout of heads, a lost scaling, a
+transposed matrix) loads without complaint, and says something else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.files import CheckpointError, is_there, read_json
+from model.reference import logits
+from model.transformer import Decoder
+
+GOLDEN_FILE = "golden.json"
+TOLERANCE = 1e-3
+_LONGEST = 64
+
+
+def golden_file(decoder: Decoder, prompt: list[int]) -> bytes:
+    """The content for `prompt`, of 2 ids at least. `decoder` must be float32 on the CPU; see as_stored()."""
+    assert len(prompt) > 1, "the first token has no log-probability"
+    logprobs = [round(value, 6) for value in _logprobs(decoder, prompt).tolist()]
+    return (json.dumps({"prompt": prompt, "logprobs": logprobs}) + "\n").encode()
+
+
+def as_stored(decoder: Decoder, dtype: torch.dtype) -> Decoder:
+    """A copy in float32 on the CPU, with the numbers that a file in `dtype` holds."""
+    state = {name: tensor.detach().to("cpu", dtype).float() for name, tensor in decoder.state_dict().items()}
+    stored = Decoder(decoder.config).requires_grad_(False).eval()
+    stored.load_state_dict(state, assign=True)
+    return stored
+
+
+def verify(decoder: Decoder, directory: Path) -> float | None:
+    """The largest difference from golden.json; None where there is none. Raises CheckpointError beyond TOLERANCE.
+
+    `decoder` must be float32 on the CPU.
+    """
+    path = directory / GOLDEN_FILE
+    if not is_there(path):
+        return None
+    prompt, expected = _read(path, decoder.config)
+    difference = float((_logprobs(decoder, prompt) - torch.tensor(expected)).abs().max())
+    if not difference <= TOLERANCE:  # NaN is no match either
+        raise CheckpointError(
+            f"{path}: the log-probabilities differ by up to {difference:.3g}, more than {TOLERANCE}: these are not the "
+            "weights, or not the config.json, that it was made with"
+        )
+    return difference
+
+
+def _logprobs(decoder: Decoder, prompt: list[int]) -> Tensor:
+    assert decoder.embedding.dtype == torch.float32 and decoder.embedding.device.type == "cpu"
+    source = prompt if decoder.config.n_encoder_layers else None
+    logprobs_TV = logits(decoder, prompt, source=source)[:-1].log_softmax(-1)
+    return logprobs_TV.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+
+
+def _read(path: Path, config: ModelConfig) -> tuple[list[int], list[float]]:
+    raw = read_json(path)
+    prompt, logprobs = raw.get("prompt"), raw.get("logprobs")
+    longest = min(config.context, _LONGEST)
+    if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < config.vocab_size for i in prompt):
+        raise CheckpointError(f"{path}: prompt must be a list of ids below {config.vocab_size}")
+    if not 2 <= len(prompt) <= longest:
+        raise CheckpointError(f"{path}: prompt must have 2 to {longest} ids, not {len(prompt)}")
+    if not isinstance(logprobs, list) or not all(_is_logarithm(value) for value in logprobs):
+        raise CheckpointError(f"{path}: logprobs must be a list of numbers")
+    if len(logprobs) != len(prompt) - 1:
+        raise CheckpointError(f"{path}: {len(prompt)} ids have {len(prompt) - 1} logprobs, not {len(logprobs)}")
+    return prompt, logprobs
+
+
+def _is_logarithm(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e6

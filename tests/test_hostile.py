@@ -1,0 +1,39 @@
+"""Hostile weights directories (PROMISES.md R17): exit code 2 and one line, in time and memory, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from conftest import ROOT
+from hostile import GROWTH_MIB, SABOTAGE, SECONDS
+
+
+def _run(folder: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, "tests/hostile.py", str(folder), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUST_BACKTRACE": "0"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    current = folder / "current"
+    assert result.returncode == 0, (current.read_text() if current.exists() else "", result.stderr[-3000:])
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return report
+
+
+def test_mutated_directories_are_refused_in_one_line_or_harmless(tmp_path: Path, nightly: bool) -> None:
+    count = 10_000 if nightly else 2_000
+    report = _run(tmp_path, "--count", str(count), "--seed", "17")
+    assert report["failures"] == []
+    assert report["refused"] + report["harmless"] == count
+    # Mutations that all miss would prove nothing, and neither would a check that refuses everything.
+    assert report["refused"] > count / 2 and report["harmless"] > count / 20
+    assert report["slowest_s"] <= SECONDS and report["growth_mib"] <= GROWTH_MIB + 8
+
+
+def test_a_checker_that_does_harm_is_found_out(tmp_path: Path) -> None:
+    found = _run(tmp_path, "--controls")
+    assert found.keys() == SABOTAGE.keys()
+    assert all(found.values()), found
