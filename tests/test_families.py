@@ -15,8 +15,9 @@ from tiny import run_all, tiny_engine
 from transformers import AutoModelForCausalLM
 
 from app.engine.types import Request, SamplingParams, TokenEvent
-from model.checkpoint import load, weights_files, write_files
+from model.checkpoint import load, weights_files
 from model.families.registry import family_of
+from model.files import write_files
 from model.reference import logits
 from model.transformer import Decoder
 
