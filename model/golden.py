@@ -21,7 +21,8 @@ from model.transformer import Decoder
 
 GOLDEN_FILE = "golden.json"
 TOLERANCE = 1e-3
-_LONGEST = 64
+LONGEST = 64
+"""Ids of a prompt, at most."""
 
 
 def golden_file(decoder: Decoder, prompt: list[int]) -> bytes:
@@ -52,7 +53,7 @@ def verify(decoder: Decoder, directory: Path) -> float | None:
     if not difference <= TOLERANCE:  # NaN is no match either
         raise CheckpointError(
             f"{path}: the log-probabilities differ by up to {difference:.3g}, more than {TOLERANCE}: these are not the "
-            "weights, or not the config.json, that it was made with"
+            "weights, or not the config.json, that it was made with (remove it if they are meant to differ)"
         )
     return difference
 
@@ -67,7 +68,7 @@ def _logprobs(decoder: Decoder, prompt: list[int]) -> Tensor:
 def _read(path: Path, config: ModelConfig) -> tuple[list[int], list[float]]:
     raw = read_json(path)
     prompt, logprobs = raw.get("prompt"), raw.get("logprobs")
-    longest = min(config.context, _LONGEST)
+    longest = min(config.context, LONGEST)
     if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < config.vocab_size for i in prompt):
         raise CheckpointError(f"{path}: prompt must be a list of ids below {config.vocab_size}")
     if not 2 <= len(prompt) <= longest:

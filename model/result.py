@@ -10,7 +10,7 @@ import torch
 from model.card import RunFacts, model_card
 from model.checkpoint import weights_files
 from model.files import write_files
-from model.golden import GOLDEN_FILE, as_stored, golden_file
+from model.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
 from model.sample import sample_text
 from model.shards import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
@@ -25,9 +25,10 @@ def write_result(out: Path, decoder: Decoder, tokenizer: Tokenizer, facts: RunFa
     generation = {"do_sample": True, **_SAMPLING}
     files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
     files |= {name: content.encode() for name, content in tokenizer.files().items()}
-    golden_prompt = tokenizer.encode(" ".join(_PROMPTS))[: min(64, decoder.config.context)]
-    if len(golden_prompt) > 1:
-        files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
+    ids = tokenizer.encode(" ".join(_PROMPTS))
+    # A vocabulary of few words may know none of the prompts'.
+    golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
+    files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
     samples = {prompt: sample_text(decoder, tokenizer, prompt, 120, seed=1, **_SAMPLING) for prompt in _PROMPTS}
     for prompt, text in samples.items():
         print(f"--- {prompt}{text}\n", flush=True)
