@@ -82,6 +82,9 @@ class Completion:
         self._stream = stream
         self.tokenizer = tokenizer
         self._decoder = StreamDecoder()
+        # A prompt of special tokens alone is no text yet, and what follows is its beginning.
+        nothing_yet = not any(tokenizer.token_bytes(token) for token in stream.request.prompt)
+        self._strips_space = nothing_yet and tokenizer.strips_first_space
         self._matcher = StopMatcher(stops)
         self._decoded = self._sent = 0
         self._held: deque[tuple[int, int, TokenDetail]] = deque()  # (first character, end, token)
@@ -175,6 +178,8 @@ class Completion:
         self.n_tokens += 1
         # A token that ends the text is none of it, whatever the tokenizer would show for it.
         data = b"" if event.finish is FinishReason.STOP else self.tokenizer.token_bytes(event.token)
+        if self._strips_space and data:
+            data, self._strips_space = data.removeprefix(b" "), False
         text = self._decoder.feed(data)
         if event.logprob is not None:
             detail = TokenDetail(event.token, event.logprob, event.top)
