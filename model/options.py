@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESET_NAMES, preset, reshaped
-from model.recipes import DTYPES, OPTIMIZERS, Recipe, recipe, told
+from model.recipes import DTYPES, OPTIMIZERS, recipe, told
 from model.vocabulary import KINDS, Vocabulary
 from model.word_tokenizer import UNKNOWN
 
@@ -19,10 +19,14 @@ _SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with the preset's recipe where there are none. Ends the program on unknown ones."""
     options = _parser().parse_args(arguments)
-    limited = any(getattr(options, name) for name in _LIMITS)
-    for field in dataclasses.fields(Recipe):
-        if getattr(options, field.name, None) is None and not (field.name == "steps" and limited):
-            setattr(options, field.name, getattr(recipe(options.preset), field.name))
+    defaults = dataclasses.asdict(recipe(options.preset))
+    if any(getattr(options, name) for name in _LIMITS):
+        defaults["steps"] = None
+    if (options.optimizer or defaults["optimizer"]) == "adamw":
+        defaults["lr"] = defaults["lr_alone"]
+    for name, value in defaults.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, value)
     return options
 
 
@@ -84,10 +88,12 @@ def _add_data(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--per-line",
         action=argparse.BooleanOptionalAction,
-        help=f"every line is a text by itself ({told('per_line')})",
+        help=f"every line is a text by itself (default: {told('per_line')})",
     )
-    p.add_argument("--tokenizer", choices=KINDS, help=f"what tokens are ({told('tokenizer')})")
-    p.add_argument("--end-token", metavar="TEXT", help=f"the special token that ends a text ({told('end_token')})")
+    p.add_argument("--tokenizer", choices=KINDS, help=f"what tokens are (default: {told('tokenizer')})")
+    p.add_argument(
+        "--end-token", metavar="TEXT", help=f"the special token that ends a text (default: {told('end_token')})"
+    )
     p.add_argument(
         "--vocab-size", type=_count, help="tokens of the vocabulary (default: the preset's; words: all words)"
     )
@@ -97,10 +103,10 @@ def _add_data(p: argparse.ArgumentParser) -> None:
 def _add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument("--preset", choices=PRESET_NAMES, default="small", help="shape of the model (default: small)")
     p.add_argument("--context", type=_count, help="longest sequence in tokens (default: the preset's)")
-    p.add_argument("--layers", dest="n_layers", type=_count, help="blocks; of an encoder as many")
+    p.add_argument("--layers", dest="n_layers", metavar="N", type=_count, help="blocks; of an encoder as many")
     p.add_argument("--width", type=_count, help="size of the residual stream; the feed-forward follows")
-    p.add_argument("--heads", dest="n_heads", type=_count, help="query heads; they share the width")
-    p.add_argument("--kv-heads", dest="n_kv_heads", type=_count, help="key and value heads")
+    p.add_argument("--heads", dest="n_heads", metavar="N", type=_count, help="query heads; they share the width")
+    p.add_argument("--kv-heads", dest="n_kv_heads", metavar="N", type=_count, help="key and value heads")
     p.add_argument("--mlp-width", type=_count, help="hidden size of the feed-forward")
 
 
@@ -108,12 +114,14 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-minutes", type=_positive, help="train this long; the learning rate follows")
     p.add_argument("--epochs", type=_positive, help="train this many times over the text")
     p.add_argument("--tokens", type=_count, help="train on this many tokens")
-    p.add_argument("--steps", type=_count, help=f"train this many steps ({told('steps')})")
-    p.add_argument("--windows", type=_count, help=f"windows, lines or pairs a step ({told('windows')})")
+    p.add_argument("--steps", type=_count, help=f"train this many steps (default: {told('steps')})")
+    p.add_argument("--windows", type=_count, help=f"windows, lines or pairs a step (default: {told('windows')})")
     p.add_argument("--micro-windows", type=_count, help="how many of them at once (default: about 1,024 tokens)")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices ({told('optimizer')})")
-    p.add_argument("--matrix-lr", type=_positive, help=f"learning rate of Muon ({told('matrix_lr')})")
-    p.add_argument("--lr", type=_positive, help=f"learning rate of AdamW ({told('lr')})")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')})")
+    p.add_argument("--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')})")
+    p.add_argument(
+        "--lr", type=_positive, help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')})"
+    )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
     p.add_argument("--seed", type=_whole, default=1, help="of the weights and of the order (default: 1)")
 
@@ -121,7 +129,7 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
 def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the computation")
-    p.add_argument("--export-dtype", choices=DTYPES, help=f"of the weights written ({told('export_dtype')})")
+    p.add_argument("--export-dtype", choices=DTYPES, help=f"of the weights written (default: {told('export_dtype')})")
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")

@@ -25,6 +25,9 @@ class Recipe:
     optimizer: Optimizer = "muon"
     matrix_lr: float = 0.02
     lr: float = 0.004
+    """Of the parameters that Muon leaves to AdamW."""
+    lr_alone: float = 0.001
+    """The default of --lr where AdamW has everything: 0.004 learnt badly after a norm (textbook, width 128)."""
     windows: int = 16
     export_dtype: Dtype = "bfloat16"
     steps: int | None = None
@@ -40,7 +43,7 @@ _RECIPES = {
         end_token="<EOS>",
         per_line=True,
         optimizer="adamw",
-        lr=0.1,
+        lr_alone=0.1,
         windows=2,
         export_dtype="float32",
         steps=400,
@@ -56,7 +59,13 @@ def recipe(preset: str) -> Recipe:
 
 
 def told(name: str) -> str:
-    """The defaults of the flag `name`, as a help text tells them."""
+    """The default of the flag `name`, and those of presets that differ, for a help text."""
     common, own = getattr(Recipe(), name), {p: getattr(recipe(p), name) for p in PRESET_NAMES}
-    others = [f"{p}: {value}" for p, value in own.items() if value != common]
-    return "; ".join([f"default: {common}", *others])
+    others = [f"{p}: {_word(value)}" for p, value in own.items() if value != common]
+    return "; ".join([_word(common), *others])
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "none"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -102,7 +102,7 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
     pairs = _reversed_digits(1100, seed=2)
     unseen = set(random.Random(3).sample(pairs, 100))
     _write_pairs(tmp_path / "pairs.tsv", [pair for pair in pairs if pair not in unseen])
-    flags = ["--preset", "cross", *data["pairs"], *TINY, "--steps", "250", "--out", str(tmp_path / "out")]
+    flags = ["--preset", "cross", *data["pairs"], *TINY, "--steps", "200", "--out", str(tmp_path / "out")]
     run = Run(parse(flags), "")
     run.train()
     tokenizer, right = run.material.tokenizer, 0
@@ -172,6 +172,19 @@ def test_what_cannot_be_learnt_is_one_clear_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
+
+
+def test_flags_override_the_recipe_of_the_preset() -> None:
+    def parsed(*flags: str) -> tuple[object, ...]:
+        options = parse(["--out", "x", "--data", "y", *flags])
+        return options.optimizer, options.lr, options.tokenizer, options.per_line, options.steps, options.windows
+
+    assert parsed() == ("muon", 0.004, "bpe", False, None, 16)
+    assert parsed("--optimizer", "adamw") == ("adamw", 0.001, "bpe", False, None, 16)
+    assert parsed("--preset", "toy") == ("adamw", 0.1, "words", True, 400, 2)
+    other = ["--optimizer", "muon", "--tokenizer", "bpe", "--no-per-line", "--epochs", "3", "--windows", "5"]
+    assert parsed("--preset", "toy", *other) == ("muon", 0.004, "bpe", False, None, 5)
+    assert parsed("--preset", "toy", "--lr", "0.5", "--steps", "7")[1::3] == (0.5, 7)
 
 
 def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
