@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
+from model.describe import describe_shape, describe_size
+from model.sample import Prompt
 
 _ABOUT = "It continues text as its corpus does. It knows no facts and follows no instructions."
 
@@ -21,33 +23,35 @@ class RunFacts:
     steps: int
     tokens: int
     minutes: float
-    train_tokens: int
-    n_documents: int
+    epochs: float
+    corpus: str
+    """How much there was to learn from, in words."""
+    measured: str
+    """What bits_per_byte is of: "held-out" or "training" text."""
     bits_per_byte: float
     date: str
     about: str
     """Text the user adds with --about: corpus, licence, intended use."""
 
 
-def model_card(config: ModelConfig, n_params: int, facts: RunFacts, samples: Mapping[str, str], sha256: str) -> str:
-    """Markdown."""
-    shown = "\n\n".join(f"Prompt `{prompt}`:\n\n> {_quoted(prompt + text)}" for prompt, text in samples.items())
-    shape = (
-        f"{config.n_layers} layers x {config.width}, {config.n_heads} query, {config.n_kv_heads} key/value heads of "
-        f"{config.head_dim}, SwiGLU {config.mlp_width}, vocabulary {config.vocab_size}, context {config.context}"
-    )
+def model_card(
+    config: ModelConfig, n_params: int, facts: RunFacts, samples: Sequence[tuple[Prompt, str]], sha256: str
+) -> str:
+    """Markdown. samples: (prompt, the text that came)."""
+    shown = "\n\n".join(f"Prompt `{prompt.text}`:\n\n> {_quoted(prompt.joined(text))}" for prompt, text in samples)
+    kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
     return f"""# Model card
 
-A decoder of {n_params / 1e6:.2f} M parameters (llama layout: {shape}),
+{kind} of {describe_size(n_params)} parameters ({describe_shape(config)}),
 trained from scratch by `python -m model.train`.
 
 {facts.about or _ABOUT}
 
 | | |
 |---|---|
-| held-out bits per byte | **{facts.bits_per_byte:.4f}** |
-| corpus | {facts.n_documents} documents, {facts.train_tokens} training tokens |
-| tokens seen | {facts.tokens} ({facts.tokens / facts.train_tokens:.2f} epochs) in {facts.steps} steps |
+| {facts.measured} bits per byte | **{facts.bits_per_byte:.4f}** |
+| corpus | {facts.corpus} |
+| tokens seen | {facts.tokens} ({facts.epochs:.2f} epochs) in {facts.steps} steps |
 | time and device | {facts.minutes:.0f} minutes on {facts.device} |
 | seed | {facts.seed} |
 | date | {facts.date} |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,37 +11,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import CausalAttend
+from model.attention import CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
+from model.batch import IGNORED, Batch
 from model.transformer import Decoder
 
 
 class Objective:
-    """The decoder's loss on windows of one length, computed in `dtype`."""
+    """The decoder's loss on batches, computed in `dtype`."""
 
     def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self.decoder = decoder
         self.device = device
         self.dtype = dtype
 
-    def loss_sum(self, windows_BN: Tensor) -> Tensor:
-        """Nats, summed over the targets windows[:, 1:] given windows[:, :-1]."""
-        inputs_T, targets_T = (x_BN.flatten().to(self.device) for x_BN in (windows_BN[:, :-1], windows_BN[:, 1:]))
-        length = windows_BN.shape[1] - 1
-        positions_T = torch.arange(length, device=self.device).repeat(len(windows_BN))
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Nats, summed over the targets that count."""
+        inputs_T, targets_T = (x_RN.flatten().to(self.device) for x_RN in (batch.inputs_RN, batch.targets_RN))
+        attend = CausalAttend(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
         with self._autocast():
-            hidden_TD = self.decoder(inputs_T, positions_T, CausalAttend(length, self.decoder.config.sliding_window))
+            hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
             logits_TV = self.decoder.head(hidden_TD)
-        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
+        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORED)
 
     @torch.no_grad()
-    def bits_per_byte(self, tokens_N: Tensor, bytes_of: Sequence[bytes]) -> float:
-        """Bits needed per byte of a text, read in windows of the context; the first token is given."""
-        context = self.decoder.config.context
-        nats = 0.0
-        for start in range(0, len(tokens_N) - 1, context):
-            nats += float(self.loss_sum(tokens_N[None, start : start + context + 1]))
-        n_bytes = sum(len(bytes_of[token]) for token in tokens_N[1:].tolist())
+    def bits_per_byte(self, batches: Iterable[Batch], bytes_of: Sequence[bytes]) -> float:
+        """Bits needed per byte of the targets' text."""
+        nats, n_bytes = 0.0, 0
+        for batch in batches:
+            nats += float(self.loss_sum(batch))
+            counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)]
+            n_bytes += sum(len(bytes_of[token]) for token in counted.tolist())
         return nats / math.log(2) / max(n_bytes, 1)
+
+    def _read_source(self, batch: Batch) -> CrossAttend | None:
+        if batch.source_RS is None or batch.real_RS is None:
+            return None
+        source_T, real_RS = batch.source_RS.flatten().to(self.device), batch.real_RS.to(self.device)
+        kv = self.decoder.encode(source_T, self._positions(batch.source_RS), EncoderAttend(real_RS))
+        return MemoryAttend(kv, real_RS)
+
+    def _positions(self, tokens_RN: Tensor) -> Tensor:
+        return torch.arange(tokens_RN.shape[1], device=self.device).repeat(len(tokens_RN))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)

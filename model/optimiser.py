@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model.recipes import Optimizer
 from model.transformer import Decoder
 
 _WARM_UP_STEPS = 100
@@ -12,20 +13,26 @@ _WARM_DOWN_FROM = 0.6
 
 
 class Optimiser:
-    """Muon for the matrices of the blocks, AdamW for embeddings and norms, one learning-rate schedule over both.
+    """muon: Muon for the matrices of the blocks, AdamW for embeddings and norms. adamw: AdamW for everything.
 
-    Source of Muon: Jordan et al. 2024; Newton-Schulz orthogonalised momentum as in torch.optim.Muon.
+    One learning-rate schedule over both; only the matrices of the blocks decay. Source of Muon: Jordan et al. 2024;
+    Newton-Schulz orthogonalised momentum as in torch.optim.Muon.
     """
 
-    def __init__(self, decoder: Decoder, *, matrix_lr: float, other_lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, decoder: Decoder, kind: Optimizer, *, matrix_lr: float, other_lr: float, weight_decay: float
+    ) -> None:
         blocks = (decoder.blocks, decoder.encoder_blocks)
         matrices = [p for part in blocks for p in part.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in decoder.parameters() if id(p) not in chosen]
-        self.parts: dict[str, torch.optim.Optimizer] = {
-            "muon": torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95),
-            "adamw": torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        }
+        self.parts: dict[str, torch.optim.Optimizer] = {}
+        groups = [{"params": others, "weight_decay": 0.0}]
+        if kind == "muon":
+            self.parts["muon"] = torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95)
+        else:
+            groups.append({"params": matrices, "weight_decay": weight_decay})
+        self.parts["adamw"] = torch.optim.AdamW(groups, lr=other_lr, betas=(0.9, 0.95))
         self._base_lr = {"muon": matrix_lr, "adamw": other_lr}
         self._parameters = list(decoder.parameters())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from model.config import ConfigError, ModelConfig
@@ -72,3 +73,38 @@ _PRESETS = {
     ),
 }
 PRESET_NAMES = tuple(_PRESETS)
+
+
+def reshaped(
+    config: ModelConfig,
+    *,
+    n_layers: int | None = None,
+    width: int | None = None,
+    n_heads: int | None = None,
+    n_kv_heads: int | None = None,
+    mlp_width: int | None = None,
+) -> ModelConfig:
+    """The same kind of network in another size; what is not given keeps its proportion. Raises ConfigError."""
+    layers, new_width, heads = n_layers or config.n_layers, width or config.width, n_heads or config.n_heads
+    if (width or n_heads) and new_width % heads:
+        raise ConfigError(
+            f"a width of {new_width} cannot be shared by {heads} heads; take a multiple (--width, --heads)"
+        )
+    group = config.n_heads // config.n_kv_heads
+    kv_heads = n_kv_heads or (heads if heads % group else heads // group)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{heads} heads cannot share {kv_heads} key/value heads; take a divisor (--heads, --kv-heads)"
+        )
+    return replace(
+        config,
+        n_layers=layers,
+        n_encoder_layers=layers if config.n_encoder_layers else 0,
+        width=new_width,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=new_width // heads if width or n_heads else config.head_dim,
+        mlp_width=mlp_width or config.mlp_width * new_width // config.width,
+        # Embeddings that are scaled at all are scaled by the root of the width.
+        embedding_scale=config.embedding_scale if config.embedding_scale == 1.0 else new_width**0.5,
+    )

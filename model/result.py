@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,27 +13,37 @@ from model.card import RunFacts, model_card
 from model.checkpoint import weights_files
 from model.files import write_files
 from model.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
-from model.sample import sample_text
+from model.sample import Drawing, Prompt, sample_text
 from model.shards import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 
-_PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
-_SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+_LIVELY = Drawing(temperature=0.8, top_p=0.95)
+_GREEDY = Drawing(temperature=0.0)
 
 
-def write_result(out: Path, decoder: Decoder, tokenizer: Tokenizer, facts: RunFacts, dtype: torch.dtype) -> None:
+def write_result(
+    out: Path,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    facts: RunFacts,
+    dtype: torch.dtype,
+    *,
+    prompts: Sequence[Prompt],
+    greedy: bool,
+) -> None:
     """Writes a directory that serves, and prints the samples. Raises CheckpointError."""
-    generation = {"do_sample": True, **_SAMPLING}
+    drawing = _GREEDY if greedy else _LIVELY
+    generation = {"do_sample": False} if greedy else {"do_sample": True, **asdict(drawing)}
     files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
     files |= {name: content.encode() for name, content in tokenizer.files().items()}
-    ids = tokenizer.encode(" ".join(_PROMPTS))
+    ids = tokenizer.encode(" ".join(prompt.text for prompt in prompts))
     # A vocabulary of few words may know none of the prompts'.
     golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
     files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
-    samples = {prompt: sample_text(decoder, tokenizer, prompt, 120, seed=1, **_SAMPLING) for prompt in _PROMPTS}
-    for prompt, text in samples.items():
-        print(f"--- {prompt}{text}\n", flush=True)
+    samples = [(prompt, sample_text(decoder, tokenizer, prompt, 120, seed=1, drawing=drawing)) for prompt in prompts]
+    for prompt, text in samples:
+        print(f"--- {prompt.joined(text)}\n", flush=True)
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
     write_files(
         out, {**files, "README.md": model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()}

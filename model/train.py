@@ -6,27 +6,34 @@ Prints progress, held-out bits per byte and samples; ends with the command that 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from model.batch import up_to
 from model.card import RunFacts, read_about
-from model.data import Corpus, DataError, Order, prepare
+from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
+from model.gather import gather
 from model.objective import Objective
 from model.optimiser import Optimiser, lr_factor
-from model.options import parser, shape
+from model.options import parse, shape
+from model.progress import progress_line, python, tell
 from model.result import write_result
 from model.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
+from model.sources import DataError
 from model.transformer import Decoder
+
+_GLANCE = 40_000
+_AT_ONCE = 1024
 
 
 class Diverged(RuntimeError):
@@ -44,7 +51,7 @@ class Interrupted(RuntimeError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted with everything saved."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         Run(options, shlex.join(["python", "-m", "model.train", *arguments])).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
@@ -55,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     except Interrupted as interrupt:
         kept = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
-        again = shlex.join([_python(), "-m", "model.train", *kept, "--resume"])
-        _tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
+        again = shlex.join([python(), "-m", "model.train", *kept, "--resume"])
+        tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
         return interrupt.exit_code
     except KeyboardInterrupt:  # before the first step; nothing is lost
         return 130
@@ -73,17 +80,18 @@ class Run:
         self.work = self.out / ".training"
         self.about = read_about(options.about)
         self.device = choose_device(options.device)
-        self.shape = shape(options)
-        self.corpus: Corpus = prepare(
-            options.data, self.work, vocab_size=self.shape.vocab_size, straighten=options.straighten
-        )
-        self.order = Order(self.corpus.train, length=self.shape.context, windows=options.windows, seed=options.seed)
+        asked = shape(options)
+        self.material = gather(options, asked, self.work)
+        self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = Decoder(self.shape).initialise(options.seed).to(self.device)
         self.optimiser = Optimiser(
-            self.decoder, matrix_lr=options.matrix_lr, other_lr=options.lr, weight_decay=options.weight_decay
+            self.decoder,
+            options.optimizer,
+            matrix_lr=options.matrix_lr,
+            other_lr=options.lr,
+            weight_decay=options.weight_decay,
         )
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
-        self.held_out = torch.from_numpy(self.corpus.held_out.astype("int64"))
         self.step = 0
         self.seconds = 0.0
         self._signal = 0
@@ -107,12 +115,13 @@ class Run:
                 self._save_snapshot()
                 raise Interrupted(self._signal)
             if now - last_report >= self.options.report_seconds:
-                self._report(loss, fraction)
+                line = progress_line(self.material, step=self.step, loss=loss, seconds=self.seconds, fraction=fraction)
+                print(line, flush=True)
                 last_report = now
             if now - last_save >= self.options.save_seconds:
                 self._save_snapshot()
-                bits = self.objective.bits_per_byte(self.held_out[:40_000], self.corpus.tokenizer.bytes_of)
-                print(f"step {self.step}: held-out bits per byte {bits:.4f} (first 40,000 tokens)", flush=True)
+                bits = self._bits_per_byte(_GLANCE)
+                print(f"step {self.step}: {self.material.measured} bits per byte {bits:.4f} (a glance)", flush=True)
                 last_save = time.monotonic()
         self._save_snapshot()
         self._finish()
@@ -126,21 +135,21 @@ class Run:
 
     def fraction_done(self) -> float:
         """How much of the run is done: the largest share of any limit given."""
-        options, tokens_a_step = self.options, self.options.windows * self.shape.context
+        options, step = self.options, self.step
         shares = [
-            self.step / options.steps if options.steps else 0.0,
-            self.step * self.options.windows / (options.epochs * self.order.per_epoch) if options.epochs else 0.0,
-            self.step * tokens_a_step / options.tokens if options.tokens else 0.0,
+            step / options.steps if options.steps else 0.0,
+            self.material.epochs(step) / options.epochs if options.epochs else 0.0,
+            self.material.tokens(step) / options.tokens if options.tokens else 0.0,
             self.seconds / (60 * options.max_minutes) if options.max_minutes else 0.0,
         ]
         return max(shares)
 
     def _update(self, factor: float) -> float:
-        """One optimiser step over `windows` windows, in micro-batches. Returns the mean loss in nats per token."""
-        windows = torch.from_numpy(self.order.batch(self.step))
-        losses = []
-        for part in windows.split(self.options.micro_windows):
-            loss = self.objective.loss_sum(part) / (len(windows) * self.shape.context)
+        """One optimiser step over one batch, in micro-batches. Returns the mean loss in nats per target."""
+        batch = self.material.batch(self.step)
+        n_targets, losses = batch.n_targets, []
+        for part in batch.split(self.options.micro_windows or max(2, _AT_ONCE // batch.row_tokens)):
+            loss = self.objective.loss_sum(part) / n_targets
             loss.backward()
             losses.append(loss.detach())
         total = float(torch.stack(losses).sum())
@@ -153,96 +162,73 @@ class Run:
         self.optimiser.step(factor)
         return total
 
-    def _save_snapshot(self) -> None:
-        position = Position(
+    def _bits_per_byte(self, n_targets: float = math.inf) -> float:
+        """Of what the result is measured on, or of the first so many targets of it."""
+        batches = up_to(self.material.held_out, n_targets)
+        return self.objective.bits_per_byte(batches, self.material.tokenizer.bytes_of)
+
+    def _position(self) -> Position:
+        options = self.options
+        return Position(
             step=self.step,
             seconds=self.seconds,
-            digest=self.corpus.digest,
+            digest=self.material.digest,
             shape=repr(self.shape),
-            order=self._order_name(),
+            order=f"seed {options.seed}, {options.windows} windows, {options.optimizer}",
         )
-        weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
-        save_snapshot(self.work, position, weights | self.optimiser.tensors())
 
-    def _order_name(self) -> str:
-        return f"seed {self.options.seed}, {self.options.windows} windows"
+    def _save_snapshot(self) -> None:
+        weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
+        save_snapshot(self.work, self._position(), weights | self.optimiser.tensors())
 
     def _resume(self) -> None:
         snapshot = load_snapshot(self.work)
         if snapshot is None:
             raise DataError(f"{self.work}: no readable snapshot; start anew with --overwrite")
         position, tensors = snapshot
-        if position.shape != repr(self.shape):
-            raise DataError(f"the run in {self.work} has another shape; give the same flags or --overwrite")
-        if position.digest != self.corpus.digest:
-            raise DataError(f"the run in {self.work} was started on other data; give the same data or --overwrite")
-        if position.order != self._order_name():
-            raise DataError(f"the run in {self.work} had other --seed or --windows; give the same or --overwrite")
+        position.must_be_of(self._position(), self.work)
         mine = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
         self.decoder.load_state_dict(mine)
         self.optimiser.load_tensors(tensors)
         self.step, self.seconds = position.step, position.seconds
 
     def _describe(self) -> None:
-        corpus = self.corpus
-        print(
-            f"{self.decoder.n_params / 1e6:.2f} M parameters on {describe(self.device)}; {corpus.n_documents} "
-            f"documents, {len(corpus.train)} training and {len(corpus.held_out)} held-out tokens; step {self.step}",
-            flush=True,
-        )
-
-    def _report(self, loss: float, fraction: float) -> None:
-        tokens = self.step * self.options.windows * self.shape.context
-        epoch = self.step * self.options.windows / self.order.per_epoch
-        left = self.seconds * (1 - fraction) / max(fraction, 1e-9)
-        print(
-            f"step {self.step} loss {loss:.4f} tokens {tokens / 1e6:.2f}M epoch {epoch:.2f}"
-            f" {tokens / self.seconds:.0f} tokens/s {100 * fraction:.1f} % done, {left / 60:.0f} min left",
-            flush=True,
-        )
+        params, corpus = describe_size(self.decoder.n_params), self.material.corpus
+        print(f"{params} parameters on {describe(self.device)}; {corpus}; step {self.step}", flush=True)
 
     def _finish(self) -> None:
         """The result into the output directory."""
-        bits = self.objective.bits_per_byte(self.held_out, self.corpus.tokenizer.bytes_of)
+        material, bits = self.material, self._bits_per_byte()
         if not math.isfinite(bits):
-            raise Diverged(f"the held-out loss became {bits}; the last snapshot stands in {self.work}")
+            raise Diverged(f"the {material.measured} loss became {bits}; the last snapshot stands in {self.work}")
         facts = RunFacts(
             command=self.command,
             device=describe(self.device),
             seed=self.options.seed,
             steps=self.step,
-            tokens=self.step * self.options.windows * self.shape.context,
+            tokens=material.tokens(self.step),
+            epochs=material.epochs(self.step),
             minutes=self.seconds / 60,
-            train_tokens=len(self.corpus.train),
-            n_documents=self.corpus.n_documents,
+            corpus=material.corpus,
+            measured=material.measured,
             bits_per_byte=bits,
             date=datetime.now(UTC).date().isoformat(),
             about=self.about,
         )
-        write_result(self.out, self.decoder, self.corpus.tokenizer, facts, getattr(torch, self.options.export_dtype))
-        print(f"held-out bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
-        print(f"serve it: {_python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
+        dtype = getattr(torch, self.options.export_dtype)
+        prompts, greedy = material.prompts, self.options.greedy
+        write_result(self.out, self.decoder, material.tokenizer, facts, dtype, prompts=prompts, greedy=greedy)
+        print(f"{material.measured} bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
+        print(f"serve it: {python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
 
     def _catch_signals(self) -> None:
         def first(number: int, _frame: object) -> None:
             self._signal = number
             signal.signal(number, signal.SIG_DFL)  # the second one ends at once
-            _tell("finishing this step, then saving; the same signal again ends at once")
+            tell("finishing this step, then saving; the same signal again ends at once")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, first)
-
-
-def _tell(text: str) -> None:
-    """To a terminal that may have gone with the same signal (| tee): the run must be saved all the same."""
-    with contextlib.suppress(OSError, RuntimeError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _python() -> str:
-    """This interpreter, as it can be typed from here."""
-    here, executable = Path.cwd(), Path(sys.executable)
-    return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)
 
 
 if __name__ == "__main__":

@@ -73,15 +73,19 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> Decoder:
-        """Fill every parameter for training from scratch: normal 0.02, residual outputs and biases 0, norms 1."""
+        """Fill every parameter for training from scratch: normal 0.02, residual outputs and biases 0, norms 1.
+
+        Where no norm brings the stream to a size, matrices keep the size of what they are given.
+        """
         generator = torch.Generator().manual_seed(seed)
+        deviation = self.config.width**-0.5 if self.config.norm == "none" else 0.02
         for name, parameter in self.named_parameters():
             if name.endswith(("bias", "out.weight", "down.weight")):
                 parameter.zero_()
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0.0, 0.02, generator=generator)
+                parameter.normal_(0.0, deviation, generator=generator)
         return self
 
     def _embed(self, tokens_T: Tensor, positions_T: Tensor) -> tuple[Tensor, Rope | None]:

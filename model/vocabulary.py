@@ -1,0 +1,56 @@
+"""What kind of tokenizer a run trains, and what its end token is called. Knows no data and no model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import processors
+
+from model.tokenizer import SEPARATOR, Tokenizer, TokenizerError
+from model.word_tokenizer import train_words
+
+Kind = Literal["bpe", "words"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+END = 0
+"""Id of the end token in every tokenizer trained here; it also starts a text from nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer to be."""
+
+    kind: Kind
+    size: int | None
+    """bpe: exactly this many tokens. words: at most; None is as many as there are words."""
+    end_token: str
+
+    def train(self, texts: list[str]) -> Tokenizer:
+        """Learns from `texts`. Raises TokenizerError."""
+        if self.kind == "words":
+            return train_words(texts, self.size, self.end_token)
+        assert self.size is not None, "a bpe has a size"
+        tokenizer = Tokenizer.train(texts, self.size)
+        return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
+
+
+def started(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
+    """The same tokenizer, but it puts the end token in front of a prompt by itself, as decoders with an encoder want.
+
+    encode_many stays as it was: a source gets nothing in front.
+    """
+    rust = RustTokenizer.from_str(tokenizer.files()["tokenizer.json"])
+    rust.post_processor = processors.TemplateProcessing(single=[end_token, "$A"], special_tokens=[(end_token, END)])
+    return Tokenizer(rust, end_token)
+
+
+def _renamed(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
+    raw = json.loads(tokenizer.files()["tokenizer.json"])
+    words = raw["model"]["vocab"]
+    if end_token in words:
+        raise TokenizerError(f"the end token {end_token!r} is also a piece of the text; give another one (--end-token)")
+    words[end_token] = words.pop(SEPARATOR)
+    raw["added_tokens"][0]["content"] = end_token
+    return Tokenizer(RustTokenizer.from_str(json.dumps(raw)), end_token)

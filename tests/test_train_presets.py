@@ -1,0 +1,218 @@
+"""Every preset of the notebooks trains by the project's own script: from text, from lines, from pairs."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import TEXT
+
+from model.checkpoint import load
+from model.config import ConfigError
+from model.describe import describe_shape
+from model.options import parse, shape
+from model.presets import preset, reshaped
+from model.reference import generate
+from model.train import Run, main
+
+STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"
+TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--device", "cpu"]
+EXACT = ["--dtype", "float32", "--export-dtype", "float32"]
+WORDS = ["--tokenizer", "words", "--context", "16"]
+
+
+def _reversed_digits(n: int, *, seed: int) -> list[tuple[str, str]]:
+    chance, found = random.Random(seed), set()
+    while len(found) < n:
+        found.add(tuple(chance.choice("012345") for _ in range(chance.randint(3, 4))))
+    return [(" ".join(digits), " ".join(reversed(digits))) for digits in sorted(found)]
+
+
+def _write_pairs(path: Path, pairs: list[tuple[str, str]]) -> str:
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
+    return str(path)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, list[str]]:
+    """Flags that name something to learn from, by its form."""
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    (tmp_path / "lines.txt").write_text(STATQUEST)
+    pairs = _write_pairs(tmp_path / "pairs.tsv", _reversed_digits(200, seed=1))
+    text = ["--data", str(tmp_path / "text.txt"), "--vocab-size", "300", "--context", "32", "--windows", "4"]
+    return {"text": text, "lines": ["--data", str(tmp_path / "lines.txt")], "pairs": ["--pairs", pairs, *WORDS]}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "flags"),
+    [
+        ("textbook", "text", [*TINY, "--steps", "80"]),
+        ("standalone", "text", [*TINY, "--steps", "80"]),
+        ("gpt", "text", [*TINY, "--steps", "80"]),
+        ("gpt", "text", [*TINY, "--steps", "80", "--optimizer", "adamw", "--end-token", "<END>"]),
+        ("toy", "lines", ["--steps", "60"]),
+        ("cross", "pairs", [*TINY, "--steps", "80"]),
+    ],
+)
+def test_each_preset_learns_is_saved_and_comes_back(
+    tmp_path: Path, data: dict[str, list[str]], name: str, form: str, flags: list[str]
+) -> None:
+    out = tmp_path / "out"
+    run = Run(parse(["--preset", name, "--out", str(out), *data[form], *flags, *EXACT]), "the command")
+    before, batch = run._bits_per_byte(), run.material.batch(0)
+    first = float(run.objective.loss_sum(batch).detach())
+    run.train()
+    assert float(run.objective.loss_sum(batch).detach()) < 0.9 * first
+    assert run._bits_per_byte() < 0.9 * before
+    decoder = load(out, device=torch.device("cpu"), dtype=torch.float32).decoder
+    assert decoder.config == run.shape
+    prompt = run.material.prompts[0]
+    told = generate(decoder, prompt.tokens[:3], 3, source=prompt.source)
+    assert told == generate(run.decoder, prompt.tokens[:3], 3, source=prompt.source)
+    assert len(told) == 3
+    card = (out / "README.md").read_text()
+    assert describe_shape(run.shape) in card and "llama" not in card
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
+    tmp_path: Path, data: dict[str, list[str]], seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run = Run(parse(["--preset", "toy", *data["lines"], "--out", str(out), "--seed", str(seed)]), "")
+    run.train()
+    tokenizer = run.material.tokenizer
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = load(out, device=torch.device("cpu"), dtype=dtype).decoder
+        for question in ("what is statquest <EOS>", "statquest is what <EOS>"):
+            answer = generate(decoder, tokenizer.encode(question), 2, eos_ids=(0,))
+            assert answer == tokenizer.encode("awesome <EOS>")
+    printed = capsys.readouterr().out
+    assert "held-out: none, 2 lines are too few; bits per byte are of the training lines" in printed
+    assert "training bits per byte 0.0" in printed
+
+
+def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
+    tmp_path: Path, data: dict[str, list[str]]
+) -> None:
+    pairs = _reversed_digits(1100, seed=2)
+    unseen = set(random.Random(3).sample(pairs, 100))
+    _write_pairs(tmp_path / "pairs.tsv", [pair for pair in pairs if pair not in unseen])
+    flags = ["--preset", "cross", *data["pairs"], *TINY, "--steps", "200", "--out", str(tmp_path / "out")]
+    run = Run(parse(flags), "")
+    run.train()
+    tokenizer, right = run.material.tokenizer, 0
+    for source, target in sorted(unseen):
+        read, told = tokenizer.encode_many([source, target])
+        right += generate(run.decoder, tokenizer.encode(""), 8, source=read, eos_ids=(0,)) == [*told, 0]
+    assert right >= 95
+
+
+@pytest.mark.parametrize(("name", "form"), [("toy", "lines"), ("cross", "pairs")])
+def test_lines_and_pairs_resume_bit_for_bit(tmp_path: Path, data: dict[str, list[str]], name: str, form: str) -> None:
+    flags = ["--preset", name, *data[form], *(TINY if name == "cross" else []), *EXACT, "--steps", "20"]
+    assert main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    halves = [*flags, "--out", str(tmp_path / "halves")]
+    with pytest.MonkeyPatch.context() as patch:
+        update = Run._update
+
+        def update_and_signal(run: Run, factor: float) -> float:
+            run._signal = signal.SIGTERM if run.step + 1 == 7 else 0
+            return update(run, factor)
+
+        patch.setattr(Run, "_update", update_and_signal)
+        assert main(halves) == 143
+    assert main([*halves, "--resume"]) == 0
+    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_run_does_not_go_on_with_another_optimizer(
+    tmp_path: Path, data: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--preset", "gpt", *data["text"], *TINY, "--out", str(tmp_path / "out"), "--steps", "2"]
+    assert main(flags) == 0
+    assert main([*flags, "--resume", "--optimizer", "adamw"]) == 2
+    assert "--optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "content", "words"),
+    [
+        ("cross", ["--pairs"], "1 2\t2 1\n1 2 3\n", "line 2: a pair is a source, one tab and a target"),
+        ("cross", ["--pairs"], "1 2\t2 1\t\n", "line 1: a pair is"),
+        ("cross", ["--pairs"], "1 2\t2 1\n \t1\n", "line 2: the source is empty"),
+        ("cross", ["--pairs"], "1 2\t2 1\n" + "1 " * 17 + "\t1\n", "line 2: the source has 17 tokens"),
+        ("cross", ["--pairs"], "1 2\t2 1\n1\t" + "1 " * 15 + "\n", "line 2: the target with its start and end has 17"),
+        ("cross", ["--per-line", "--pairs"], "1\t1\n", "--per-line goes with --data"),
+        ("cross", ["--data"], "1\t1\n", "use --pairs FILE.tsv"),
+        ("gpt", ["--pairs"], "1\t1\n", "use --data, or --preset cross"),
+        ("toy", ["--data"], "a b\n\n" + "a " * 16 + "\n", "line 3: the line with its end has 17 tokens"),
+        ("toy", ["--data"], "a b\n<EOS>\n", "line 2: nothing stands before the end token"),
+        ("toy", ["--end-token", "a b", "--data"], "a b\n", "--end-token must be one word"),
+        ("toy", ["--vocab-size", "2", "--data"], "a b\n", "--vocab-size must be at least 3"),
+        ("gpt", ["--per-line", "--straighten", "0.5", "--data"], "a b\n", "--straighten is for running text"),
+        ("gpt", ["--width", "100", "--heads", "3", "--data"], "a b\n", "cannot be shared by 3 heads"),
+        ("small", ["--heads", "4", "--kv-heads", "3", "--data"], "a b\n", "cannot share 3 key/value heads"),
+        ("small", ["--width", "12", "--heads", "4", "--data"], "a b\n", "even share"),
+        ("gpt", ["--end-token", "The", "--vocab-size", "300", "--data"], TEXT * 2, "also a piece of the text"),
+    ],
+)
+def test_what_cannot_be_learnt_is_one_clear_line(
+    tmp_path: Path, name: str, flags: list[str], content: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "input.tsv"
+    path.write_text(content)
+    context = WORDS if name in ("cross", "toy") else []
+    assert main(["--preset", name, *context, *flags, str(path), "--out", str(tmp_path / "out"), "--steps", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_flags_override_the_recipe_of_the_preset() -> None:
+    def parsed(*flags: str) -> tuple[object, ...]:
+        options = parse(["--out", "x", "--data", "y", *flags])
+        return options.optimizer, options.lr, options.tokenizer, options.per_line, options.steps, options.windows
+
+    assert parsed() == ("muon", 0.004, "bpe", False, None, 16)
+    assert parsed("--optimizer", "adamw") == ("adamw", 0.001, "bpe", False, None, 16)
+    assert parsed("--preset", "toy") == ("adamw", 0.1, "words", True, 400, 2)
+    other = ["--optimizer", "muon", "--tokenizer", "bpe", "--no-per-line", "--epochs", "3", "--windows", "5"]
+    assert parsed("--preset", "toy", *other) == ("muon", 0.004, "bpe", False, None, 5)
+    assert parsed("--preset", "toy", "--lr", "0.5", "--steps", "7")[1::3] == (0.5, 7)
+
+
+def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
+    config = shape(parse(["--preset", "textbook", "--data", "x", "--out", "y", "--steps", "1", *TINY]))
+    assert (config.n_layers, config.width, config.n_heads, config.n_kv_heads, config.head_dim) == (2, 32, 4, 4, 8)
+    assert (config.mlp_width, config.embedding_scale) == (128, 32**0.5)
+    small = preset("small")
+    assert reshaped(small) == small
+    assert reshaped(small, n_heads=8).n_kv_heads == 4
+    assert reshaped(small, n_heads=3, width=96).n_kv_heads == 3
+    assert reshaped(small, mlp_width=100).mlp_width == 100
+    assert reshaped(preset("cross"), n_layers=5).n_encoder_layers == 5
+    with pytest.raises(ConfigError, match="multiple"):
+        reshaped(small, width=250)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "small",
+            ["5 layers x 256, 4 query and 2 key/value heads of 64, pre-norm RMSNorm, rotary positions, SwiGLU 704"],
+        ),
+        ("textbook", ["post-norm LayerNorm, sinusoidal positions, ReLU 2048", "embeddings x 22.63"]),
+        ("standalone", ["learned positions", "scores over the root of the width", "biases of output and feed-forward"]),
+        ("toy", ["1 layer x 2, 1 head of 2, no norm", "no feed-forward", "no output projection", "vocabulary 6"]),
+        ("cross", ["3 encoder and 3 decoder layers x 256"]),
+    ],
+)
+def test_a_shape_is_told_in_the_words_of_the_field(name: str, words: list[str]) -> None:
+    assert all(part in describe_shape(preset(name)) for part in words)
