@@ -72,8 +72,8 @@ def pieces_of(raw: dict[str, Any]) -> Pieces:
 
 
 def keeps_text(raw: dict[str, Any], vocabulary: Collection[str]) -> bool:
-    """Whether every character of a text ends up in some token of at least its length: nothing is normalised away,
-    dropped, stripped or fused to one unknown token."""
+    """Whether every character of a text ends up in some token, and no token takes more of them than it has itself:
+    nothing is normalised away, dropped, stripped or fused to one unknown token."""
     pre = _steps(raw["pre_tokenizer"])
     cuts = ("ByteLevel", "Digits", "Metaspace")
     cut_only = all(step["type"] in cuts or step.get("behavior") in _KEEP for step in pre)
