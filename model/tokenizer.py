@@ -1,4 +1,4 @@
-"""Text to token ids and token ids to bytes: a byte-level BPE in a Hugging Face tokenizer.json. Knows no model.
+"""Text to token ids and token ids to bytes, from a Hugging Face tokenizer.json. Knows no model.
 
 Text is bytes underneath: `bytes_of[id]` are a token's exact bytes, and only a decoder that sees the whole stream turns
 them into characters. Special tokens have no bytes: they steer the model and are never shown.
@@ -12,11 +12,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
+
+from model.special_tokens import one_line, read_names
+from model.token_bytes import keeps_text, pieces_of
 
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
+
+_LARGEST_ID = 2**22
+"""Ids beyond are no vocabulary's; a table of all ids must stay small."""
+
+_PROBE = "a \ue000 \U0010ffff"
+"""A letter and characters that no vocabulary has: what encodes this encodes everything."""
 
 # How text is cut before pairs are merged: words with one leading space or mark, English endings apart, numbers in
 # threes, runs of marks, white space.
@@ -33,30 +42,53 @@ class TokenizerError(ValueError):
 class Tokenizer:
     """A loaded tokenizer. Immutable, safe to share between threads."""
 
-    def __init__(self, rust: RustTokenizer, eos_token: str | None = None) -> None:
+    def __init__(self, rust: RustTokenizer, eos_token: str | None = None, bos_token: str | None = None) -> None:
+        """Takes `rust` over. Raises ValueError for a kind of tokenizer whose bytes could not be told exactly."""
+        raw = json.loads(rust.to_str())
+        self._pieces = pieces_of(raw)
+        _check_ids(rust)
+        vocabulary = rust.get_vocab(with_added_tokens=True)
+        added = {token.content for token in rust.get_added_tokens_decoder().values()}
+        named = {token for token in (bos_token, eos_token) if token and token in vocabulary}
+        rust.add_special_tokens([AddedToken(token, special=True) for token in named - added])
         self._rust = rust
-        self.vocab_size: int = rust.get_vocab_size(with_added_tokens=True)
-        self.eos_id: int | None = rust.token_to_id(eos_token) if eos_token else None
-        self._keeps_text = _keeps_text(json.loads(rust.to_str()))
-        self._longest = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
+        self._keeps_text = keeps_text(raw, vocabulary)
+        self._longest = max(map(len, vocabulary))
+        names = (bos_token, eos_token, _unknown(raw["model"]))
+        bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
+        first = _put_first(rust)
+        self._silent = {token for token in (first, bos, eos, unknown) if token is not None}
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        """Every id is below this."""
+        self.adds_bos: bool = first is not None
+        """Whether encode() puts `bos_id` before every text."""
+        self.bos_id: int | None = next((token for token in (first, bos, eos) if token is not None), None)
+        """The token that starts a text; where there is none, the one that ends the text before."""
+        self.eos_id: int | None = eos
+        """The token that ends a text."""
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json, and eos_token from tokenizer_config.json. Raises TokenizerError."""
+        """Reads tokenizer.json, and the names of special tokens from the files beside it. Raises TokenizerError."""
         path = directory / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{path}: cannot be read ({_reason(error)})") from None
+            raise TokenizerError(f"{path}: cannot be read ({one_line(error)})") from None
+        try:
+            bos, eos = read_names(directory)
+        except ValueError as error:
+            raise TokenizerError(str(error)) from None
         try:
             rust = RustTokenizer.from_str(text)
+            rust.no_truncation()  # how long a prompt may be is not the tokenizer's to decide
+            rust.no_padding()
+            return cls(rust, eos, bos)
         except BaseException as error:  # a Rust panic is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            raise TokenizerError(f"{path}: not a tokenizer ({_reason(error)})") from None
-        if not isinstance(rust.decoder, decoders.ByteLevel):
-            raise TokenizerError(f"{path}: only byte-level tokenizers are supported so far")
-        return cls(rust, _eos_token(directory / "tokenizer_config.json"))
+            problem = "" if isinstance(error, ValueError) else "not a tokenizer that works: "
+            raise TokenizerError(f"{path}: {problem}{one_line(error)}") from None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -76,7 +108,7 @@ class Tokenizer:
             show_progress=False,
         )
         rust.train_from_iterator(texts, trainer)
-        tokenizer = cls(rust, SEPARATOR)
+        tokenizer = cls(rust, SEPARATOR, SEPARATOR)
         if tokenizer.vocab_size != vocab_size:
             raise TokenizerError(
                 f"the text supports only {tokenizer.vocab_size} tokens, not {vocab_size}: give more text or a smaller "
@@ -86,18 +118,23 @@ class Tokenizer:
 
     def files(self) -> dict[str, str]:
         """The files of this tokenizer: name -> content."""
-        eos = None if self.eos_id is None else self._rust.id_to_token(self.eos_id)
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": eos,
-            "bos_token": eos,
+            "eos_token": None if self.eos_id is None else self._rust.id_to_token(self.eos_id),
+            "bos_token": None if self.bos_id is None else self._rust.id_to_token(self.bos_id),
             "clean_up_tokenization_spaces": False,
         }
         return {"tokenizer.json": self._rust.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
 
+    @property
+    def kind(self) -> str:
+        """For people: "byte-level BPE", "SentencePiece-style BPE with byte fallback", "Unigram", "word-level"."""
+        return self._pieces.kind
+
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer itself adds (BOS, say)."""
-        return list(self._rust.encode(text).ids)
+        """Ids of `text`, with the special tokens that the tokenizer itself adds; BOS only if the text has none yet."""
+        ids = list(self._rust.encode(text).ids)
+        return ids[1:] if self.adds_bos and ids[:2] == [self.bos_id] * 2 else ids
 
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
@@ -108,7 +145,7 @@ class Tokenizer:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids` as it continues a text (see `strips_first_space`); bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.bytes_of[token] for token in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
@@ -118,45 +155,52 @@ class Tokenizer:
     @cached_property
     def bytes_of(self) -> list[bytes]:
         """The exact bytes of every token id; empty for special tokens and for ids that the vocabulary skips."""
-        byte_of = _byte_alphabet()
-        added = self._rust.get_added_tokens_decoder()
-        table = [b""] * (max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
-        for piece, token_id in self._rust.get_vocab(with_added_tokens=True).items():
-            if token_id not in added and all(character in byte_of for character in piece):
-                table[token_id] = bytes(byte_of[character] for character in piece)
-            elif token_id not in added or not added[token_id].special:
-                table[token_id] = piece.encode("utf-8")  # added tokens are stored as plain text
+        pieces = (self._rust.id_to_token(token) for token in range(self.vocab_size))
+        table = [b"" if piece is None else self._pieces.bytes_of(piece) for piece in pieces]
+        for token, added in self._rust.get_added_tokens_decoder().items():
+            table[token] = b"" if added.special else self._pieces.bytes_of_added(added.content)
+        for token in self._silent:
+            table[token] = b""
         return table
 
+    @cached_property
+    def strips_first_space(self) -> bool:
+        """Whether a text from its start (not one that continues a prompt) loses the first space of its tokens.
 
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others as the characters from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def _keeps_text(raw: dict[str, Any]) -> bool:
-    """Whether every character of a text ends up in some token: nothing is normalised, cut off, stripped or dropped."""
-    pre = raw.get("pre_tokenizer") or {}
-    steps = pre.get("pretokenizers", [pre]) if pre.get("type") == "Sequence" else [pre]
-    lossless = all(s.get("type") in ("ByteLevel", "Digits") or s.get("behavior") == "Isolated" for s in steps)
-    strips = any(token.get("lstrip") or token.get("rstrip") for token in raw.get("added_tokens") or [])
-    whole_alphabet = _byte_alphabet().keys() <= raw["model"].get("vocab", {}).keys()
-    return lossless and whole_alphabet and not strips and not raw.get("normalizer") and not raw.get("truncation")
+        SentencePiece puts a space before every text, and words carry the one before them: it is no part of the text.
+        """
+        ids = self._rust.encode("a", add_special_tokens=False).ids
+        return self._pieces.before == " " or self.decode(ids).startswith(" ")
 
 
-def _eos_token(path: Path) -> str | None:
-    if not path.exists():
-        return None
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        token = settings.get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({_reason(error)})") from None
-    token = token.get("content") if isinstance(token, dict) else token  # transformers 4 wrote objects
-    return token if isinstance(token, str) else None
+def _check_ids(rust: RustTokenizer) -> None:
+    """Ids that are far beyond a vocabulary, or stand for two pieces, would make wrong tables."""
+    ids = rust.get_vocab(with_added_tokens=False).values()
+    if len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id, and each needs its own")
+    everything = rust.get_vocab(with_added_tokens=True).values()
+    if not everything:
+        raise ValueError("the vocabulary is empty")
+    if max(everything) >= _LARGEST_ID:
+        raise ValueError(f"a token has id {max(everything)}, and ids must be below {_LARGEST_ID}")
 
 
-def _reason(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error).splitlines()[0][:120] if str(error) else type(error).__name__
+def _unknown(model: dict[str, Any]) -> str | None:
+    """The token for text that no other token writes."""
+    if model["type"] == "Unigram":
+        return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
+    return model.get("unk_token")
+
+
+def _put_first(rust: RustTokenizer) -> int | None:
+    """The id that the tokenizer itself puts before every text. Fails where it cannot encode every text."""
+    whole, processor = rust.encode(_PROBE), rust.post_processor
+    rust.post_processor = None
+    plain = rust.encode(_PROBE)
+    rust.post_processor = processor
+    marked = list(zip(whole.ids, whole.special_tokens_mask, strict=True))
+    if [token for token, is_added in marked if not is_added] != plain.ids:
+        raise ValueError("the post_processor does not keep the text as it is")
+    if unknown := [token for token, is_added in marked if is_added and rust.id_to_token(token) is None]:
+        raise ValueError(f"the post_processor adds a token with id {unknown[0]}, which the vocabulary does not have")
+    return marked[0][0] if marked and marked[0][1] else None

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from kinds import save
 from tiny import TEXT, VOCAB
+from transformers import PreTrainedTokenizerFast
 
 from model.tokenizer import SEPARATOR, Tokenizer, TokenizerError
 
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
+TOKENIZER_FILE = tokenizers.Tokenizer.from_str(TOKENIZER.files()["tokenizer.json"])
+BYTEWISE = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+MARKED = {"continuing_subword_prefix": "##"}
+START, TEXT_ITSELF = {"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+X = {"id": "x", "ids": [0], "tokens": ["x"]}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _TEXTS = st.text().filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text) and SEPARATOR not in text)
 
 
@@ -49,18 +59,23 @@ def test_a_vocabulary_larger_than_the_text_supports_is_refused_with_the_size_tha
         Tokenizer.train(["too short"], 4096)
 
 
+STRIPPED = {"type": "Strip", "strip_left": True, "strip_right": True}
+CUT_AWAY = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, {"type": "ByteLevel", **BYTEWISE}]}
+FLAGS = {"single_word": False, "lstrip": True, "rstrip": False, "normalized": False, "special": True}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
-        {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+        {"normalizer": STRIPPED},
+        {"pre_tokenizer": CUT_AWAY},
+        {"added_tokens": [{"id": 0, "content": SEPARATOR, **FLAGS}]},
+        {"pre_tokenizer": None},
     ],
 )
-def test_the_lower_bound_says_nothing_where_text_may_get_lost(tmp_path: Path, change: dict[str, object]) -> None:
-    raw = json.loads(TOKENIZER.files()["tokenizer.json"])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | change))
-    loaded = Tokenizer.load(tmp_path)
-    text = " " * 10_000
+def test_the_lower_bound_says_nothing_where_text_may_get_lost(tmp_path: Path, change: dict[str, Any]) -> None:
+    loaded = Tokenizer.load(save(TOKENIZER_FILE, tmp_path, change))
+    text = " " * 10_000 + SEPARATOR
     assert loaded.least_tokens(text) <= len(loaded.encode(text)) < TOKENIZER.least_tokens(text)
 
 
@@ -82,9 +97,62 @@ def test_a_broken_file_is_named_in_one_line(tmp_path: Path, content: bytes | Non
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("decoder", {"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece"),
+    ("decoder", {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}, "CTC"),
+    ("decoder", {"type": "Sequence", "decoders": [{"type": "ByteLevel", **BYTEWISE}, STRIP]}, "Strip"),
+    ("decoder", {"type": "Sequence", "decoders": [STRIP, {"type": "Fuse"}]}, "Strip"),
+    ("decoder", None, "without a decoder"),
+    ("model", {"end_of_word_suffix": "</w>"}, "</w>"),
+    ("model", {"type": "WordPiece", "unk_token": "!", "max_input_chars_per_word": 9, **MARKED}, "WordPiece"),
+    ("model", {"type": "WordLevel", "unk_token": "<none>"}, "UNK"),
+    ("model", {"vocab": {"a": 0}, "merges": [], "unk_token": "<none>"}, "<none>"),
+    ("model", {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None}, "unk_id"),
+    ("model", {"vocab": {"a": 0, "b": 0}, "merges": []}, "two tokens have the same id"),
+    ("model", {"vocab": {"a": 2**32 - 1}, "merges": []}, "4294967295"),
+    ("model", {"vocab": {"a": 2**22}, "merges": []}, "4194304"),
+    ("model", {"vocab": {}, "merges": []}, "empty"),
+    ("model", {"vocab": {"a": 2**32}, "merges": []}, "not a tokenizer"),
+    ("model", {"continuing_subword_prefix": "far longer than any piece"}, "not a tokenizer"),
+    ("post_processor", {"single": [START, TEXT_ITSELF], "special_tokens": {}}, "no entry"),
+    ("post_processor", {"single": [START], "special_tokens": {"x": X}}, "does not keep the text"),
+    ("post_processor", {"single": [START, TEXT_ITSELF], "special_tokens": {"x": X | {"ids": [999]}}}, "id 999"),
+]
+
+
+@pytest.mark.parametrize(("part", "change", "reason"), REFUSED)
+def test_what_cannot_be_read_exactly_is_refused_with_the_reason(
+    tmp_path: Path, part: str, change: dict[str, Any] | None, reason: str
+) -> None:
     raw = json.loads(TOKENIZER.files()["tokenizer.json"])
-    raw["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(TokenizerError, match="byte-level"):
+    if part == "model" and change:
+        raw["added_tokens"] = []
+        change = raw["model"] | change
+    if part == "post_processor" and change:
+        change = {"type": "TemplateProcessing", "pair": [TEXT_ITSELF], **change}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {part: change}))
+    with pytest.raises(TokenizerError, match=reason) as caught:
         Tokenizer.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("last", [2**22 - 1, 400])
+def test_ids_may_have_gaps_and_the_size_counts_them(tmp_path: Path, last: int) -> None:
+    raw = json.loads(TOKENIZER.files()["tokenizer.json"])
+    raw["model"]["vocab"]["zzzz"] = last
+    loaded = Tokenizer.load(save(TOKENIZER_FILE, tmp_path, raw))
+    assert loaded.vocab_size == len(loaded.bytes_of) == last + 1
+    assert (loaded.bytes_of[last], loaded.bytes_of[last - 1], loaded.token_bytes(last + 1)) == (b"zzzz", b"", b"")
+
+
+def test_a_stored_length_neither_cuts_nor_fills_a_prompt(tmp_path: Path) -> None:
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 10**6}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    change = {"truncation": cut, "padding": pad | {"pad_type_id": 0, "pad_token": "!"}}
+    loaded = Tokenizer.load(save(TOKENIZER_FILE, tmp_path, change))
+    assert (
+        loaded.encode(TEXT)
+        == TOKENIZER.encode(TEXT)
+        == PreTrainedTokenizerFast.from_pretrained(tmp_path)(TEXT).input_ids
+    )
