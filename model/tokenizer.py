@@ -15,14 +15,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from model.special_tokens import one_line, read_names
+from model.files import one_line
+from model.special_tokens import read_names
 from model.token_bytes import keeps_text, pieces_of
+from model.tokenizer_file import read_tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
-
-_LARGEST_ID = 2**22
-"""Ids beyond are no vocabulary's; a table of all ids must stay small."""
 
 _PROBE = "a \ue000 \U0010ffff"
 """A letter and characters that no vocabulary has: what encodes this encodes everything."""
@@ -72,10 +71,7 @@ class Tokenizer:
         """Reads tokenizer.json, and the names of special tokens from the files beside it. Raises TokenizerError."""
         path = directory / "tokenizer.json"
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{path}: cannot be read ({one_line(error)})") from None
-        try:
+            text = read_tokenizer_json(path)
             bos, eos = read_names(directory)
         except ValueError as error:
             raise TokenizerError(str(error)) from None
@@ -83,12 +79,14 @@ class Tokenizer:
             rust = RustTokenizer.from_str(text)
             rust.no_truncation()  # how long a prompt may be is not the tokenizer's to decide
             rust.no_padding()
+            if isinstance(rust.model, models.BPE):
+                rust.model.dropout = None  # a matter of training: the same text must give the same ids
             return cls(rust, eos, bos)
         except BaseException as error:  # a Rust panic is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             problem = "" if isinstance(error, ValueError) else "not a tokenizer that works: "
-            raise TokenizerError(f"{path}: {problem}{one_line(error)}") from None
+            raise TokenizerError(f"{path}: {problem}{_reason(error)}") from None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -130,6 +128,10 @@ class Tokenizer:
     def kind(self) -> str:
         """For people: "byte-level BPE", "SentencePiece-style BPE with byte fallback", "Unigram", "word-level"."""
         return self._pieces.kind
+
+    def piece(self, token: int) -> str:
+        """The token as its vocabulary writes it; empty for an id that only the model has."""
+        return self._rust.id_to_token(token) or ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer itself adds; BOS only if the text has none yet."""
@@ -173,16 +175,16 @@ class Tokenizer:
         return self._pieces.before == " " or self.decode(ids).startswith(" ")
 
 
+def _reason(error: BaseException) -> str:
+    return one_line(str(error)[:200]) or type(error).__name__
+
+
 def _check_ids(rust: RustTokenizer) -> None:
-    """Ids that are far beyond a vocabulary, or stand for two pieces, would make wrong tables."""
     ids = rust.get_vocab(with_added_tokens=False).values()
     if len(set(ids)) < len(ids):
         raise ValueError("two tokens have the same id, and each needs its own")
-    everything = rust.get_vocab(with_added_tokens=True).values()
-    if not everything:
+    if not rust.get_vocab(with_added_tokens=True):
         raise ValueError("the vocabulary is empty")
-    if max(everything) >= _LARGEST_ID:
-        raise ValueError(f"a token has id {max(everything)}, and ids must be below {_LARGEST_ID}")
 
 
 def _unknown(model: dict[str, Any]) -> str | None:

@@ -112,7 +112,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"vocab": {"a": 2**32 - 1}, "merges": []}, "4294967295"),
     ("model", {"vocab": {"a": 2**22}, "merges": []}, "4194304"),
     ("model", {"vocab": {}, "merges": []}, "empty"),
-    ("model", {"vocab": {"a": 2**32}, "merges": []}, "not a tokenizer"),
+    ("model", {"vocab": {"a": 2**32}, "merges": []}, "ids must be from 0"),
     ("model", {"continuing_subword_prefix": "far longer than any piece"}, "not a tokenizer"),
     ("post_processor", {"single": [START, TEXT_ITSELF], "special_tokens": {}}, "no entry"),
     ("post_processor", {"single": [START], "special_tokens": {"x": X}}, "does not keep the text"),
@@ -156,3 +156,11 @@ def test_a_stored_length_neither_cuts_nor_fills_a_prompt(tmp_path: Path) -> None
         == TOKENIZER.encode(TEXT)
         == PreTrainedTokenizerFast.from_pretrained(tmp_path)(TEXT).input_ids
     )
+
+
+def test_dropout_that_a_training_left_behind_is_switched_off(tmp_path: Path) -> None:
+    raw = json.loads(TOKENIZER.files()["tokenizer.json"])
+    raw["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    loaded = Tokenizer.load(tmp_path)
+    assert all(loaded.encode(TEXT) == TOKENIZER.encode(TEXT) for _ in range(3))

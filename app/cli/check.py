@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from app.cli.facts import Line, memory_lines, shape_lines
-from app.cli.vocabulary import Vocabulary, read_vocabulary
+from app.cli.vocabulary import Vocabulary, try_vocabulary
 from app.engine.defaults import sampling_defaults
 from model.checkpoint import Checkpoint, load
 from model.files import CheckpointError, one_line
@@ -39,7 +39,7 @@ def _check(directory: Path) -> list[Line]:
     """Raises ValueError with the name of the file and the reason."""
     checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
     decoder = checkpoint.decoder
-    vocabulary = read_vocabulary(directory, decoder.config.vocab_size)
+    vocabulary = try_vocabulary(directory, decoder.config.vocab_size)
     _try(decoder, vocabulary.sample, directory)
     difference = verify(decoder, directory)
     defaults = sampling_defaults(checkpoint.generation)
@@ -63,11 +63,13 @@ def _try(decoder: Decoder, ids: list[int], directory: Path) -> None:
 
 
 def _tokenizer_lines(checkpoint: Checkpoint, vocabulary: Vocabulary) -> list[Line]:
-    bos, rows = checkpoint.bos_id, checkpoint.decoder.config.vocab_size
+    tokenizer, rows = vocabulary.tokenizer, checkpoint.decoder.config.vocab_size
+    bos = tokenizer.bos_id if checkpoint.bos_id is None else checkpoint.bos_id
+    eos = checkpoint.eos_ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
     exact = "gives text back exactly" if vocabulary.is_exact else "does not give every text back exactly"
-    adds = "added to a prompt" if vocabulary.sample[0] == bos else "not added to a prompt"
+    adds = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [
-        ("tokenizer", f"{vocabulary.kind}, {vocabulary.size} of {rows} tokens, {exact}"),
+        ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {rows} tokens, {exact}"),
         ("BOS", "none" if bos is None else f"{vocabulary.names((bos,))}, {adds}"),
-        ("EOS", vocabulary.names(checkpoint.eos_ids)),
+        ("EOS", vocabulary.names(eos)),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from model.config import ModelConfig
+from model.describe import describe_size
 
 Line = tuple[str, str]
 """What, and what of it."""
@@ -28,7 +29,7 @@ def shape_lines(config: ModelConfig) -> list[Line]:
 
 def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
     """Weights and KV cache in each dtype that the service computes in."""
-    lines = [("parameters", f"{n_params / 1e6:.2f} M")]
+    lines = [("parameters", describe_size(n_params))]
     for name, size in _DTYPES.items():
         token = config.kv_numbers_per_token * size
         cache = f"{_size(token)} of KV cache a token, {_size(token * config.context)} a full context"

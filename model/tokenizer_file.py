@@ -1,0 +1,47 @@
+"""tokenizer.json, read with suspicion: what the tokenizers library would take memory for is checked first.
+
+The library trusts its file: an id of two thousand million makes it reserve a table of that size, and the process ends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from model.files import one_line, read_bytes
+
+LARGEST_ID = 2**22
+"""Ids beyond are no vocabulary's."""
+_MOST_BYTES = 64 << 20
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _File(msgspec.Struct):
+    """What is read here; all else is skipped without taking memory."""
+
+    model: _Model
+    added_tokens: list[_Added] | None = None
+
+
+def read_tokenizer_json(path: Path) -> str:
+    """The content of a regular file of bounded size with sane ids. Raises ValueError naming the file."""
+    content = read_bytes(path, _MOST_BYTES)
+    try:
+        file = msgspec.json.decode(content, type=_File)
+        text = content.decode()
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a tokenizer ({one_line(str(error))})") from None
+    vocab = file.model.vocab
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in file.added_tokens or ())]
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < LARGEST_ID:
+            raise ValueError(f"{path}: a token has id {token}, and ids must be from 0 to {LARGEST_ID - 1}")
+    return text
