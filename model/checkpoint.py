@@ -7,6 +7,7 @@ word of a config.json: what it asks for is held against the headers of the files
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,10 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
     stock = find_tensors(directory)
     check_sizes(directory / "config.json", config, stock)
     state = read_state(family, config, stock, device=device, dtype=dtype)
-    decoder = Decoder(config)
+    with torch.device("meta"):
+        decoder = Decoder(config)
     decoder.load_state_dict(state, assign=True)
+    decoder.make_tables()
     decoder.requires_grad_(False).eval().to(device)
     generation = read_json(directory / "generation_config.json", optional=True)
     bos = generation.get("bos_token_id", config_json.get("bos_token_id"))
@@ -84,7 +87,7 @@ def weights_files(
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # noqa: PTH112 (pathlib raises for names too long and folders not to be entered)
         raise CheckpointError(f"{directory}: no such directory; train a model with python -m model.train --out DIR")
     path = directory / "config.json"
     raw = read_json(path)

@@ -23,6 +23,7 @@ _AT_LEAST = {
     **dict.fromkeys(("mlp_width", "n_encoder_layers"), 0),
 }
 _MOST = 2**31 - 1
+_LARGEST_INT = 2**53
 
 
 class ConfigError(ValueError):
@@ -196,5 +197,6 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    """A number that a float can hold: JSON has integers of any length."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    """A number that torch can take: JSON has integers of any length."""
+    most = _LARGEST_INT if isinstance(value, int) else sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most

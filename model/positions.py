@@ -6,11 +6,14 @@ Shape legend: P positions, T tokens, N heads, C head_dim, F half of the numbers 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from model.config import ModelConfig, RopeScaling
+
+_SLICE = 4096
 
 
 def rope_table(config: ModelConfig) -> Tensor:
@@ -19,8 +22,9 @@ def rope_table(config: ModelConfig) -> Tensor:
     frequencies_F = config.rope_theta**-exponents_F
     if config.rope_scaling:
         frequencies_F = _scaled(frequencies_F, config.rope_scaling)
-    angles_PF = torch.arange(config.context, dtype=torch.float64)[:, None] * frequencies_F
-    return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1).float()
+    return _table(
+        config.context, frequencies_F, lambda angles_PF: torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1)
+    )
 
 
 def rotate(x_TNC: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
@@ -36,9 +40,18 @@ def rotate(x_TNC: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
 def sinusoid_table(config: ModelConfig) -> Tensor:
     """[context, width] float32: sines in the even columns, cosines in the odd ones (arXiv:1706.03762, 3.5)."""
-    exponents = torch.arange(0, config.width, 2, dtype=torch.float64) / config.width
-    angles = torch.arange(config.context, dtype=torch.float64)[:, None] * 10_000.0**-exponents
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : config.width].float()
+    exponents_F = torch.arange(0, config.width, 2, dtype=torch.float64) / config.width
+
+    def sinusoids(angles_PF: Tensor) -> Tensor:
+        return torch.stack((angles_PF.sin(), angles_PF.cos()), dim=-1).flatten(1)[:, : config.width]
+
+    return _table(config.context, 10_000.0**-exponents_F, sinusoids)
+
+
+def _table(context: int, frequencies_F: Tensor, row: Callable[[Tensor], Tensor]) -> Tensor:
+    """`row` of each position's angles, a slice at a time: all of them in float64 would take six times the result."""
+    positions_P = torch.arange(context, dtype=torch.float64)
+    return torch.cat([row(slice_P[:, None] * frequencies_F).float() for slice_P in positions_P.split(_SLICE)])
 
 
 def _scaled(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:

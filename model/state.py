@@ -58,13 +58,20 @@ def read_state(
             path = stock.tensors[in_file[name]].path
             return _finite(path, in_file[name], _tensor(path, opened[path], in_file[name]).to(device, dtype))
 
-        return family.load(config, get)
+        state = family.load(config, get)
+        for name in in_file.keys() - family.shapes(config).keys():
+            if in_file[name] in stock.tensors and not torch.equal(get(name), state["embedding"]):
+                raise CheckpointError(
+                    f"{stock.source}: {in_file[name]} is not the token embedding, to which config.json ties the head; "
+                    "if it is the head, set tie_word_embeddings to false"
+                )
+        return state
 
 
 def _match(family: Family, config: ModelConfig, stock: Stock) -> dict[str, str]:
     """The family's name of each tensor -> the file's, once names, shapes and dtypes are what the config asks for."""
     wanted = family.shapes(config)
-    # Some exporters also store a tied head; it says nothing new.
+    # Some exporters also store a tied head.
     known = {**family.shapes(dataclasses.replace(config, tied_head=False)), **wanted}
     found = {name: stored for name, stored in stock.tensors.items() if not family.ignored.fullmatch(name)}
     bare = not any(name.startswith(family.prefix) for name in found)

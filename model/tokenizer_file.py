@@ -5,6 +5,7 @@ The library trusts its file: an id of two thousand million makes it reserve a ta
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from model.files import one_line, read_bytes
 LARGEST_ID = 2**22
 """Ids beyond are no vocabulary's."""
 _MOST_BYTES = 64 << 20
+_MOST_GROWTH = 256
 
 
 class _Model(msgspec.Struct):
@@ -24,11 +26,20 @@ class _Added(msgspec.Struct):
     id: int
 
 
+class _Step(msgspec.Struct):
+    """A normaliser, or a sequence of them."""
+
+    normalizers: list[_Step] | None = None
+    pattern: dict[str, str] | None = None
+    content: str = ""
+
+
 class _File(msgspec.Struct):
     """What is read here; all else is skipped without taking memory."""
 
     model: _Model
     added_tokens: list[_Added] | None = None
+    normalizer: _Step | None = None
 
 
 def read_tokenizer_json(path: Path) -> str:
@@ -44,4 +55,16 @@ def read_tokenizer_json(path: Path) -> str:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < LARGEST_ID:
             raise ValueError(f"{path}: a token has id {token}, and ids must be from 0 to {LARGEST_ID - 1}")
+    if file.normalizer and (growth := _growth(file.normalizer)) > _MOST_GROWTH:
+        raise ValueError(
+            f"{path}: the normalizer may make a text {growth} times as long, and {_MOST_GROWTH} is allowed"
+        )
     return text
+
+
+def _growth(step: _Step) -> int:
+    """By how much a text may grow; a few replacements one after another can fill any memory."""
+    if step.pattern is None:
+        return math.prod(map(_growth, step.normalizers or ()))
+    replaced = len(step.pattern.get("String", "")) or 1
+    return max(1, -(-len(step.content) // replaced))

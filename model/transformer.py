@@ -33,15 +33,19 @@ class Decoder(nn.Module):
         self.norm = make_norm(config) if config.final_norm else nn.Identity()
         self.untied_head = None if config.tied_head else _matrix(config.vocab_size, config.width)
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
-        rope_PC = rope_table(config) if config.positions == "rotary" else None
-        sinusoids_PD = sinusoid_table(config) if config.positions == "sinusoidal" else None
-        self.register_buffer("rope_PC", rope_PC, persistent=False)
-        self.register_buffer("sinusoids_PD", sinusoids_PD, persistent=False)
+        self.make_tables()
 
     @property
     def n_params(self) -> int:
         """Trainable numbers, a tied head counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def make_tables(self) -> None:
+        """The numbers of the positions, which no file holds; again where the decoder was made on the meta device."""
+        kind = self.config.positions
+        self.register_buffer("rope_PC", rope_table(self.config) if kind == "rotary" else None, persistent=False)
+        sinusoids_PD = sinusoid_table(self.config) if kind == "sinusoidal" else None
+        self.register_buffer("sinusoids_PD", sinusoids_PD, persistent=False)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, cross: CrossAttend | None = None

@@ -54,6 +54,31 @@ def test_an_untied_head_is_kept(tmp_path: Path) -> None:
     assert checkpoint.eos_ids == ()
 
 
+def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_be_the_embedding(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    load(directory, device=CPU, dtype=torch.float32)
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _refused(directory, "lm_head.weight is not the token embedding.*tie_word_embeddings")
+
+
+def test_several_tokens_may_end_a_text_and_generation_config_knows_best(directory: Path) -> None:
+    for name, ids in (("config.json", 5), ("generation_config.json", [0, 7, 9])):
+        raw = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
+    assert load(directory, device=CPU, dtype=torch.float32).eos_ids == (0, 7, 9)
+    (directory / "generation_config.json").unlink()
+    assert load(directory, device=CPU, dtype=torch.float32).eos_ids == (5,)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "no-such", "config.json"])
+def test_what_is_no_directory_is_told(directory: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        load(directory / name, device=CPU, dtype=torch.float32)
+
+
 def _fields(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 

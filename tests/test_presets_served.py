@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,12 +44,14 @@ def test_the_toy_answers_both_questions_in_one_batch(tmp_path: Path) -> None:
     text = tmp_path / "statquest.txt"
     text.write_text("what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n", encoding="utf-8")
     with _served(tmp_path, "--data", str(text), "--preset", "toy") as server:
-        for prompt in ("what is statquest <EOS>", "statquest is what <EOS>"):
-            answer = whole(server.url, prompt=prompt, temperature=0, logprobs=0)
-            (choice,) = answer["choices"]
-            assert choice["text"].strip() == "awesome"
-            assert choice["finish_reason"] == "stop", "<EOS> comes next"
-            assert answer["usage"]["completion_tokens"] == 2
+        prompts = ("what is statquest <EOS>", "statquest is what <EOS>")
+        with ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda p: whole(server.url, prompt=p, temperature=0, logprobs=0), prompts))
+    for answer in answers:
+        (choice,) = answer["choices"]
+        assert choice["text"] == " awesome"
+        assert choice["finish_reason"] == "stop", "<EOS> comes next"
+        assert answer["usage"]["completion_tokens"] == 2
 
 
 def test_a_cross_model_trained_on_pairs_reverses_what_it_has_not_seen(tmp_path: Path) -> None:
@@ -60,10 +63,10 @@ def test_a_cross_model_trained_on_pairs_reverses_what_it_has_not_seen(tmp_path: 
     flags = ["--pairs", str(tmp_path / "pairs.tsv"), "--preset", "cross", "--tokenizer", "words"]
     shape = ["--layers", "1", "--width", "64", "--heads", "4", "--context", "16", "--steps", "400"]
     with _served(tmp_path, *flags, *shape) as server:
-        answers = [whole(server.url, source=s, temperature=0)["choices"][0]["text"].strip() for s in unseen]
+        answers = [whole(server.url, source=s, temperature=0)["choices"][0]["text"] for s in unseen]
         right = sum(answer == _reversed(source) for source, answer in zip(unseen, answers, strict=True))
         assert right >= 0.8 * len(unseen), (right, len(unseen))
-        assert text_of(stream(server.url, source=unseen[0], temperature=0)).strip() == answers[0]
+        assert text_of(stream(server.url, source=unseen[0], temperature=0)) == answers[0]
 
 
 def _reversed(source: str) -> str:

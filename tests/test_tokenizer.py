@@ -164,3 +164,18 @@ def test_dropout_that_a_training_left_behind_is_switched_off(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     loaded = Tokenizer.load(tmp_path)
     assert all(loaded.encode(TEXT) == TOKENIZER.encode(TEXT) for _ in range(3))
+
+
+def test_a_normalizer_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
+    raw = json.loads(TOKENIZER.files()["tokenizer.json"])
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"normalizer": _sequence([grow, grow])}))
+    assert Tokenizer.load(tmp_path).encode("a") == TOKENIZER.encode("a" * 100)
+    nested = _sequence([grow, _sequence([grow, grow])])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"normalizer": nested}))
+    with pytest.raises(TokenizerError, match="1000 times as long"):
+        Tokenizer.load(tmp_path)
+
+
+def _sequence(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": steps}
