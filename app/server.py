@@ -20,6 +20,7 @@ from app.engine.client import EngineGone
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
+from model.presence import check_layout
 
 _log = logging.getLogger("inkstream")
 
@@ -110,13 +111,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> EngineGone | No
 def _check_weights(directory: Path) -> None:
     """What can be seen at once is refused at once; the engine process checks the rest. Raises StartError."""
     try:
-        if not directory.is_dir():
-            raise StartError(f"--weights {directory}: no such directory; train a model with inkstream train")
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
-            if not (directory / name).is_file():
-                raise StartError(f"--weights {directory}: there is no {name} in this directory")
-    except OSError as error:
-        raise StartError(f"--weights {directory}: cannot be read ({error.strerror})") from None
+        check_layout(directory)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:

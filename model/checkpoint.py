@@ -7,7 +7,6 @@ word of a config.json: what it asks for is held against the headers of the files
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from model.config import ConfigError, ModelConfig
 from model.families.layout import Family
 from model.families.registry import family_of, read_config, write_config
 from model.files import CheckpointError, read_json
-from model.shards import WEIGHTS_FILE, find_tensors
+from model.presence import WEIGHTS_FILE, check_layout
+from model.shards import find_tensors
 from model.state import check_sizes, read_state
 from model.transformer import Decoder
 
@@ -87,8 +87,7 @@ def weights_files(
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
-    if not os.path.isdir(directory):  # noqa: PTH112 (pathlib raises for names too long and folders not to be entered)
-        raise CheckpointError(f"{directory}: no such directory; train a model with python -m model.train --out DIR")
+    check_layout(directory, with_tokenizer=False)
     path = directory / "config.json"
     raw = read_json(path)
     try:

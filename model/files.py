@@ -69,7 +69,14 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     if len(content) > most_bytes:
         raise CheckpointError(f"{path}: has more than {most_bytes} bytes")
+    refuse_pointer(path, content)
     return content
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Raises CheckpointError where a file begins as the note that git-lfs leaves in a file's place."""
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path}: is only a pointer of git-lfs; get the file itself with git lfs pull")
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from model.card import RunFacts, model_card
 from model.checkpoint import weights_files
 from model.files import write_files
 from model.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
+from model.presence import WEIGHTS_FILE
 from model.sample import Drawing, Prompt, sample_text
-from model.shards import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from model.files import MOST_JSON_BYTES, CheckpointError, parse_object, regular_file
+from model.files import MOST_JSON_BYTES, CheckpointError, parse_object, refuse_pointer, regular_file
 
 _BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -38,6 +38,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         with regular_file(path).open("rb") as file:
             size = file.seek(0, 2)
+            file.seek(0)
+            refuse_pointer(path, file.read(64))
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
@@ -66,6 +68,8 @@ def _entries(raw: dict[str, Any], n_bytes: int) -> dict[str, Entry]:
         if start != end:
             raise ValueError(f"{name} begins at byte {start}, where the tensor before it ends at {end}")
         end = stop
+    if end > n_bytes:
+        raise ValueError(f"the tensors need {end} bytes and {n_bytes} are there: the file is cut short")
     if end != n_bytes:
         raise ValueError(f"the tensors end at byte {end} of {n_bytes}")
     return {name: Entry(value["dtype"], tuple(value["shape"])) for name, value in raw.items()}

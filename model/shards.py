@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.files import CheckpointError, is_there, read_json, sha256
+from model.presence import INDEX_FILE, WEIGHTS_FILE
 from model.safetensors_header import Entry, read_header
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 

@@ -75,7 +75,7 @@ def test_several_tokens_may_end_a_text_and_generation_config_knows_best(director
 
 @pytest.mark.parametrize("name", ["x" * 300, "no-such", "config.json"])
 def test_what_is_no_directory_is_told(directory: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
+    with pytest.raises(CheckpointError, match=r"no such directory|is not a directory"):
         load(directory / name, device=CPU, dtype=torch.float32)
 
 

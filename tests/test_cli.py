@@ -31,6 +31,12 @@ def test_complete_shows_the_services_own_error(server: Server) -> None:
     assert "temperature" in result.stderr and "Traceback" not in result.stderr
 
 
+def test_complete_needs_a_prompt_or_a_source(server: Server) -> None:
+    assert "say what to continue" in _run("complete", "--url", server.url).stderr
+    result = _run("complete", "--source", "a", "--url", server.url)
+    assert (result.returncode, "no encoder" in result.stderr) == (1, True)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x", "nonsense"])
 def test_complete_without_a_service_says_so(url: str) -> None:
     result = _run("complete", "a", "--url", url)

@@ -100,6 +100,21 @@ def test_an_empty_field_is_left_to_the_model_and_a_filled_one_is_sent_as_a_numbe
     assert request.value.post_data_json == {"prompt": PROMPT, "stream": True, "top_p": 0.5, "max_tokens": 5}
 
 
+def test_a_source_is_asked_for_only_by_models_that_read_one(page):
+    assert page.locator("#source-field").is_hidden()
+    facts = page.request.get("/v1/models").json()
+    facts["data"][0]["has_encoder"] = True
+    page.route("**/v1/models", lambda route: route.fulfill(json=facts))
+    page.reload()
+    page.locator("#source").fill(" 12 ")
+    page.route("**/complete", lambda route: route.fulfill(status=400, json={"error": {"message": "seen"}}))
+    with page.expect_request("**/complete") as request:
+        page.locator("#generate").click()
+    assert request.value.post_data_json["source"] == "12", "text, although it looks like a number"
+    page.unroute("**/complete")
+    page.unroute("**/v1/models")
+
+
 # Stop, seed, undo
 
 

@@ -47,7 +47,7 @@ LIES: dict[str, tuple[Any, str]] = {
     "overlap": ({"a": A, "b": B | {"data_offsets": [22, 24]}}, "b begins at byte 22"),
     "late start": ({"a": A | {"data_offsets": [2, 26]}}, "a begins at byte 2"),
     "early end": ({"a": A}, "end at byte 24 of 26"),
-    "late end": ({"a": A, "b": B | {"dtype": "F64", "data_offsets": [24, 32]}}, "end at byte 32 of 26"),
+    "late end": ({"a": A, "b": B | {"dtype": "F64", "data_offsets": [24, 32]}}, "need 32 bytes and 26 are there"),
     "shape": ({"a": A | {"shape": [3, 3]}, "b": B}, "a takes 36 bytes by its shape, 24 by its data_offsets"),
     "negative": ({"a": A | {"shape": [-2, -3]}, "b": B}, "sizes of at least 0"),
     "backwards": ({"a": A | {"data_offsets": [24, 0]}, "b": B}, "24 bytes by its shape, -24"),

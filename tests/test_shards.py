@@ -91,7 +91,7 @@ def test_a_tensor_in_two_shards_or_twice_in_the_index_is_refused(sharded: Path) 
 def test_a_truncated_shard_is_named(sharded: Path) -> None:
     content = (sharded / SHARDS[1]).read_bytes()
     (sharded / SHARDS[1]).write_bytes(content[:-4])
-    _refused(sharded, f"{SHARDS[1]}: the header is wrong: the tensors end at byte")
+    _refused(sharded, f"{SHARDS[1]}: the header is wrong: .*cut short")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json"])

@@ -15,6 +15,7 @@ from app.engine.defaults import sampling_defaults
 from model.checkpoint import Checkpoint, load
 from model.files import CheckpointError, one_line
 from model.golden import GOLDEN_FILE, verify
+from model.presence import check_layout
 from model.reference import logits
 from model.transformer import Decoder
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(directory: Path) -> list[Line]:
     """Raises ValueError with the name of the file and the reason."""
+    check_layout(directory)
     checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
     decoder = checkpoint.decoder
     vocabulary = try_vocabulary(directory, decoder.config.vocab_size)

@@ -17,10 +17,14 @@ class _Refused(Exception):
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 refused or broken off, 2 bad arguments or nobody answers, 130 Ctrl+C."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.prompt is None and options.source is None:
+        parser.error("say what to continue")
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     names = ("source", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    body = {"prompt": prompt, **{name: v for name in names if (v := getattr(options, name)) is not None}}
+    given = {name: v for name in names if (v := getattr(options, name)) is not None}
+    body = {"prompt": prompt or "", **given}
     try:
         for text in _stream(options.url, body):
             print(text, end="", flush=True)
@@ -39,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inkstream complete", description="Continue a text.", allow_abbrev=False)
-    parser.add_argument("prompt", help="the text, or - for standard input")
+    parser.add_argument("prompt", nargs="?", help="the text, or - for standard input; may be left out with --source")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
     parser.add_argument("--source", metavar="TEXT", help="what the encoder reads, for models that have one")
     parser.add_argument("--max-tokens", type=int)

@@ -17,6 +17,9 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     if generation.get("do_sample") is False:
         given["temperature"] = 0.0
     try:
+        for key, value in given.items():
+            if type(value) not in (int, float):
+                raise ValueError(f"{key} must be a number, not {value!r:.40}")
         SamplingParams(**{**given, "top_k": max(0, int(given.get("top_k", 0)))})
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"generation_config.json: {error}") from None

@@ -94,7 +94,7 @@ function requestBody(prompt, typed) {
   const parts = [`"prompt":${JSON.stringify(prompt)}`, '"stream":true'];
   for (const [name, text] of Object.entries(typed)) {
     const value = text.trim();
-    if (value !== "") parts.push(`${JSON.stringify(name)}:${numeral(value)}`);
+    if (value !== "") parts.push(`${JSON.stringify(name)}:${name === "source" ? JSON.stringify(value) : numeral(value)}`);
   }
   return `{${parts.join(",")}}`;
 }

@@ -16,6 +16,7 @@ const manuscript = new Manuscript(area);
 const numbers = { firstToken: $("first-token"), rate: $("rate"), count: $("count"), seed: $("used-seed") };
 const status = new Status($("status"), numbers);
 const settings = new Settings({
+  source: $("source"),
   temperature: $("temperature"),
   top_p: $("top-p"),
   max_tokens: $("max-tokens"),
@@ -29,6 +30,7 @@ async function generate() {
   run = new AbortController();
   const { signal } = run;
   const typed = settings.typed;
+  if ($("source-field").hidden) delete typed.source;
   manuscript.open();
   status.sent();
   refresh();
@@ -109,8 +111,9 @@ function recall() {
 
 async function introduceModel() {
   try {
-    const { id, weights_version: version, sampling_defaults: defaults } = await model();
+    const { id, weights_version: version, sampling_defaults: defaults, has_encoder: encoder } = await model();
     showModel(id, version);
+    $("source-field").hidden = !encoder;
     settings.explain(settings.typed, defaults ?? {});
   } catch (error) {
     // While the weights load the server says how long; otherwise the first run tells the model, or what is wrong.
