@@ -14,11 +14,33 @@ from torch import Tensor, nn
 
 from model.config import Activation, ModelConfig
 
+# torch 2.13 on a CPU: a call on so many numbers is not shared out to threads, and a multiple of so many leaves no rest.
+_UNSHARED = 2**14
+_NO_REST = 64
+_FEW_ROWS = 10
+
+
+def in_rows(function: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:
+    """function(x), so that the bits of a row do not depend on where in x it stands.
+
+    torch computes the last numbers of each thread's share, those that fill no vector, by another formula: with F 50,
+    or with 3 threads and F 512, rows of silu and gelu differed in a bit from batch to batch. So each call is too small
+    to be shared out, its rows are whole vectors, and they are contiguous: for others there is yet another gelu.
+    """
+    if torch.is_grad_enabled() or not x_TF.is_cpu:  # in training nobody compares bits
+        return function(x_TF)
+    n_columns = x_TF.shape[-1]
+    rest = -n_columns % _NO_REST
+    whole_TF = F.pad(x_TF, (0, rest)) if rest else x_TF.contiguous()
+    parts = [function(part_TF) for part_TF in whole_TF.split(max(_UNSHARED // whole_TF.shape[-1], 1))]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, :n_columns]
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
+    "gelu": partial(in_rows, F.gelu),
+    "gelu_tanh": partial(in_rows, partial(F.gelu, approximate="tanh")),
+    "silu": partial(in_rows, F.silu),
 }
 
 
@@ -29,6 +51,14 @@ class Part(nn.Module):
         cls.__call__ = cls.forward  # type: ignore[method-assign]
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b. With 10 rows of W or fewer, MKL's float32 sums depend on how a row of x is aligned to 16 bytes."""
+    n_rows, n_columns = weight.shape
+    if n_rows <= _FEW_ROWS and n_columns % 4:
+        x, weight = (F.pad(tensor, (0, -n_columns % 4)) for tensor in (x, weight))
+    return F.linear(x, weight, bias)
+
+
 class Linear(Part):
     """x [.., columns] -> [.., rows]."""
 
@@ -36,9 +66,10 @@ class Linear(Part):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.product = product if rows <= _FEW_ROWS else F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class RMSNorm(Part):

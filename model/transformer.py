@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model.attention import Attend, CrossAttend
 from model.block import Block, Rope
 from model.config import ModelConfig
-from model.layers import make_norm
+from model.layers import make_norm, product
 from model.positions import rope_table, sinusoid_table
 
 
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] of hidden states [S, D]."""
         matrix = self.embedding if self.untied_head is None else self.untied_head
-        logits_SV = F.linear(hidden_SD, matrix, self.head_bias)
+        logits_SV = product(hidden_SD, matrix, self.head_bias)
         cap = self.config.logit_soft_cap
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 

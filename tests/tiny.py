@@ -38,8 +38,10 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: tor
     decoder = Decoder(config or tiny_config())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in decoder.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3, generator=generator)
+            elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
                 parameter.normal_(0.0, 2.5 * parameter.shape[1] ** -0.5, generator=generator)

@@ -5,9 +5,9 @@ query tokens of each, R = G * N rows of one kv head, L kv positions of a group (
 
 The law of rows (DESIGN.md section 6): the bits of a row depend on its own tokens only. What it takes, measured on torch
 2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours,
-bfloat16 rows in pairs (single ones differ where 1,536 or more numbers are summed); and the product with v in pieces of
-fixed length added in order, since its bits depend on the length that is summed over (float32 from 256 keys on,
-bfloat16 from 576 on).
+bfloat16 rows in pairs (single ones differ where 1,536 or more numbers are summed); no product so small that torch
+takes another formula for it; and the product with v in pieces of fixed length added in order, since its bits depend on
+the length that is summed over (float32 from 256 keys on, bfloat16 from 576 on).
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ TILE = 64
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
 _ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 _LINEAR_ROWS = {torch.float32: 4, torch.bfloat16: 2}
+_SMALL = {torch.float32: 399, torch.bfloat16: 4096}
+"""Most multiplications of a product that is small: single heads in float32, any product in bfloat16 (24 of 1,280,000
+numbers differed with 64 columns and 32 rows of a matrix, none with one row more)."""
 
 
-def row_multiple(dtype: torch.dtype) -> int:
-    """The decoder's matrix products keep the law of rows for token counts that are multiples of this."""
-    return _LINEAR_ROWS[dtype]
+def linear_rows(count: int, dtype: torch.dtype, smallest: int) -> int:
+    """To how many tokens `count` of them must be padded, so that the decoder's matrix products keep the law of rows.
+
+    smallest: numbers of the smallest matrix.
+    """
+    return _rows(count, _LINEAR_ROWS[dtype], _SMALL[dtype] // smallest + 1)
 
 
 class KVCache:
@@ -138,12 +144,13 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tens
     batch, length = group.batch, group.length
     n_kv, n_group, head_dim = q_TKGC.shape[1:]
     q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
-    q_XRC = F.pad(q_XRC, (0, 0, 0, -q_XRC.shape[1] % _ATTENTION_ROWS[q_XRC.dtype]))
+    n_rows = _rows(q_XRC.shape[1], _ATTENTION_ROWS[q_XRC.dtype], _SMALL[q_XRC.dtype] // (TILE * head_dim) + 1)
+    q_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
     k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
     scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
     scores_BKNGL = scores_XRL.view(batch, n_kv, length, n_group, -1) + group.hidden_B1NL.unsqueeze(3)
     weights_XRL = scores_BKNGL.softmax(-1).to(q_XRC.dtype).view(batch * n_kv, length * n_group, -1)
-    weights_XRL = F.pad(weights_XRL, (0, 0, 0, q_XRC.shape[1] - length * n_group))
+    weights_XRL = F.pad(weights_XRL, (0, 0, 0, n_rows - length * n_group))
     v_XLC = cache.gather(layer, 1, group.block_rows_X, batch)
     out_XRC = _product_in_pieces(weights_XRL, v_XLC)[:, : length * n_group]
     out_BNHC = out_XRC.reshape(batch, n_kv, length, n_group, head_dim).transpose(1, 2)
@@ -173,6 +180,10 @@ def _product_in_pieces(weights_XRL: Tensor, v_XLC: Tensor) -> Tensor:
         keys = slice(start, start + piece)
         out_XRC = torch.baddbmm(out_XRC, weights_XRL[:, :, keys], v_XLC[:, keys])
     return out_XRC
+
+
+def _rows(count: int, multiple: int, least: int) -> int:
+    return -(-max(count, least) // multiple) * multiple
 
 
 def _padded(blocks: list[int], length: int, padding: int) -> list[int]:

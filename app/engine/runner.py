@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, row_multiple
+from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.sampler import SamplingRow, sample
 from app.engine.source_cache import SourceCache
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, SamplingParams, Sequence
@@ -24,7 +24,7 @@ class Runner:
         self.cache = cache
         self.sources = sources
         self.device = cache.data.device
-        self._row_multiple = row_multiple(cache.data.dtype)
+        self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> dict[str, Drawn]:
@@ -49,7 +49,7 @@ class Runner:
         self.cache.clear(blocks)
 
     def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, positions and blocks [T], padded to the multiple that the law of rows asks for."""
+        """Tokens, positions and blocks [T], padded to what the law of rows asks for."""
         size, padding = self.cache.block_size, self.cache.padding_block
         tokens: list[int] = []
         positions: list[int] = []
@@ -60,10 +60,13 @@ class Runner:
             positions += places
             owned = chunk.sequence.blocks
             blocks += [owned[place // size] for place in places] if owned else [padding] * len(places)
-        extra = -len(tokens) % self._row_multiple
+        extra = self._padded(len(tokens)) - len(tokens)
         filled = (tokens + [0] * extra, positions + [0] * extra, blocks + [padding] * extra)
         tokens_T, positions_T, blocks_T = torch.tensor(filled, device=self.device)
         return tokens_T, positions_T, blocks_T
+
+    def _padded(self, count: int) -> int:
+        return linear_rows(count, self.cache.data.dtype, self._smallest)
 
     def _draw(self, chunks: Items[Chunk], hidden_TD: Tensor) -> dict[str, Drawn]:
         ends, drawing, end = [], [], 0
@@ -74,7 +77,7 @@ class Runner:
                 drawing.append(chunk.sequence)
         if not drawing:
             return {}
-        padded = ends + ends[-1:] * (-len(ends) % self._row_multiple)
+        padded = ends + ends[-1:] * (self._padded(len(ends)) - len(ends))
         logits_SV = self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(ends)]
         rows = [SamplingRow(sequence.request.params, len(sequence.tokens)) for sequence in drawing]
         drawn = sample(logits_SV, rows)
