@@ -131,6 +131,7 @@ def test_the_random_decoders_have_every_switch_both_ways() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [33, 300, 1024])
+@torch.inference_mode()
 def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch.dtype, threads: int) -> None:
     """Of torch's own silu and gelu this is not true (model/layers.py)."""
     torch.set_num_threads(threads)
