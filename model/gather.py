@@ -17,6 +17,7 @@ def gather(options: argparse.Namespace, config: ModelConfig, cache: Path) -> Mat
     if options.pairs:
         return of_pairs(options.pairs, vocabulary=words, context=context, rows=rows, seed=seed)
     if options.per_line:
-        return of_lines(options.data, vocabulary=words, context=context, rows=rows, seed=seed)
+        from_end = options.lines_from_end
+        return of_lines(options.data, vocabulary=words, from_end=from_end, context=context, rows=rows, seed=seed)
     straighten = 0.5 if options.straighten is None else options.straighten
     return of_text(options.data, cache, vocabulary=words, context=context, rows=rows, seed=seed, straighten=straighten)

@@ -30,18 +30,27 @@ class _Row:
     prompt: Prompt
 
 
-def of_lines(sources: Sequence[str], *, vocabulary: Vocabulary, context: int, rows: int, seed: int) -> Material:
-    """Every line is a text, from its first word to the end token. Raises DataError and TokenizerError."""
+def of_lines(
+    sources: Sequence[str], *, vocabulary: Vocabulary, from_end: bool, context: int, rows: int, seed: int
+) -> Material:
+    """Every line is a text, up to an end token and, where the decoder is to begin one, from an end token.
+
+    Raises DataError and TokenizerError.
+    """
     lines = read_lines(sources)
     keys = [_key(line.text) for line in lines]
     held_out = held_out_rows(keys)
     tokenizer = vocabulary.train([line.text for line, key in zip(lines, keys, strict=True) if key not in held_out])
     found = []
     for line, key, ids in zip(lines, keys, tokenizer.encode_many([line.text for line in lines]), strict=True):
-        tokens = ids if ids[-1:] == [END] else [*ids, END]
-        _require(len(tokens) > 1, line, "nothing stands before the end token")
-        _require_room(len(tokens), context, line, "line with its end")
+        _require(ids != [END], line, "nothing stands before the end token")
+        # None twice, as Tokenizer.encode() puts none before a text that has its own.
+        start, end = [END] * (from_end and ids[0] != END), [END] * (ids[-1] != END)
+        tokens = [*start, *ids, *end]
+        _require_room(len(tokens), context, line, "line with its start and end" if from_end else "line with its end")
         found.append(_Row(key=key, example=Example(tokens), prompt=_opening(tokenizer, tokens, vocabulary.end_token)))
+    if from_end:
+        tokenizer = started(tokenizer, vocabulary.end_token)
     return _material("lines", found, held_out, tokenizer, rows=rows, seed=seed)
 
 
@@ -98,7 +107,7 @@ def _key(text: str) -> str:
 
 def _opening(tokenizer: Tokenizer, tokens: list[int], end_token: str) -> Prompt:
     """The question of a line "question <end> answer <end>", or the first half of one without such a middle."""
-    question = tokens.index(END) + 1
+    question = tokens.index(END, 1) + 1
     if question < len(tokens):
         opening = tokens[:question]
         return Prompt(text=f"{tokenizer.decode(opening).strip()} {end_token}", tokens=opening)

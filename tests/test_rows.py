@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,8 +109,9 @@ def test_rows_are_held_out_only_where_there_are_enough() -> None:
 def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("".join(f"w{i} x{i}\ty{i}\nw{i}  x{i}\tz{i}\n" for i in range(100)))
-    for read, n_held_out in ((of_lines, 2), (of_pairs, 1)):
-        material = read([str(path)], vocabulary=WORDS, context=16, rows=7, seed=1)
+    size: dict[str, Any] = {"vocabulary": WORDS, "context": 16, "rows": 7, "seed": 1}
+    for read, n_held_out in ((partial(of_lines, from_end=True, **size), 2), (partial(of_pairs, **size), 1)):
+        material = read([str(path)])
         (held_out,) = material.held_out
         assert material.measured == "held-out"
         assert material.per_epoch == 200 - 2
@@ -117,18 +120,18 @@ def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_p
         assert (held_out.inputs_RN if held_out.source_RS is None else held_out.source_RS).eq(1).any()
 
 
-def test_lines_start_at_their_first_word_and_end_with_one_end_token(tmp_path: Path) -> None:
-    path = tmp_path / "lines.txt"
-    path.write_text("\n".join([*STATQUEST, "", "awesome is statquest"]))
-    material = of_lines([str(path)], vocabulary=WORDS, context=6, rows=3, seed=1)
-    encode, batch = material.tokenizer.encode, material.batch(0)
-    rows = {
-        tuple(row[: int(t.ne(IGNORED).sum())].tolist())
-        for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)
-    }
-    assert rows == {tuple(encode(line)[:5]) for line in [*STATQUEST, "awesome is statquest"]}
-    lasts = {row[row.ne(IGNORED)][-1].item() for row in batch.targets_RN}
-    assert lasts == {END}
-    assert (
-        material.prompts[0].text == "what is statquest <EOS>" or material.prompts[0].tokens == encode(STATQUEST[0])[:4]
-    )
+@pytest.mark.parametrize("from_end", [True, False])
+def test_lines_end_with_one_end_token_and_start_with_one_or_with_their_first_word(
+    tmp_path: Path, from_end: bool
+) -> None:
+    path, lines = tmp_path / "lines.txt", [*STATQUEST, "awesome is statquest"]
+    path.write_text("\n".join([lines[0], f"<EOS> {lines[1]}" if from_end else lines[1], "", lines[2]]))
+    material = of_lines([str(path)], vocabulary=WORDS, from_end=from_end, context=7, rows=3, seed=1)
+    encode_many, batch = material.tokenizer.encode_many, material.batch(0)
+    rows = {(int(row[0]), *t[t.ne(IGNORED)].tolist()) for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)}
+    without_end = encode_many([line.removesuffix(" <EOS>") for line in lines])
+    assert rows == {(*[END] * from_end, *ids, END) for ids in without_end}
+    assert material.tokenizer.encode("") == [END] * from_end, "prompts begin as rows do"
+    prompt = material.prompts[0]
+    assert prompt.text == "what is statquest <EOS>"
+    assert prompt.tokens == material.tokenizer.encode(prompt.text)

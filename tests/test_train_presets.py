@@ -112,6 +112,17 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
     assert right >= 95
 
 
+def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
+    path, lines = tmp_path / "lines.txt", ["the moon was bright", "the moon was bright and the night was long"]
+    path.write_text("\n".join(lines))
+    flags = ["--preset", "gpt", "--per-line", *WORDS, *TINY, "--data", str(path), "--out", str(tmp_path / "out")]
+    run = Run(parse([*flags, "--steps", "60"]), "")
+    run.train()
+    tokenizer = run.material.tokenizer
+    told = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
+    assert tokenizer.decode(told).strip() in lines
+
+
 @pytest.mark.parametrize(("name", "form"), [("toy", "lines"), ("cross", "pairs")])
 def test_lines_and_pairs_resume_bit_for_bit(tmp_path: Path, data: dict[str, list[str]], name: str, form: str) -> None:
     flags = ["--preset", name, *data[form], *(TINY if name == "cross" else []), *EXACT, "--steps", "20"]
