@@ -52,7 +52,7 @@ _RECIPES = {
         steps=400,
         greedy=True,
     ),
-    "cross": Recipe(windows=64, greedy=True),
+    "cross": Recipe(windows=64, greedy=True, steps=2000),
 }
 
 

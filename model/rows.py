@@ -51,7 +51,7 @@ def of_lines(
         found.append(_Row(key=key, example=Example(tokens), prompt=_opening(tokenizer, tokens, vocabulary.end_token)))
     if from_end:
         tokenizer = started(tokenizer, vocabulary.end_token)
-    return _material("lines", found, held_out, tokenizer, rows=rows, seed=seed)
+    return _material("lines", found, held_out, tokenizer, vocabulary, rows=rows, seed=seed)
 
 
 def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary, context: int, rows: int, seed: int) -> Material:
@@ -73,17 +73,27 @@ def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary, context: int, ro
         _require_room(len(tokens), context, line, "target with its start and end")
         prompt = Prompt(text=text, tokens=[END], source=source)
         found.append(_Row(key=key, example=Example(tokens, source), prompt=prompt))
-    return _material("pairs", found, held_out, started(tokenizer, vocabulary.end_token), rows=rows, seed=seed)
+    tokenizer = started(tokenizer, vocabulary.end_token)
+    return _material("pairs", found, held_out, tokenizer, vocabulary, rows=rows, seed=seed)
 
 
 def _material(
-    noun: str, found: Sequence[_Row], held_out: set[str], tokenizer: Tokenizer, *, rows: int, seed: int
+    noun: str,
+    found: Sequence[_Row],
+    held_out: set[str],
+    tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
+    *,
+    rows: int,
+    seed: int,
 ) -> Material:
     train = [row.example for row in found if row.key not in held_out]
     # One row of each key, be it held out or, where nothing is, learnt from.
     measured = list({row.key: row for row in found if row.key in held_out or not held_out}.values())
     examples = [row.example for row in measured]
     n_tokens = sum(len(example.tokens) - 1 for example in train)
+    n_words = tokenizer.vocab_size
+    short = f"a vocabulary of {n_words}, the text supports no more; " if n_words < (vocabulary.size or 0) else ""
     few = f"held-out: none, {len(measured)} {noun} are too few; bits per byte are of the training {noun}"
     return Material(
         tokenizer=tokenizer,
@@ -94,7 +104,7 @@ def _material(
         row_tokens=n_tokens / len(train),
         held_out=[padded(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
         measured="held-out" if held_out else "training",
-        corpus=f"{len(found)} {noun}, {n_tokens} training tokens; "
+        corpus=f"{len(found)} {noun}, {n_tokens} training tokens; {short}"
         + (f"held-out: {len(measured)} {noun}" if held_out else few),
         prompts=[row.prompt for row in measured[:_PROMPTS]],
         digest=_digest(tokenizer, found),

@@ -17,6 +17,7 @@ from model.describe import describe_shape
 from model.options import parse, shape
 from model.presets import preset, reshaped
 from model.reference import generate
+from model.tokenizer import Tokenizer
 from model.train import Run, main
 
 STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"
@@ -110,6 +111,23 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
         read, told = tokenizer.encode_many([source, target])
         right += generate(run.decoder, tokenizer.encode(""), 8, source=read, eos_ids=(0,)) == [*told, 0]
     assert right >= 95
+
+
+def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "fraction_done", lambda run: run.step / min(run.options.steps, 3))
+    path = _write_pairs(tmp_path / "translations.tsv", [("the moon", "der Mond"), ("the night", "die Nacht")])
+    flags = ["--preset", "cross", "--pairs", path, "--out", str(tmp_path / "out"), *TINY]
+    assert parse(flags).steps > 1000
+    assert main(flags) == 0
+    size = Tokenizer.load(tmp_path / "out").vocab_size
+    assert f"a vocabulary of {size}, the text supports no more; held-out: none" in capsys.readouterr().out
+    assert 257 < size < 300
+    assert main([*flags, "--overwrite", "--vocab-size", str(size)]) == 0
+    assert "supports" not in capsys.readouterr().out
+    assert main([*flags, "--overwrite", "--vocab-size", str(size + 1)]) == 2
+    assert f"supports only {size} tokens" in capsys.readouterr().err
 
 
 def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
