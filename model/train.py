@@ -168,13 +168,14 @@ class Run:
         return self.objective.bits_per_byte(batches, self.material.tokenizer.bytes_of)
 
     def _position(self) -> Position:
-        options = self.options
+        flags = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
+        same = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in flags}
         return Position(
             step=self.step,
             seconds=self.seconds,
             digest=self.material.digest,
             shape=repr(self.shape),
-            order=f"seed {options.seed}, {options.windows} windows, {options.optimizer}",
+            flags=same | {"--dtype": str(self.objective.dtype).removeprefix("torch.")},
         )
 
     def _save_snapshot(self) -> None:

@@ -160,15 +160,6 @@ def test_lines_and_pairs_resume_bit_for_bit(tmp_path: Path, data: dict[str, list
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_run_does_not_go_on_with_another_optimizer(
-    tmp_path: Path, data: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--preset", "gpt", *data["text"], *TINY, "--out", str(tmp_path / "out"), "--steps", "2"]
-    assert main(flags) == 0
-    assert main([*flags, "--resume", "--optimizer", "adamw"]) == 2
-    assert "--optimizer" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "content", "words"),
     [
