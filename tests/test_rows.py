@@ -18,6 +18,7 @@ from model.hold_out import held_out_rows
 from model.objective import Objective
 from model.presets import preset, reshaped
 from model.rows import of_lines, of_pairs
+from model.sample import Prompt
 from model.vocabulary import END, Vocabulary, started
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
@@ -98,6 +99,11 @@ def test_the_order_of_examples_is_a_function_of_seed_and_step_and_an_epoch_sees_
 def test_a_glance_takes_as_many_batches_as_the_targets_need() -> None:
     batches = [padded([Example([1, 2, 3])])] * 5
     assert [len(list(up_to(batches, n))) for n in (0, 1, 2, 3, 1000)] == [0, 1, 1, 2, 5]
+
+
+@pytest.mark.parametrize("answer", ["ba", " ba"])
+def test_a_pair_is_shown_with_one_space_around_its_arrow(answer: str) -> None:
+    assert Prompt(text="ab", tokens=[END], source=[1]).joined(answer) == "ab -> ba"
 
 
 def test_rows_are_held_out_only_where_there_are_enough() -> None:
