@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.examples import Example, Examples, padded
+from model.batch import Example, Examples, padded
 from model.hold_out import held_out_rows
 from model.material import Material
 from model.sample import Prompt

@@ -11,9 +11,8 @@ import pytest
 import torch
 from tiny import TEXT, tiny_decoder
 
-from model.batch import IGNORED, up_to
+from model.batch import IGNORED, Example, Examples, padded, up_to
 from model.config import ModelConfig
-from model.examples import Example, Examples, padded
 from model.hold_out import held_out_rows
 from model.objective import Objective
 from model.presets import preset, reshaped
@@ -123,7 +122,7 @@ def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_p
         assert material.per_epoch == 200 - 2
         assert len(held_out.inputs_RN) == n_held_out
         # The tokenizer has not seen their words either.
-        assert (held_out.inputs_RN if held_out.source_RS is None else held_out.source_RS).eq(1).any()
+        assert (held_out.inputs_RN if held_out.sources is None else held_out.sources.tokens_RS).eq(1).any()
 
 
 @pytest.mark.parametrize("from_end", [True, False])
