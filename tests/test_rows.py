@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from tiny import TEXT, tiny_decoder
 from model.batch import IGNORED, Example, Examples, padded, up_to
 from model.config import ModelConfig
 from model.hold_out import held_out_rows
+from model.material import material_of_rows
 from model.objective import Objective
 from model.presets import preset, reshaped
 from model.rows import of_lines, of_pairs
@@ -114,9 +113,10 @@ def test_rows_are_held_out_only_where_there_are_enough() -> None:
 def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("".join(f"w{i} x{i}\ty{i}\nw{i}  x{i}\tz{i}\n" for i in range(100)))
-    size: dict[str, Any] = {"vocabulary": WORDS, "context": 16, "rows": 7, "seed": 1}
-    for read, n_held_out in ((partial(of_lines, from_end=True, **size), 2), (partial(of_pairs, **size), 1)):
-        material = read([str(path)])
+    lines = of_lines([str(path)], vocabulary=WORDS, from_end=True, context=16)
+    pairs = of_pairs([str(path)], vocabulary=WORDS, context=16)
+    for texts, n_held_out in ((lines, 2), (pairs, 1)):
+        material = material_of_rows(texts, None, rows=7, seed=1)
         (held_out,) = material.held_out
         assert material.measured == "held-out"
         assert material.per_epoch == 200 - 2
@@ -131,7 +131,8 @@ def test_lines_end_with_one_end_token_and_start_with_one_or_with_their_first_wor
 ) -> None:
     path, lines = tmp_path / "lines.txt", [*STATQUEST, "awesome is statquest"]
     path.write_text("\n".join([lines[0], f"<EOS> {lines[1]}" if from_end else lines[1], "", lines[2]]))
-    material = of_lines([str(path)], vocabulary=WORDS, from_end=from_end, context=7, rows=3, seed=1)
+    texts = of_lines([str(path)], vocabulary=WORDS, from_end=from_end, context=7)
+    material = material_of_rows(texts, None, rows=3, seed=1)
     encode_many, batch = material.tokenizer.encode_many, material.batch(0)
     rows = {(int(row[0]), *t[t.ne(IGNORED)].tolist()) for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)}
     without_end = encode_many([line.removesuffix(" <EOS>") for line in lines])
