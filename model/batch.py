@@ -1,17 +1,41 @@
 """What one step learns from, as tensors: tokens in, tokens out, and sources where there is an encoder. Knows no files.
 
-Shape legend: R rows, N tokens of each, S tokens of each source, M rows computed at once.
+Windows of running text are equally long; rows that are each a text by itself are padded behind their ends.
+Shape legend: R rows, N tokens of each, S tokens of each source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
+import torch
 from torch import Tensor
+
+from model.shuffle import Shuffle
+from model.vocabulary import END
 
 IGNORED = -100
 """The target where nothing is to be learnt: padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row: every token but the first is a target."""
+
+    tokens: list[int]
+    source: list[int] | None = None
+    """What the encoder reads; all examples of a run have one, or none has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What the encoder reads."""
+
+    tokens_RS: Tensor
+    real_RS: Tensor
+    """True for a source's tokens, False for its padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +45,7 @@ class Batch:
     inputs_RN: Tensor
     targets_RN: Tensor
     """What follows each input, or IGNORED."""
-    source_RS: Tensor | None = None
-    """What the encoder reads."""
-    real_RS: Tensor | None = None
-    """True for a source's tokens, False for its padding; there where source_RS is."""
+    sources: Sources | None = None
 
     @property
     def n_targets(self) -> int:
@@ -34,15 +55,40 @@ class Batch:
     @property
     def row_tokens(self) -> int:
         """Tokens that one row makes the network compute."""
-        return self.inputs_RN.shape[1] + (0 if self.source_RS is None else self.source_RS.shape[1])
+        return self.inputs_RN.shape[1] + (0 if self.sources is None else self.sources.tokens_RS.shape[1])
 
     def split(self, rows: int) -> list[Batch]:
         """The same rows, at most `rows` at once."""
         inputs, targets = self.inputs_RN.split(rows), self.targets_RN.split(rows)
-        if self.source_RS is None or self.real_RS is None:
-            return [Batch(inputs_RN=i, targets_RN=t) for i, t in zip(inputs, targets, strict=True)]
-        parts = zip(inputs, targets, self.source_RS.split(rows), self.real_RS.split(rows), strict=True)
-        return [Batch(inputs_RN=i, targets_RN=t, source_RS=s, real_RS=r) for i, t, s, r in parts]
+        sources: Iterable[Sources | None] = repeat(None, len(inputs))
+        if self.sources is not None:
+            columns = zip(self.sources.tokens_RS.split(rows), self.sources.real_RS.split(rows), strict=True)
+            sources = [Sources(tokens_RS=tokens, real_RS=real) for tokens, real in columns]
+        parts = zip(inputs, targets, sources, strict=True)
+        return [Batch(inputs_RN=i, targets_RN=t, sources=s) for i, t, s in parts]
+
+
+class Examples:
+    """Which examples a step sees: a pure function of (seed, step)."""
+
+    def __init__(self, examples: Sequence[Example], *, rows: int, seed: int) -> None:
+        self.examples, self.rows = examples, rows
+        self._shuffle = Shuffle(len(examples), seed=seed)
+
+    def batch(self, step: int) -> Batch:
+        """`rows` examples."""
+        places = range(step * self.rows, (step + 1) * self.rows)
+        return padded([self.examples[self._shuffle(place)[1]] for place in places])
+
+
+def padded(examples: Sequence[Example]) -> Batch:
+    """The examples as they are, made equally long behind their ends."""
+    inputs_RN = _matrix([example.tokens[:-1] for example in examples], END)
+    targets_RN = _matrix([example.tokens[1:] for example in examples], IGNORED)
+    read = [example.source for example in examples if example.source is not None]
+    real = [[1] * len(source) for source in read]
+    sources = Sources(tokens_RS=_matrix(read, END), real_RS=_matrix(real, 0).bool()) if read else None
+    return Batch(inputs_RN=inputs_RN, targets_RN=targets_RN, sources=sources)
 
 
 def of_windows(windows_RN: Tensor) -> Batch:
@@ -58,3 +104,8 @@ def up_to(batches: Iterable[Batch], n_targets: float) -> Iterator[Batch]:
             return
         yield batch
         seen += batch.n_targets
+
+
+def _matrix(rows: Sequence[list[int]], padding: int) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])

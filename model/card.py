@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
-from model.describe import describe_shape, describe_size
+from model.describe import describe_size, shape_lines
 from model.sample import Prompt
 
 _ABOUT = "It continues text as its corpus does. It knows no facts and follows no instructions."
@@ -40,15 +40,17 @@ def model_card(
     """Markdown. samples: (prompt, the text that came)."""
     shown = "\n\n".join(f"Prompt `{prompt.text}`:\n\n> {_quoted(prompt.joined(text))}" for prompt, text in samples)
     kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
+    shape = "\n".join(f"| {what} | {text} |" for what, text in shape_lines(config))
     return f"""# Model card
 
-{kind} of {describe_size(n_params)} parameters ({describe_shape(config)}),
-trained from scratch by `python -m model.train`.
+{kind} of {describe_size(n_params)} parameters, trained from scratch by `python -m model.train`.
 
 {facts.about or _ABOUT}
 
 | | |
 |---|---|
+{shape}
+| vocabulary | {config.vocab_size} |
 | {facts.measured} bits per byte | **{facts.bits_per_byte:.4f}** |
 | corpus | {facts.corpus} |
 | tokens seen | {facts.tokens} ({facts.epochs:.2f} epochs) in {facts.steps} steps |

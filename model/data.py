@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.files import write_file
-from model.hold_out import fraction, split_documents, straight
+from model.hold_out import fraction, split_documents
 from model.shuffle import Shuffle
 from model.sources import DataError, read_documents
-from model.tokenizer import SEPARATOR, SPLIT, Tokenizer
-from model.vocabulary import END, Kind, Vocabulary
+from model.tokenizer import SPLIT, Tokenizer
+from model.vocabulary import END, Vocabulary
 
 Tokens = NDArray[np.unsignedinteger]
 _TOKENIZER_CHARACTERS = 40_000_000
+_STRAIGHT = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +38,20 @@ def prepare(
     sources: Sequence[str],
     cache: Path,
     *,
-    vocab_size: int | None,
+    vocabulary: Vocabulary,
     straighten: float,
-    kind: Kind = "bpe",
-    end_token: str = SEPARATOR,
     held_out_share: float = 0.01,
 ) -> Corpus:
     """Reads, trains the tokenizer, tokenises; takes tokenizer and tokens from `cache` where the inputs are the same.
 
     straighten: share of the documents in which curly quotes and long dashes become ASCII, as people type them.
     """
-    vocabulary = Vocabulary(kind=kind, size=vocab_size, end_token=end_token)
     documents = [_straightened(text, copy, straighten) for copy, text in _numbered_copies(read_documents(sources))]
     digest = hashlib.sha256(f"{vocabulary}/{held_out_share}/{_TOKENIZER_CHARACTERS}/{SPLIT}".encode())
     for text in documents:
         digest.update(hashlib.sha256(text.encode("utf-8")).digest())
     folder = cache / digest.hexdigest()[:16]
-    held_out, train = split_documents(documents, held_out_share)
+    held_out, train = split_documents(documents, held_out_share, alike=_straight)
     if not (folder / "train.bin").exists():
         _tokenise(train, held_out, folder, vocabulary)
     tokenizer = Tokenizer.load(folder)
@@ -96,7 +94,12 @@ def _numbered_copies(documents: list[str]) -> Iterator[tuple[int, str]]:
 
 def _straightened(text: str, copy: int, share: float) -> str:
     # The second copy of a document lands on the other side of the threshold, where the share allows it.
-    return straight(text) if (fraction(text) + copy / 2) % 1.0 < share else text
+    return _straight(text) if (fraction(text) + copy / 2) % 1.0 < share else text
+
+
+def _straight(text: str) -> str:
+    """Curly quotes, long dashes and ellipses as people type them."""
+    return text.translate(_STRAIGHT)
 
 
 def _tokenise(train: list[str], held_out: list[str], folder: Path, vocabulary: Vocabulary) -> None:

@@ -1,29 +1,39 @@
-"""A model in the words of the field: its ModelConfig in one line, its size. Knows no tensors and no files."""
+"""A model in the words of the field, line by line: its shape, its size, its memory. Knows no tensors and no files."""
 
 from __future__ import annotations
 
 from model.config import ModelConfig
 
-_NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
-_GATED = {"silu": "SwiGLU", "gelu": "GeGLU", "gelu_tanh": "GeGLU (tanh)", "relu": "ReGLU"}
-_PLAIN = {"silu": "SiLU", "gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu": "ReLU"}
+Line = tuple[str, str]
+"""What, and what of it."""
+
+_DTYPES = {"float32": 4, "bfloat16": 2}
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def describe_shape(config: ModelConfig) -> str:
-    """For example "5 layers x 256, 4 query and 2 key/value heads of 64, pre-norm RMSNorm, rotary positions, ..."."""
-    encoder = f"{config.n_encoder_layers} encoder and " if config.n_encoder_layers else ""
-    parts = [
-        f"{encoder}{config.n_layers} {'decoder ' if encoder else ''}layer{'s' if config.n_layers > 1 else ''}"
-        f" x {config.width}",
-        _heads(config),
-        _norm(config),
-        _positions(config),
-        _feed_forward(config),
-        *_extras(config),
-        f"{'tied ' if config.tied_head else ''}vocabulary {config.vocab_size}",
-        f"context {config.context}",
+def shape_lines(config: ModelConfig) -> list[Line]:
+    """The architecture, part by part: what `inkstream check` prints and a model card lists."""
+    encoder = f", encoder of {config.n_encoder_layers} layers with cross-attention" if config.n_encoder_layers else ""
+    parallel = ", attention and feed-forward in parallel" if config.parallel_residual else ""
+    lines = [
+        ("shape", f"{config.n_layers} layers x {config.width}, context {config.context}{encoder}{parallel}"),
+        ("attention", _attention(config)),
+        ("positions", _positions(config)),
+        ("norm", _norm(config)),
+        ("feed-forward", _feed_forward(config)),
+        ("head", _head(config)),
     ]
-    return ", ".join(parts)
+    return [*lines, ("embedding", f"times {config.embedding_scale:g}")] if config.embedding_scale != 1.0 else lines
+
+
+def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
+    """Weights and KV cache in each dtype that the service computes in."""
+    lines = [("parameters", describe_size(n_params))]
+    for name, size in _DTYPES.items():
+        token = config.kv_numbers_per_token * size
+        cache = f"{_size(token)} of KV cache a token, {_size(token * config.context)} a full context"
+        lines.append((name, f"{_size(n_params * size)} of weights, {cache}"))
+    return lines
 
 
 def describe_size(n_params: int) -> str:
@@ -31,54 +41,47 @@ def describe_size(n_params: int) -> str:
     return f"{n_params / 1e6:.2f} M" if n_params >= 10_000 else str(n_params)
 
 
-def _heads(config: ModelConfig) -> str:
-    heads, kv_heads, size = config.n_heads, config.n_kv_heads, config.head_dim
-    if heads == kv_heads:
-        return f"{heads} head{'s' if heads > 1 else ''} of {size}"
-    return f"{heads} query and {kv_heads} key/value head{'s' if kv_heads > 1 else ''} of {size}"
+def _attention(config: ModelConfig) -> str:
+    biases = {"q, k, v": config.qkv_bias, "output": config.out_bias}
+    parts = [
+        f"{config.n_heads} heads, {config.n_kv_heads} kv heads, head_dim {config.head_dim}",
+        "no window" if config.sliding_window is None else f"sliding window {config.sliding_window}",
+        f"scale 1/sqrt({config.attention_scale})",
+        f"bias: {', '.join(name for name, there in biases.items() if there) or 'none'}",
+    ]
+    return ", ".join([*parts, *["qk-norm"] * config.qk_norm, *["no output projection"] * (not config.out_projection)])
+
+
+def _positions(config: ModelConfig) -> str:
+    if config.positions != "rotary":
+        return config.positions
+    part = "" if config.turned_dim == config.head_dim else f" over {config.turned_dim} of {config.head_dim}"
+    scaling = config.rope_scaling
+    how = f"{scaling.kind} x {scaling.factor:g}" if scaling else "none"
+    return f"rotary{part}, theta {config.rope_theta:g}, scaling {how}"
 
 
 def _norm(config: ModelConfig) -> str:
     if config.norm == "none":
-        return "no norm"
-    text = f"{config.norm_position}-norm {_NORMS[config.norm]}"
-    return (
-        text
-        if config.final_norm == (config.norm_position == "pre")
-        else f"{text} {_with(config.final_norm)} final norm"
-    )
-
-
-def _positions(config: ModelConfig) -> str:
-    if config.positions == "none":
-        return "no positions"
-    turned = "" if config.rotary_dim is None else f" of {config.rotary_dim} numbers a head"
-    scaling = "" if config.rope_scaling is None else f" ({config.rope_scaling.kind} scaling)"
-    return f"{config.positions} positions{turned}{scaling}"
+        return "none"
+    bias, final = "with bias" if config.norm_bias else "without bias", "with" if config.final_norm else "without"
+    return f"{config.norm} {bias}, position {config.norm_position}, {final} final norm, eps {config.norm_eps:g}"
 
 
 def _feed_forward(config: ModelConfig) -> str:
     if not config.mlp_width:
-        return "no feed-forward"
-    return f"{(_GATED if config.gated else _PLAIN)[config.activation]} {config.mlp_width}"
+        return "none"
+    gated, bias = "gated" if config.gated else "not gated", "bias" if config.mlp_bias else "no bias"
+    return f"{config.mlp_width}, {config.activation}, {gated}, {bias}"
 
 
-def _extras(config: ModelConfig) -> list[str]:
-    """What not every decoder has."""
-    biases = {"q/k/v": config.qkv_bias, "output": config.out_bias, "feed-forward": config.mlp_bias}
-    biased = [name for name, there in (biases | {"head": config.head_bias}).items() if there]
-    extras = {
-        f"biases of {' and '.join(biased)}": bool(biased),
-        "no output projection": not config.out_projection,
-        "q/k norm": config.qk_norm,
-        "parallel residual": config.parallel_residual,
-        f"sliding window {config.sliding_window}": config.sliding_window is not None,
-        "scores over the root of the width": config.attention_scale == "width",
-        f"embeddings x {config.embedding_scale:.4g}": config.embedding_scale != 1.0,
-        f"logits capped at {config.logit_soft_cap}": config.logit_soft_cap is not None,
-    }
-    return [words for words, there in extras.items() if there]
+def _head(config: ModelConfig) -> str:
+    cap = "" if config.logit_soft_cap is None else f", soft cap {config.logit_soft_cap:g}"
+    return f"{'tied' if config.tied_head else 'untied'}, {'bias' if config.head_bias else 'no bias'}{cap}"
 
 
-def _with(there: bool) -> str:
-    return "with" if there else "without"
+def _size(n_bytes: int) -> str:
+    value, unit = float(n_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.4g} {_UNITS[unit]}"

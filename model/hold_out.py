@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from model.sources import DataError
 
-_STRAIGHT = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."})
 _FEWEST_ROWS = 20
-
-
-def straight(text: str) -> str:
-    """Curly quotes, long dashes and ellipses as people type them."""
-    return text.translate(_STRAIGHT)
 
 
 def fraction(text: str) -> float:
@@ -21,11 +15,14 @@ def fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:6], "big") / 2**48
 
 
-def split_documents(documents: list[str], share: float) -> tuple[list[str], list[str]]:
-    """(held out, training). Copies of one document stay on one side; few documents give up the end of the last one."""
+def split_documents(documents: list[str], share: float, *, alike: Callable[[str], str]) -> tuple[list[str], list[str]]:
+    """(held out, training). Few documents give up the end of the last one.
+
+    Copies of one document stay on one side, and so do documents of which `alike` makes the same.
+    """
 
     def key(text: str) -> float:
-        return fraction("held out" + straight(text))
+        return fraction("held out" + alike(text))
 
     held_out = list({key(text): text for text in documents if key(text) < share}.values())
     train = [text for text in documents if key(text) >= share]

@@ -1,23 +1,27 @@
 """What a run learns from: its tokenizer, the batch of every step, held-out batches, and prompts to look at.
 
-Here that of running text, read in windows; rows that stand by themselves are model/rows.py. Knows no network.
+Made of running text, read in windows, or of rows that stand by themselves. Knows no network.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from model.batch import Batch, of_windows
-from model.data import Order, prepare
+from model.batch import Batch, Examples, of_windows, padded
+from model.data import Corpus, Order, prepare
+from model.options import vocabulary
+from model.rows import Rows, of_lines, of_pairs
 from model.sample import Prompt
 from model.tokenizer import Tokenizer
-from model.vocabulary import Vocabulary
 
 _PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
+_MEASURED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,25 +58,52 @@ class Material:
         return step * self.rows / self.per_epoch
 
 
-def of_text(
-    sources: Sequence[str],
-    cache: Path,
-    *,
-    vocabulary: Vocabulary,
-    context: int,
-    rows: int,
-    seed: int,
-    straighten: float,
-) -> Material:
-    """Documents behind one another, read in windows of the context. Raises DataError and TokenizerError."""
-    corpus = prepare(
-        sources,
-        cache,
-        vocab_size=vocabulary.size,
-        straighten=straighten,
-        kind=vocabulary.kind,
-        end_token=vocabulary.end_token,
+def gather(options: argparse.Namespace, context: int, cache: Path) -> Material:
+    """What the flags name, in the form that they name. cache: where running text keeps its tokens.
+
+    Raises ConfigError, DataError and TokenizerError.
+    """
+    words, rows, seed = vocabulary(options), options.windows, options.seed
+    if options.pairs:
+        pairs = of_pairs(options.pairs, vocabulary=words, context=context)
+        return material_of_rows(pairs, words.size, rows=rows, seed=seed)
+    if options.per_line:
+        lines = of_lines(options.data, vocabulary=words, from_end=options.lines_from_end, context=context)
+        return material_of_rows(lines, words.size, rows=rows, seed=seed)
+    straighten = 0.5 if options.straighten is None else options.straighten
+    corpus = prepare(options.data, cache, vocabulary=words, straighten=straighten)
+    return _material_of_text(corpus, context=context, rows=rows, seed=seed)
+
+
+def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: int) -> Material:
+    """Texts by themselves, so many a step. most_tokens: what the vocabulary was to have at most."""
+    noun, tokenizer = texts.noun, texts.tokenizer
+    train = [row.example for row in texts.found if row.key not in texts.held_out]
+    # One row of each key, be it held out or, where nothing is, learnt from.
+    found = {row.key: row for row in texts.found if row.key in texts.held_out or not texts.held_out}
+    measured = list(found.values())
+    examples = [row.example for row in measured]
+    n_tokens, n_words = sum(len(example.tokens) - 1 for example in train), tokenizer.vocab_size
+    short = f"a vocabulary of {n_words}, the text supports no more; " if n_words < (most_tokens or 0) else ""
+    few = f"none, {len(measured)} {noun} are too few; bits per byte are of the training {noun}"
+    held_out = f"{len(measured)} {noun}" if texts.held_out else few
+    return Material(
+        tokenizer=tokenizer,
+        batch=Examples(train, rows=rows, seed=seed).batch,
+        rows=rows,
+        per_epoch=len(train),
+        n_tokens=n_tokens,
+        row_tokens=n_tokens / len(train),
+        held_out=[padded(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
+        measured="held-out" if texts.held_out else "training",
+        corpus=f"{len(texts.found)} {noun}, {n_tokens} training tokens; {short}held-out: {held_out}",
+        prompts=[row.prompt for row in measured[: len(_PROMPTS)]],
+        digest=_digest(texts),
     )
+
+
+def _material_of_text(corpus: Corpus, *, context: int, rows: int, seed: int) -> Material:
+    """Documents behind one another, read in windows of the context."""
     order = Order(corpus.train, length=context, windows=rows, seed=seed)
     held_out_N = torch.from_numpy(corpus.held_out.astype("int64"))
     starts = range(0, len(held_out_N) - 1, context)
@@ -90,3 +121,10 @@ def of_text(
         prompts=[Prompt(text=text, tokens=corpus.tokenizer.encode(text)) for text in _PROMPTS],
         digest=corpus.digest,
     )
+
+
+def _digest(texts: Rows) -> str:
+    digest = hashlib.sha256("".join(texts.tokenizer.files().values()).encode())
+    for row in texts.found:
+        digest.update(repr(row.example).encode())
+    return digest.hexdigest()

@@ -44,10 +44,10 @@ class Objective:
         return nats / math.log(2) / max(n_bytes, 1)
 
     def _read_source(self, batch: Batch) -> CrossAttend | None:
-        if batch.source_RS is None or batch.real_RS is None:
+        if batch.sources is None:
             return None
-        source_T, real_RS = batch.source_RS.flatten().to(self.device), batch.real_RS.to(self.device)
-        kv = self.decoder.encode(source_T, self._positions(batch.source_RS), EncoderAttend(real_RS))
+        tokens_RS, real_RS = batch.sources.tokens_RS.to(self.device), batch.sources.real_RS.to(self.device)
+        kv = self.decoder.encode(tokens_RS.flatten(), self._positions(tokens_RS), EncoderAttend(real_RS))
         return MemoryAttend(kv, real_RS)
 
     def _positions(self, tokens_RN: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def vocabulary(options: argparse.Namespace) -> Vocabulary:
     if not end or end.split() != [end] or end == UNKNOWN:
         raise ConfigError(f"--end-token must be one word other than {UNKNOWN}, not {end!r}")
     size = preset(options.preset).vocab_size if options.tokenizer == "bpe" else None
-    return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end)
+    short = options.vocab_size is None and bool(options.pairs or options.per_line)
+    return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=short)
 
 
 def _check_sources(options: argparse.Namespace, *, has_encoder: bool) -> None:
@@ -95,7 +96,9 @@ def _add_data(p: argparse.ArgumentParser) -> None:
         "--end-token", metavar="TEXT", help=f"the special token that ends a text (default: {told('end_token')})"
     )
     p.add_argument(
-        "--vocab-size", type=_count, help="tokens of the vocabulary (default: the preset's; words: all words)"
+        "--vocab-size",
+        type=_count,
+        help="tokens of the vocabulary (default: the preset's, of lines and pairs at most; words: all)",
     )
     p.add_argument("--straighten", type=_share, help="share of texts given ASCII quotes (default: 0.5)")
 

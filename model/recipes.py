@@ -22,6 +22,8 @@ class Recipe:
     tokenizer: Kind = "bpe"
     end_token: str = SEPARATOR
     per_line: bool = False
+    lines_from_end: bool = True
+    """Whether a line's first token is told from an end token, as one after an empty prompt is; no flag."""
     optimizer: Optimizer = "muon"
     matrix_lr: float = 0.02
     lr: float = 0.004
@@ -42,6 +44,7 @@ _RECIPES = {
         tokenizer="words",
         end_token="<EOS>",
         per_line=True,
+        lines_from_end=False,  # as in its notebook, position 0 is the first word's
         optimizer="adamw",
         lr_alone=0.1,
         windows=2,
@@ -49,7 +52,7 @@ _RECIPES = {
         steps=400,
         greedy=True,
     ),
-    "cross": Recipe(windows=64, greedy=True),
+    "cross": Recipe(windows=64, greedy=True, steps=2000),
 }
 
 

@@ -24,7 +24,7 @@ class Prompt:
 
     def joined(self, text: str) -> str:
         """The prompt and what came of it."""
-        return self.text + text if self.source is None else f"{self.text} ->{text}"
+        return self.text + text if self.source is None else f"{self.text} -> {text.lstrip()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ class Position:
     """Corpus.digest."""
     shape: str
     """repr of the ModelConfig."""
-    order: str
-    """Seed, windows a step, optimizer: what decides what a step sees and does with it."""
+    flags: dict[str, str]
+    """Flag -> value: all that decides what a step sees and does with it."""
 
     def must_be_of(self, other: Position, folder: Path) -> None:
         """Whether both are of one run. Raises CheckpointError that says what differs."""
@@ -37,10 +37,8 @@ class Position:
             raise CheckpointError(f"the run in {folder} has another shape; give the same flags or --overwrite")
         if self.digest != other.digest:
             raise CheckpointError(f"the run in {folder} was started on other data; give the same data or --overwrite")
-        if self.order != other.order:
-            raise CheckpointError(
-                f"the run in {folder} had other --seed, --windows or --optimizer; give the same or --overwrite"
-            )
+        if changed := [f"{name} {value}" for name, value in self.flags.items() if value != other.flags.get(name)]:
+            raise CheckpointError(f"the run in {folder} had {' '.join(changed)}; give the same or --overwrite")
 
 
 def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from model.batch import up_to
 from model.card import RunFacts, read_about
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
-from model.gather import gather
+from model.material import gather
 from model.objective import Objective
 from model.optimiser import Optimiser, lr_factor
 from model.options import parse, shape
@@ -81,7 +81,7 @@ class Run:
         self.about = read_about(options.about)
         self.device = choose_device(options.device)
         asked = shape(options)
-        self.material = gather(options, asked, self.work)
+        self.material = gather(options, asked.context, self.work)
         self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = Decoder(self.shape).initialise(options.seed).to(self.device)
         self.optimiser = Optimiser(
@@ -168,13 +168,14 @@ class Run:
         return self.objective.bits_per_byte(batches, self.material.tokenizer.bytes_of)
 
     def _position(self) -> Position:
-        options = self.options
+        flags = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
+        same = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in flags}
         return Position(
             step=self.step,
             seconds=self.seconds,
             digest=self.material.digest,
             shape=repr(self.shape),
-            order=f"seed {options.seed}, {options.windows} windows, {options.optimizer}",
+            flags=same | {"--dtype": str(self.objective.dtype).removeprefix("torch.")},
         )
 
     def _save_snapshot(self) -> None:

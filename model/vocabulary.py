@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,6 +17,8 @@ Kind = Literal["bpe", "words"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 END = 0
 """Id of the end token in every tokenizer trained here; it also starts a text from nothing."""
+_FEWEST = 257
+"""Every byte and the end token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +27,17 @@ class Vocabulary:
 
     kind: Kind
     size: int | None
-    """bpe: exactly this many tokens. words: at most; None is as many as there are words."""
+    """bpe: exactly this many tokens, or `fewer`. words: at most; None is as many as there are words."""
     end_token: str
+    fewer: bool = False
+    """bpe: whether fewer tokens do where the text supports no more."""
 
     def train(self, texts: list[str]) -> Tokenizer:
         """Learns from `texts`. Raises TokenizerError."""
         if self.kind == "words":
             return train_words(texts, self.size, self.end_token)
         assert self.size is not None, "a bpe has a size"
-        tokenizer = Tokenizer.train(texts, self.size)
+        tokenizer = _train_bpe(texts, self.size, fewer=self.fewer)
         return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
 
 
@@ -44,6 +49,23 @@ def started(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
     rust = RustTokenizer.from_str(tokenizer.files()["tokenizer.json"])
     rust.post_processor = processors.TemplateProcessing(single=[end_token, "$A"], special_tokens=[(end_token, END)])
     return Tokenizer(rust, end_token)
+
+
+def _train_bpe(texts: list[str], size: int, *, fewer: bool) -> Tokenizer:
+    try:
+        return Tokenizer.train(texts, size)
+    except TokenizerError:
+        if not fewer:
+            raise
+
+    def is_too_large(tried: int) -> bool:
+        try:
+            Tokenizer.train(texts, tried)
+        except TokenizerError:
+            return True
+        return False
+
+    return Tokenizer.train(texts, _FEWEST + bisect_left(range(_FEWEST + 1, size), True, key=is_too_large))
 
 
 def _renamed(tokenizer: Tokenizer, end_token: str) -> Tokenizer:

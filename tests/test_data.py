@@ -13,10 +13,14 @@ import pytest
 from tiny import TEXT
 
 from model.data import Corpus, DataError, Order, prepare, read_documents
+from model.tokenizer import SEPARATOR
+from model.vocabulary import Vocabulary
+
+VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
 
 
 def _prepare(sources: list[Path], cache: Path, straighten: float = 0.0) -> Corpus:
-    return prepare([str(s) for s in sources], cache, vocab_size=300, straighten=straighten)
+    return prepare([str(s) for s in sources], cache, vocabulary=VOCABULARY, straighten=straighten)
 
 
 def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) -> None:

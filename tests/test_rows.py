@@ -9,13 +9,14 @@ import pytest
 import torch
 from tiny import TEXT, tiny_decoder
 
-from model.batch import IGNORED, up_to
+from model.batch import IGNORED, Example, Examples, padded, up_to
 from model.config import ModelConfig
-from model.examples import Example, Examples, padded
 from model.hold_out import held_out_rows
+from model.material import material_of_rows
 from model.objective import Objective
 from model.presets import preset, reshaped
 from model.rows import of_lines, of_pairs
+from model.sample import Prompt
 from model.vocabulary import END, Vocabulary, started
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
@@ -98,6 +99,11 @@ def test_a_glance_takes_as_many_batches_as_the_targets_need() -> None:
     assert [len(list(up_to(batches, n))) for n in (0, 1, 2, 3, 1000)] == [0, 1, 1, 2, 5]
 
 
+@pytest.mark.parametrize("answer", ["ba", " ba"])
+def test_a_pair_is_shown_with_one_space_around_its_arrow(answer: str) -> None:
+    assert Prompt(text="ab", tokens=[END], source=[1]).joined(answer) == "ab -> ba"
+
+
 def test_rows_are_held_out_only_where_there_are_enough() -> None:
     assert held_out_rows(map(str, range(19))) == set()
     assert len(held_out_rows([*map(str, range(20)), "1", "2"])) == 1
@@ -107,28 +113,31 @@ def test_rows_are_held_out_only_where_there_are_enough() -> None:
 def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("".join(f"w{i} x{i}\ty{i}\nw{i}  x{i}\tz{i}\n" for i in range(100)))
-    for read, n_held_out in ((of_lines, 2), (of_pairs, 1)):
-        material = read([str(path)], vocabulary=WORDS, context=16, rows=7, seed=1)
+    lines = of_lines([str(path)], vocabulary=WORDS, from_end=True, context=16)
+    pairs = of_pairs([str(path)], vocabulary=WORDS, context=16)
+    for texts, n_held_out in ((lines, 2), (pairs, 1)):
+        material = material_of_rows(texts, None, rows=7, seed=1)
         (held_out,) = material.held_out
         assert material.measured == "held-out"
         assert material.per_epoch == 200 - 2
         assert len(held_out.inputs_RN) == n_held_out
         # The tokenizer has not seen their words either.
-        assert (held_out.inputs_RN if held_out.source_RS is None else held_out.source_RS).eq(1).any()
+        assert (held_out.inputs_RN if held_out.sources is None else held_out.sources.tokens_RS).eq(1).any()
 
 
-def test_lines_start_at_their_first_word_and_end_with_one_end_token(tmp_path: Path) -> None:
-    path = tmp_path / "lines.txt"
-    path.write_text("\n".join([*STATQUEST, "", "awesome is statquest"]))
-    material = of_lines([str(path)], vocabulary=WORDS, context=6, rows=3, seed=1)
-    encode, batch = material.tokenizer.encode, material.batch(0)
-    rows = {
-        tuple(row[: int(t.ne(IGNORED).sum())].tolist())
-        for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)
-    }
-    assert rows == {tuple(encode(line)[:5]) for line in [*STATQUEST, "awesome is statquest"]}
-    lasts = {row[row.ne(IGNORED)][-1].item() for row in batch.targets_RN}
-    assert lasts == {END}
-    assert (
-        material.prompts[0].text == "what is statquest <EOS>" or material.prompts[0].tokens == encode(STATQUEST[0])[:4]
-    )
+@pytest.mark.parametrize("from_end", [True, False])
+def test_lines_end_with_one_end_token_and_start_with_one_or_with_their_first_word(
+    tmp_path: Path, from_end: bool
+) -> None:
+    path, lines = tmp_path / "lines.txt", [*STATQUEST, "awesome is statquest"]
+    path.write_text("\n".join([lines[0], f"<EOS> {lines[1]}" if from_end else lines[1], "", lines[2]]))
+    texts = of_lines([str(path)], vocabulary=WORDS, from_end=from_end, context=7)
+    material = material_of_rows(texts, None, rows=3, seed=1)
+    encode_many, batch = material.tokenizer.encode_many, material.batch(0)
+    rows = {(int(row[0]), *t[t.ne(IGNORED)].tolist()) for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)}
+    without_end = encode_many([line.removesuffix(" <EOS>") for line in lines])
+    assert rows == {(*[END] * from_end, *ids, END) for ids in without_end}
+    assert material.tokenizer.encode("") == [END] * from_end, "prompts begin as rows do"
+    prompt = material.prompts[0]
+    assert prompt.text == "what is statquest <EOS>"
+    assert prompt.tokens == material.tokenizer.encode(prompt.text)

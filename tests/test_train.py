@@ -114,11 +114,27 @@ def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     assert "--resume" in capsys.readouterr().err
     assert _train(text, out, "--steps", "4", "--resume", "--context", "16") == 2
     assert "another shape" in capsys.readouterr().err
-    assert _train(text, out, "--steps", "4", "--resume", "--seed", "2") == 2
-    assert "--seed" in capsys.readouterr().err
     text.write_text(TEXT * 4)
     assert _train(text, out, "--steps", "4", "--resume") == 2
     assert "other data" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_only_with_the_flags_that_it_had(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--steps", "2", "--dtype", "float32", "--lr", "0.003"]
+    out = tmp_path / "out"
+    _train_until(1, text, out, *flags)
+    others = ["--seed 2", "--windows 5", "--matrix-lr 0.1", "--lr 0.1", "--weight-decay 0.1", "--dtype bfloat16"]
+    for other in [*others, "--optimizer adamw", "--lr 0.1 --seed 3"]:
+        capsys.readouterr()
+        assert _train(text, out, *flags, *other.split(), "--resume") == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        named = [word for word in error.split() if word.startswith("--")]
+        assert sorted(named) == sorted([*other.split()[::2], "--overwrite"])
+    assert " had --seed 1 --lr 0.003; give the same" in error
+    assert _train(text, out, *flags, "--resume") == 0
 
 
 def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
@@ -155,16 +171,16 @@ def test_a_loss_that_is_not_finite_ends_with_three_and_keeps_the_last_snapshot(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    _train_until(2, text, out, "--steps", "40")
-    assert _train(text, out, "--steps", "40", "--resume", "--lr", "1e30") == 3
+    _train_until(1, text, out, "--steps", "40", "--lr", "1e30")
+    assert _train(text, out, "--steps", "40", "--lr", "1e30", "--resume") == 3
     assert "snapshot" in capsys.readouterr().err
     found = load_snapshot(out / ".training")
-    assert found and found[0].step == 2
+    assert found and found[0].step == 1
 
 
 def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def position(step: int) -> Position:
-        return Position(step=step, seconds=1.0, digest="d", shape="s", order="o")
+        return Position(step=step, seconds=1.0, digest="d", shape="s", flags={})
 
     save_snapshot(tmp_path, position(1), {"x": torch.ones(1)})
     older = tmp_path / "kept"

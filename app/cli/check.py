@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from app.cli.facts import Line, memory_lines, shape_lines
 from app.cli.vocabulary import Vocabulary, try_vocabulary
 from app.engine.defaults import sampling_defaults
 from model.checkpoint import Checkpoint, load
+from model.describe import Line, memory_lines, shape_lines
 from model.files import CheckpointError, one_line
 from model.golden import GOLDEN_FILE, verify
 from model.presence import check_layout
