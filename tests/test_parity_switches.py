@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
+from tiny import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 
 from app.engine.types import Request, SamplingParams, TokenEvent
 from model.config import ConfigError, ModelConfig, RopeScaling
@@ -141,3 +141,14 @@ def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch
             fours = torch.cat([function(part) for part in whole_TF.split(4)])
             for rows in (8, 20, 100, 1000):
                 assert torch.equal(function(whole_TF[:rows]), fours[:rows]), (name, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_law_holds_with_three_threads(dtype: torch.dtype) -> None:
+    """A step of many tokens is shared out to threads, and a third of it ends anywhere."""
+    torch.set_num_threads(3)
+    decoder = tiny_decoder(tiny_config(mlp_width=700, width=128, n_layers=1), dtype=dtype)
+    requests = _requests(VOCAB, greedy=False)
+    together = run_all(tiny_engine(decoder, blocks=200, tokens_per_step=512), requests)
+    for request in requests:
+        assert together[request.id] == run_all(tiny_engine(decoder, tokens_per_step=512), [request])[request.id]
