@@ -32,8 +32,11 @@ def in_rows(function: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:
     n_columns = x_TF.shape[-1]
     rest = -n_columns % _NO_REST
     whole_TF = F.pad(x_TF, (0, rest)) if rest else x_TF.contiguous()
-    parts = [function(part_TF) for part_TF in whole_TF.split(max(_UNSHARED // whole_TF.shape[-1], 1))]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, :n_columns]
+    if whole_TF.numel() <= _UNSHARED:
+        out_TF = function(whole_TF)
+    else:
+        out_TF = torch.cat([function(part_TF) for part_TF in whole_TF.split(max(_UNSHARED // whole_TF.shape[-1], 1))])
+    return out_TF[:, :n_columns] if rest else out_TF
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
