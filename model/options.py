@@ -41,8 +41,8 @@ def shape(options: argparse.Namespace) -> ModelConfig:
     )
     if options.vocab_size is not None and options.vocab_size < least:
         raise ConfigError(f"--vocab-size must be at least {least} ({what}), not {options.vocab_size}")
-    if options.context is not None and options.context < 8:
-        raise ConfigError(f"--context must be at least 8 tokens, not {options.context}")
+    if options.context is not None and options.context < 2:
+        raise ConfigError(f"--context must be at least 2 tokens, not {options.context}")
     sized = reshaped(base, **{name: getattr(options, name) for name in _SIZES})
     given = {"vocab_size": options.vocab_size, "context": options.context}
     return dataclasses.replace(sized, **{k: v for k, v in given.items() if v is not None})
