@@ -369,7 +369,8 @@ def test_everything_can_be_reached_and_named_without_a_mouse(page, server):
     assert page.locator("#weights").get_attribute("title") == served["weights_version"]
     assert page.locator("#status").get_attribute("aria-live") == "polite"
     names = ["Document", "Temperature", "Top p", "Max tokens", "Seed"]
-    labels = "() => [...document.querySelectorAll('textarea, input')].map((e) => e.labels[0].textContent)"
+    shown = "[...document.querySelectorAll('textarea, input')].filter((e) => e.checkVisibility())"
+    labels = f"() => {shown}.map((e) => e.labels[0].textContent)"
     assert page.evaluate(labels) == names
     reached = [page.evaluate("() => document.activeElement.id")]
     for _ in range(7):
