@@ -134,7 +134,7 @@ class ModelConfig:
     def _check_fields(self) -> None:
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
-            _require(_is_whole(value, least), f"{name} must be a whole number of at least {least}, not {value!r}")
+            _require(_is_whole(value, least), f"{name} must be a whole number from {least} to {_MOST}, not {value!r}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r}")

@@ -28,7 +28,7 @@ def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
 
 def _instead(needed: str, names: set[str]) -> str:
     """What is there in its place, and what to make of it."""
-    if "adapter_config.json" in names:
+    if "adapter_config.json" in names and needed != "tokenizer.json":
         return "; this is an adapter: merge it into its model and save that"
     if needed == "config.json":
         return (

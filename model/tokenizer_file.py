@@ -27,11 +27,13 @@ class _Added(msgspec.Struct):
 
 
 class _Step(msgspec.Struct):
-    """A normaliser, or a sequence of them."""
+    """A normaliser or a step of the decoder, or a sequence of them."""
 
     normalizers: list[_Step] | None = None
+    decoders: list[_Step] | None = None
     pattern: dict[str, str] | None = None
     content: str = ""
+    prepend: str = ""
 
 
 class _File(msgspec.Struct):
@@ -40,6 +42,7 @@ class _File(msgspec.Struct):
     model: _Model
     added_tokens: list[_Added] | None = None
     normalizer: _Step | None = None
+    decoder: _Step | None = None
 
 
 def read_tokenizer_json(path: Path) -> str:
@@ -55,16 +58,19 @@ def read_tokenizer_json(path: Path) -> str:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < LARGEST_ID:
             raise ValueError(f"{path}: a token has id {token}, and ids must be from 0 to {LARGEST_ID - 1}")
-    if file.normalizer and (growth := _growth(file.normalizer)) > _MOST_GROWTH:
-        raise ValueError(
-            f"{path}: the normalizer may make a text {growth} times as long, and {_MOST_GROWTH} is allowed"
-        )
+    for name, step in (("normalizer", file.normalizer), ("decoder", file.decoder)):
+        if step and (growth := _growth(step)) > _MOST_GROWTH:
+            raise ValueError(f"{path}: the {name} may make a text {growth} times as long; {_MOST_GROWTH} is allowed")
     return text
 
 
 def _growth(step: _Step) -> int:
     """By how much a text may grow; a few replacements one after another can fill any memory."""
+    inner = step.normalizers if step.normalizers is not None else step.decoders
+    if inner is not None:
+        return math.prod(map(_growth, inner))
     if step.pattern is None:
-        return math.prod(map(_growth, step.normalizers or ()))
-    replaced = len(step.pattern.get("String", "")) or 1
-    return max(1, -(-len(step.content) // replaced))
+        return 1 + len(step.prepend) // _MOST_GROWTH
+    # A regular expression, or an empty text, may match before every character.
+    replaced = len(step.pattern.get("String", ""))
+    return max(1, -(-len(step.content) // replaced)) if replaced else 1 + len(step.content)

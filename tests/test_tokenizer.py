@@ -171,10 +171,19 @@ def test_a_normalizer_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
     grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"normalizer": _sequence([grow, grow])}))
     assert Tokenizer.load(tmp_path).encode("a") == TOKENIZER.encode("a" * 100)
+    everywhere = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
     nested = _sequence([grow, _sequence([grow, grow])])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw | {"normalizer": nested}))
-    with pytest.raises(TokenizerError, match="1000 times as long"):
-        Tokenizer.load(tmp_path)
+    bombs = {
+        "nested": {"normalizer": nested},
+        "behind a pattern": {"normalizer": nested | {"pattern": {"String": "a"}, "content": "a"}},
+        "matching nothing": {"normalizer": _sequence([everywhere] * 10)},
+        "in front": {"normalizer": {"type": "Prepend", "prepend": "a" * 100_000}},
+        "decoder": {"decoder": {"type": "Sequence", "decoders": [grow] * 3}},
+    }
+    for bomb in bombs.values():
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw | bomb))
+        with pytest.raises(TokenizerError, match=r"(normalizer|decoder) may make a text \d+ times as long"):
+            Tokenizer.load(tmp_path)
 
 
 def _sequence(steps: list[dict[str, Any]]) -> dict[str, Any]:

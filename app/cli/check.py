@@ -44,7 +44,7 @@ def _check(directory: Path) -> list[Line]:
     vocabulary = try_vocabulary(directory, decoder.config.vocab_size)
     _try(decoder, vocabulary.sample, directory)
     difference = verify(decoder, directory)
-    defaults = sampling_defaults(checkpoint.generation)
+    defaults = sampling_defaults(checkpoint.generation, directory / "generation_config.json")
     golden = f"no {GOLDEN_FILE}" if difference is None else f"met, largest difference {difference:.1e}"
     return [
         ("family", checkpoint.family),

@@ -49,9 +49,10 @@ class CacheRoom:
         affordable = max(0, int(free_bytes * _SHARE) - self.source_bytes) // self.block_bytes
         if affordable < needed:
             least_bytes = needed * self.block_bytes + self.source_bytes
+            what = "--max-context or --max-running" if self.source_bytes else "--max-context"
             raise ValueError(
-                f"one sequence of {self.context} tokens needs {least_bytes >> 20} MiB of cache, "
-                "more than half of the memory that is free: give a smaller --max-context, or free some"
+                f"a sequence of {self.context} tokens needs {least_bytes >> 20} MiB of cache, "
+                f"more than half of the memory that is free: give a smaller {what}, or free some"
             )
         if not wanted:
             return min(needed * self.max_running, affordable)

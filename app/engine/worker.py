@@ -134,7 +134,7 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
-        defaults = sampling_defaults(checkpoint.generation)
+        defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
         shape, block_size = checkpoint.decoder.config, 16 if device.type == "cpu" else 64
         context = choose_context(shape, config.max_context)
