@@ -112,7 +112,7 @@ class Service:
             max_tokens=min(wish.max_tokens, ready.context - len(prompt)),
             params=params,
             source=tuple(source),
-            stop_ids=() if wish.ignore_eos else _eos_ids(ready, tokenizer),
+            stop_ids=() if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids),
         )
         completion = Completion(self.engine.submit(request), tokenizer, wish.stops)
         return Begun(completion=completion, params=params, weights_version=ready.weights_version)
@@ -126,7 +126,7 @@ class Service:
 
     async def _prompt_ids(self, prompt: str | list[int], ready: Ready, tokenizer: Tokenizer) -> list[int]:
         ids = await _ids(prompt, ready, tokenizer, "prompt")
-        start_id = tokenizer.bos_id if ready.start_id is None else ready.start_id
+        start_id = tokenizer.start_id(ready.start_id)
         if not ids and start_id is None:
             raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
         return ids or [start_id or 0]
@@ -155,11 +155,6 @@ async def _ids(text: str | list[int], ready: Ready, tokenizer: Tokenizer, field:
 
     # Long ones off the event loop, which has other streams to serve.
     return await asyncio.to_thread(encode) if len(text) > _LONG_PROMPT_CHARACTERS else encode()
-
-
-def _eos_ids(ready: Ready, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What ends a text: what the model's files say, else what the tokenizer's do."""
-    return ready.eos_ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
 
 
 def _sampling_params(wish: Wish, ready: Ready) -> SamplingParams:

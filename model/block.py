@@ -58,8 +58,7 @@ class Attention(Part):
         super().__init__()
         self.layer = layer
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        # Attend divides the scores by the root of head_dim; the rest is the queries'.
-        self.q_factor = (config.head_dim / config.width) ** 0.5 if config.attention_scale == "width" else 1.0
+        self.q_factor = _q_factor(config)
         n_rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
         self.qkv = Linear(n_rows, config.width, bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
@@ -89,14 +88,16 @@ class CrossAttention(Part):
         super().__init__()
         self.layer = layer
         self.n_kv_heads, self.head_dim = config.n_kv_heads, config.head_dim
-        self.q_factor = (config.head_dim / config.width) ** 0.5 if config.attention_scale == "width" else 1.0
+        self.q_factor = _q_factor(config)
         self.q = Linear(config.n_heads * config.head_dim, config.width, bias=config.qkv_bias)
         self.kv = Linear(2 * config.n_kv_heads * config.head_dim, config.width, bias=config.qkv_bias)
         self.out = _out_projection(config)
 
     def forward(self, x_TD: Tensor, cross: CrossAttend | None) -> Tensor:
         assert cross is not None, "a decoder with an encoder needs a source"
-        q_THC = self.q(x_TD).unflatten(1, (-1, self.head_dim)) * self.q_factor
+        q_THC = self.q(x_TD).view(len(x_TD), -1, self.head_dim)
+        if self.q_factor != 1.0:
+            q_THC = q_THC * self.q_factor
         attended_TD = cross(self.layer, q_THC).flatten(1)
         return attended_TD if self.out is None else self.out(attended_TD)
 
@@ -125,6 +126,11 @@ class FeedForward(Part):
         else:
             down_TD = self.down(self.activation(hidden_TF))
         return down_TD
+
+
+def _q_factor(config: ModelConfig) -> float:
+    """Attend divides the scores by the root of head_dim; the rest of another scale is the queries'."""
+    return (config.head_dim / config.width) ** 0.5 if config.attention_scale == "width" else 1.0
 
 
 def _out_projection(config: ModelConfig) -> Linear | None:

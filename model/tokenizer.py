@@ -129,6 +129,14 @@ class Tokenizer:
         """For people: "byte-level BPE", "SentencePiece-style BPE with byte fallback", "Unigram", "word-level"."""
         return self._pieces.kind
 
+    def end_ids(self, named: tuple[int, ...]) -> tuple[int, ...]:
+        """What ends a text: the tokens that the model's own files name, else this tokenizer's."""
+        return named or (() if self.eos_id is None else (self.eos_id,))
+
+    def start_id(self, named: int | None) -> int | None:
+        """What a text from nothing starts with: the token that the model's own files name, else this tokenizer's."""
+        return self.bos_id if named is None else named
+
     def piece(self, token: int) -> str:
         """The token as its vocabulary writes it; empty for an id that only the model has."""
         return self._rust.id_to_token(token) or ""

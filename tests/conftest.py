@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from tiny import tiny_weights
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +92,15 @@ def is_clean(server: Server, seconds: float) -> bool:
     """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
     names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
     return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices this small cost 20 times as much when two threads share them on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from functools import cache
 from itertools import count
 from typing import Any
@@ -25,15 +24,7 @@ SCALINGS = [
     RopeScaling(kind="linear", factor=2.5),
     RopeScaling(kind="llama3", factor=8.0, original_context=64),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices this small cost 20 times as much when two threads share them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from app.cli.vocabulary import Vocabulary, try_vocabulary
+from app.cli.try_tokenizer import TriedTokenizer, try_tokenizer
 from app.engine.defaults import sampling_defaults
 from model.checkpoint import Checkpoint, load
 from model.describe import Line, memory_lines, shape_lines
@@ -41,8 +41,8 @@ def _check(directory: Path) -> list[Line]:
     check_layout(directory)
     checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
     decoder = checkpoint.decoder
-    vocabulary = try_vocabulary(directory, decoder.config.vocab_size)
-    _try(decoder, vocabulary.sample, directory)
+    tried = try_tokenizer(directory, decoder.config.vocab_size)
+    _try(decoder, tried.sample, directory)
     difference = verify(decoder, directory)
     defaults = sampling_defaults(checkpoint.generation, directory / "generation_config.json")
     golden = f"no {GOLDEN_FILE}" if difference is None else f"met, largest difference {difference:.1e}"
@@ -50,7 +50,7 @@ def _check(directory: Path) -> list[Line]:
         ("family", checkpoint.family),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
-        *_tokenizer_lines(checkpoint, vocabulary),
+        *_tokenizer_lines(checkpoint, tried),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
         ("golden", golden),
         ("version", checkpoint.version),
@@ -64,14 +64,13 @@ def _try(decoder: Decoder, ids: list[int], directory: Path) -> None:
         raise CheckpointError(f"{directory / 'config.json'}: with these weights it gives logits that are not finite")
 
 
-def _tokenizer_lines(checkpoint: Checkpoint, vocabulary: Vocabulary) -> list[Line]:
-    tokenizer, rows = vocabulary.tokenizer, checkpoint.decoder.config.vocab_size
-    bos = tokenizer.bos_id if checkpoint.bos_id is None else checkpoint.bos_id
-    eos = checkpoint.eos_ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
-    exact = "gives text back exactly" if vocabulary.is_exact else "does not give every text back exactly"
+def _tokenizer_lines(checkpoint: Checkpoint, tried: TriedTokenizer) -> list[Line]:
+    tokenizer, rows = tried.tokenizer, checkpoint.decoder.config.vocab_size
+    bos, eos = tokenizer.start_id(checkpoint.bos_id), tokenizer.end_ids(checkpoint.eos_ids)
+    exact = "gives text back exactly" if tried.is_exact else "does not give every text back exactly"
     adds = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [
         ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {rows} tokens, {exact}"),
-        ("BOS", "none" if bos is None else f"{vocabulary.names((bos,))}, {adds}"),
-        ("EOS", vocabulary.names(eos)),
+        ("BOS", "none" if bos is None else f"{tried.names((bos,))}, {adds}"),
+        ("EOS", tried.names(eos)),
     ]

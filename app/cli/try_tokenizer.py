@@ -15,7 +15,7 @@ _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
+class TriedTokenizer:
     """What was found."""
 
     tokenizer: Tokenizer
@@ -29,7 +29,7 @@ class Vocabulary:
         return ", ".join(f"{token} {json.dumps(self.tokenizer.piece(token))}" for token in ids) or "none"
 
 
-def try_vocabulary(directory: Path, vocab_size: int) -> Vocabulary:
+def try_tokenizer(directory: Path, vocab_size: int) -> TriedTokenizer:
     """Loads and tries the tokenizer of a model with `vocab_size` rows. Raises TokenizerError or CheckpointError."""
     path = directory / "tokenizer.json"
     with _errors_of_rust(path):
@@ -40,7 +40,7 @@ def try_vocabulary(directory: Path, vocab_size: int) -> Vocabulary:
         raise TokenizerError(f"{path}: has {tokenizer.vocab_size} tokens, the model only {vocab_size}")
     if not ids:
         raise TokenizerError(f"{path}: makes no tokens of a short text")
-    return Vocabulary(
+    return TriedTokenizer(
         tokenizer=tokenizer,
         sample=ids,
         is_exact=text.removeprefix(" " if tokenizer.strips_first_space else "") == _SAMPLE,
