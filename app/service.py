@@ -12,7 +12,8 @@ from app.engine.admission import check_ids
 from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from app.engine.frames import Ready
-from app.engine.types import Request, SamplingParams
+from app.engine.params import SamplingParams
+from app.engine.types import Request
 from app.settings import Settings
 from model.tokenizer import Tokenizer, TokenizerError
 

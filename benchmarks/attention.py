@@ -25,9 +25,10 @@ import torch
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
+from app.engine.params import SamplingParams
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.types import Request, SamplingParams
+from app.engine.types import Request
 from benchmarks.result import Machine, this_machine
 from model.attention import CausalAttend, PerHeadAttend
 from model.config import ModelConfig

@@ -14,7 +14,8 @@ from hub import CASES, family_name, save_theirs, their_logits, their_model
 from tiny import run_all, tiny_engine
 from transformers import AutoModelForCausalLM
 
-from app.engine.types import Request, SamplingParams, TokenEvent
+from app.engine.params import SamplingParams
+from app.engine.types import Request, TokenEvent
 from model.checkpoint import load, weights_files
 from model.families.registry import family_of
 from model.files import write_files

@@ -9,8 +9,9 @@ import torch
 from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
+from app.engine.params import SamplingParams
 from app.engine.sampler import SamplingRow, sample
-from app.engine.types import Request, SamplingParams, Started, TokenEvent
+from app.engine.types import Request, Started, TokenEvent
 from model.reference import generate
 from model.transformer import Decoder
 

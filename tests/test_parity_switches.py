@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.types import Request, SamplingParams, TokenEvent
+from app.engine.params import SamplingParams
+from app.engine.types import Request, TokenEvent
 from model.config import ConfigError, ModelConfig, RopeScaling
 from model.layers import ACTIVATIONS
 from model.reference import generate

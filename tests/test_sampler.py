@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from app.engine.params import SamplingParams
 from app.engine.sampler import SamplingRow, philox, sample, uniform
-from app.engine.types import SamplingParams
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, result.
 _VECTORS = [

@@ -13,7 +13,8 @@ from conftest import Server, start_server, stop_server
 from tiny import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine, tiny_weights
 from wire import whole
 
-from app.engine.types import Request, SamplingParams, TokenEvent
+from app.engine.params import SamplingParams
+from app.engine.types import Request, TokenEvent
 from model.reference import generate
 from model.transformer import Decoder
 

@@ -9,7 +9,8 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine, tiny_weights
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from app.engine.types import Request, SamplingParams
+from app.engine.params import SamplingParams
+from app.engine.types import Request
 from model.attention import CausalAttend
 from model.checkpoint import load
 from model.transformer import Decoder

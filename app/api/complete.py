@@ -19,7 +19,8 @@ from app.api.metrics import Metrics
 from app.api.schemas import Cancellation, CompleteRequest, CompleteResponse, ErrorResponse
 from app.completion import Completion, Delta, Ended, Idle, News, Queued, TokenDetail, prompt_sha256
 from app.engine.errors import EngineError, NotReady, QueueFull
-from app.engine.types import SamplingParams, Started
+from app.engine.params import SamplingParams
+from app.engine.types import Started
 from app.service import Service, Wish
 from model.tokenizer import Tokenizer
 

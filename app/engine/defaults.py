@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.engine.types import SamplingParams
+from app.engine.params import SamplingParams
 
 _KEYS = ("temperature", "top_k", "top_p", "min_p")
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
+from app.engine.params import SamplingParams
 from app.engine.sampler import SamplingRow, sample
 from app.engine.source_cache import SourceCache
-from app.engine.types import BatchPlan, Chunk, Drawn, Request, SamplingParams, Sequence
+from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence
 from model.layers import seal
 from model.transformer import Decoder
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.types import Drawn, SamplingParams
+from app.engine.params import SamplingParams
+from app.engine.types import Drawn
 
 _MASK32 = 0xFFFFFFFF
 _NUCLEUS_TRY = 256

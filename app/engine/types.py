@@ -6,36 +6,13 @@ stay in the engine process.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
 from msgspec import Struct
 
-SEED_BITS = 63
-
-
-class SamplingParams(Struct, frozen=True, kw_only=True):
-    """How a request's tokens are drawn. Raises ValueError outside the ranges, whoever builds it."""
-
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = 0
-    """0 is off."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    logprobs: int | None = None
-    """How many of the most likely tokens to report beside the chosen one."""
-
-    def __post_init__(self) -> None:
-        _require(_finite(self.temperature) and 0 <= self.temperature <= 10, "temperature must be from 0 to 10")
-        _require(0 <= self.top_k < 2**31, "top_k must be 0 (off) or above")
-        _require(_finite(self.top_p) and 0 <= self.top_p <= 1, "top_p must be from 0 to 1")
-        _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p must be from 0 to 1")
-        _require(-(2**SEED_BITS) <= self.seed < 2**SEED_BITS, "seed must fit 64 bits")
-        _require(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be from 0 to 20")
+from app.engine.params import SamplingParams, require
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -50,14 +27,24 @@ class Request(Struct, frozen=True, kw_only=True):
     generated: tuple[int, ...] = ()
     source: tuple[int, ...] = ()
     """What the encoder reads, where the model has one."""
+    prompt_logprobs: int | None = None
+    """Report each prompt token's log-probability (but the first's), and this many of the most likely in its place."""
+    scored: int = 0
+    """Prompt tokens whose log-probabilities were delivered already, when a request is submitted again."""
+    leader: str | None = None
+    """A request with the same prompt, submitted before, whose keys and values this one takes over (n above 1)."""
+    guide: str = ""
+    """The grammar that the text must follow, in llguidance's form; empty for none."""
     salt: str = ""
     """Requests share cached prompt blocks only under the same salt."""
 
     def __post_init__(self) -> None:
-        _require(len(self.prompt) > 0, "the prompt must hold at least one token")
-        _require(min((*self.prompt, *self.source)) >= 0, "token ids must be 0 or above")
-        _require(self.max_tokens >= 0, "max_tokens must be 0 or above")
-        _require(len(self.generated) <= self.max_tokens, "more tokens were generated than max_tokens allows")
+        require(len(self.prompt) > 0, "the prompt must hold at least one token")
+        require(min((*self.prompt, *self.source)) >= 0, "token ids must be 0 or above")
+        require(self.max_tokens >= 0, "max_tokens must be 0 or above")
+        require(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs must be from 0 to 20")
+        require(0 <= self.scored <= len(self.prompt), "more prompt tokens were scored than there are")
+        require(len(self.generated) <= self.max_tokens, "more tokens were generated than max_tokens allows")
 
     @property
     def max_length(self) -> int:
@@ -85,6 +72,16 @@ class TokenEvent(Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
     """(id, logprob), most likely first."""
     finish: FinishReason | None = None
+
+
+class PromptScores(Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens that stand behind one another."""
+
+    request_id: str
+    start: int
+    """Place in the prompt of the first of these tokens; 1 or above, since nothing foretells the first token."""
+    tokens: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+    """For each token its own log-probability, and the most likely (id, log-probability) in its place."""
 
 
 class Started(Struct, frozen=True, array_like=True):
@@ -117,6 +114,8 @@ class StepReport(Struct, frozen=True, kw_only=True, tag="report"):
     """What one step did. Sent also without events, as the heartbeat of an idle engine."""
 
     events: tuple[TokenEvent, ...] = ()
+    scores: tuple[PromptScores, ...] = ()
+    """Of a request's prompt, before its first token event."""
     started: tuple[Started, ...] = ()
     failed: tuple[Failed, ...] = ()
     counters: Counters = msgspec.field(default_factory=Counters)
@@ -181,12 +180,5 @@ class Drawn:
     token: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-
-
-def _finite(number: float) -> bool:
-    return math.isfinite(number)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    complete: bool = False
+    """The request's guide leaves nothing to follow this token: the text ends with it."""
