@@ -32,21 +32,33 @@ class SimulatedDevice:
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}
         self.prompt_tokens = 0
         """Tokens of prompts that were computed."""
+        self.poison: set[tuple[int, int]] = set()
+        """Slots whose numbers are not finite: nobody else may look at their blocks before they are cleared."""
 
-    def run(self, plan: BatchPlan) -> StepResult:
+    def run(self, plan: BatchPlan, *, bad: str = "") -> StepResult:
+        self.poison = {slot for slot in self.poison if slot[0] not in plan.clear}
         self.copy(plan.copies)
         for chunk in plan.chunks:
             self.prompt_tokens += max(0, min(chunk.stop, len(chunk.sequence.request.prompt)) - chunk.start)
             for place in range(chunk.start, chunk.stop):
                 self.slots[self._slot(chunk.sequence, place)] = (place, chunk.sequence.tokens[place])
-        drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in plan.chunks if c.samples}
-        return StepResult(drawn, {c.sequence.request.id: self._score(c) for c in plan.chunks if c.scores})
+        good = [chunk for chunk in plan.chunks if chunk.sequence.request.id != bad]
+        spoilt = [chunk for chunk in plan.chunks if chunk not in good and (chunk.samples or chunk.scores)]
+        self.poison |= {self._slot(c.sequence, place) for c in spoilt for place in range(c.start, c.stop)}
+        for chunk in good:
+            own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
+            assert not self.poison.intersection(own), "a block that was not cleared"
+        drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in good if c.samples}
+        scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
+        drawn |= {c.sequence.request.id: Drawn(None) for c in spoilt if c.samples}
+        return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         for source, target in pairs:
             for offset in range(self.block_size):
                 if (source, offset) in self.slots:
                     self.slots[target, offset] = self.slots[source, offset]
+                assert (source, offset) not in self.poison, "a copy of what is not finite"
 
     def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
         """One number for each token: the hash of what stands before it, and of itself."""
@@ -74,10 +86,7 @@ def step(scheduler: Scheduler, device: SimulatedDevice, bad: str = "") -> tuple[
 
 def finish(scheduler: Scheduler, device: SimulatedDevice, plan: BatchPlan, *, bad: str = "") -> StepReport:
     """Runs and commits a plan."""
-    result = device.run(plan)
-    drawn = {name: Drawn(None) if name == bad else drawn for name, drawn in result.drawn.items()}
-    scores = {name: None if name == bad else scores for name, scores in result.scores.items()}
-    report = scheduler.commit(plan, StepResult(drawn, scores))
+    report = scheduler.commit(plan, device.run(plan, bad=bad))
     assert not scheduler.violations()
     return report
 

@@ -52,10 +52,11 @@ def _simulate(rng: random.Random) -> int:
     scheduler = make_scheduler(blocks, block_size, running + rng.randint(0, 12), running)
     device = SimulatedDevice(block_size)
     common = [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))]
-    leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 8))]
+    leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 5))]
     requests = [request for leader in leaders for request in (leader, *_followers(rng, leader))]
     todo, delivered, cancelled = requests[::-1], Delivered(requests), set[str]()
-    for _ in range(5000):
+    bad, bad_from = rng.choice(["", "", "", rng.choice(requests).id]), rng.randint(0, 20)
+    for now in range(5000):
         while todo and rng.random() < 0.5:
             scheduler.add(todo.pop())
         if rng.random() < 0.03:
@@ -67,7 +68,9 @@ def _simulate(rng: random.Random) -> int:
             if not todo:
                 break
             continue
-        _, report = step(scheduler, device)
+        _, report = step(scheduler, device, bad if now >= bad_from else "")
+        cancelled |= {failed.request_id for failed in report.failed} & {bad}
+        assert len(report.failed) <= 1
         assert not {event.request_id for event in (*report.events, *report.scores)} & cancelled
         delivered.take(report)
     else:
@@ -92,8 +95,8 @@ def _simulate_many(count: int, *, seed: int = 0) -> int:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_every_schedule_gives_every_request_what_it_getsalone(part: int) -> None:
-    """3,000 schedules with preemption, shared prompts, cancellation and salts."""
+def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> None:
+    """3,000 schedules with preemption, shared prompts, forks, scores, cancellation, failures and salts."""
     assert _simulate_many(500, seed=1000 * part) > 100, "the simulation was meant to run out of blocks"
 
 
@@ -181,3 +184,13 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_are_cleared_for_the
         cleared += plan.clear
     assert len(bad) == 2
     assert sorted(cleared) == sorted(bad), "once each, when they have a new owner"
+
+
+def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
+    """Its rows go through the head, too, and others are not to wait longer for that."""
+    scheduler, device = make_scheduler(100, 4, 9, 4), SimulatedDevice(4)
+    scheduler.add(Request(id="short", prompt=(1, 2), max_tokens=20))
+    step(scheduler, device)
+    scheduler.add(Request(id="scored", prompt=tuple(range(1, 11)), max_tokens=2, prompt_logprobs=1))
+    lengths = [[c.stop - c.start for c in step(scheduler, device)[0].chunks] for _ in range(4)]
+    assert lengths == [[1, 4], [1, 4], [1, 2], [1, 1]]

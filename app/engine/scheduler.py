@@ -104,9 +104,9 @@ class Scheduler:
         chunks = self._plan_decodes()
         budget = self.limits.tokens_per_step - len(chunks)
         for sequence in self.running:
-            if sequence.num_pending > 1 and budget:
+            if sequence.num_pending > 1 and budget > 0:
                 chunks.append(_next_chunk(sequence, budget))
-                budget -= chunks[-1].stop - chunks[-1].start
+                budget -= chunks[-1].cost
         # Nobody comes in by the door through which somebody was just shown out.
         admitted, started = self._plan_admissions(budget) if self.preemptions == preemptions else ([], [])
         clear, copies = self._allocator.take_preparations()
@@ -164,7 +164,7 @@ class Scheduler:
             if not sequence.preemptions:
                 started.append(Started(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, budget))
-            budget -= chunks[-1].stop - chunks[-1].start + to_read
+            budget -= chunks[-1].cost + to_read
         self.waiting.remove(chunk.sequence for chunk in chunks)
         return chunks, started
 
@@ -221,4 +221,6 @@ class Scheduler:
 
 
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
-    return Chunk(sequence, sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + budget))
+    # Half as many tokens where each is scored, but one at least.
+    room = -(-budget // 2) if sequence.num_unscored else budget
+    return Chunk(sequence, sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + room))

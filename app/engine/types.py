@@ -194,6 +194,11 @@ class Chunk:
         return self.stop == len(self.sequence.tokens)
 
     @property
+    def cost(self) -> int:
+        """What it takes of a step's budget: a row that is scored goes through the head, and counts as a token more."""
+        return self.stop - self.start + len(self.scores)
+
+    @property
     def scores(self) -> range:
         """Places in the prompt of the tokens that get a log-probability from this chunk, each by the row before it."""
         rows = range(self.start, min(self.stop, len(self.sequence.request.prompt) - 1))
