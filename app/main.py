@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app import VERSION
-from app.api import complete, errors, openai, operations, page
+from app.api import complete, errors, openai, operations, page, score
 from app.api.metrics import Metrics
 from app.api.request_ids import RequestIds
 from app.api.shelf import Shelf
@@ -46,7 +46,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
     app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
     app.add_middleware(RequestIds)
     errors.install(app)
-    for room in (complete, openai, operations, page):
+    for room in (complete, openai, score, operations, page):
         app.include_router(room.router)
     return app
 
