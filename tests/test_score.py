@@ -17,10 +17,6 @@ from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 
 TEXTS = ["Once upon a time there was a fox", "caf\u00e9 \U0001f98a", "The moon answered him. " * 16]
-    "Once upon a time there was a fox",
-    "caf\u00e9 \U0001f98a",
-    "The moon answered him, and the night was long. " * 8,
-]
 
 
 def _scores(url: str, **body: Any) -> list[dict[str, Any]]:
