@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from model.files import one_line
 from model.special_tokens import read_names
 from model.token_bytes import keeps_text, pieces_of
+from model.token_spans import Spans, spans_of, untrimmed
 from model.tokenizer_file import read_tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
@@ -56,6 +57,7 @@ class Tokenizer:
         names = (bos_token, eos_token, _unknown(raw["model"]))
         bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
         first = _put_first(rust)
+        rust.post_processor = untrimmed(rust)
         self._silent = {token for token in (first, bos, eos, unknown) if token is not None}
         self.vocab_size: int = max(vocabulary.values()) + 1
         """Every id is below this."""
@@ -72,7 +74,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         try:
             text = read_tokenizer_json(path)
-            bos, eos = read_names(directory)
+            names = read_names(directory)
         except ValueError as error:
             raise TokenizerError(str(error)) from None
         try:
@@ -81,7 +83,7 @@ class Tokenizer:
             rust.no_padding()
             if isinstance(rust.model, models.BPE):
                 rust.model.dropout = None  # a matter of training: the same text must give the same ids
-            return cls(rust, eos, bos)
+            return cls(rust, names.get("eos_token"), names.get("bos_token"))
         except BaseException as error:  # a Rust panic is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -146,6 +148,14 @@ class Tokenizer:
         ids = list(self._rust.encode(text).ids)
         return ids[1:] if self.adds_bos and ids[:2] == [self.bos_id] * 2 else ids
 
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> Spans:
+        """encode(), and which characters of `text` each token was made of; or without added special tokens."""
+        encoding = self._rust.encode(text, add_special_tokens=add_special_tokens)
+        spans = spans_of(encoding)
+        if add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2:
+            spans = Spans(spans.ids[1:], spans.starts[1:], spans.ends[1:])
+        return spans
+
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
         return -(-len(text) // self._longest) if self._keeps_text else 0
@@ -158,9 +168,29 @@ class Tokenizer:
         """Text of `ids` as it continues a text (see `strips_first_space`); bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.bytes_of[token] for token in ids).decode("utf-8", errors="replace")
 
+    def written(self, ids: Iterable[int]) -> bytes:
+        """The whole text of `ids`, from its start, with the names of special tokens: what encode() would read again."""
+        text, begun = bytearray(), not self.strips_first_space
+        for token in ids:
+            if name := self.specials.get(token):
+                text += name.encode()
+            else:
+                data = self.token_bytes(token)
+                text += data if begun else data.removeprefix(b" ")
+                begun = begun or bool(data)
+        return bytes(text)
+
     def token_bytes(self, token: int) -> bytes:
         """bytes_of[token]; nothing for an id that only the model's vocabulary has (padded to a round number)."""
         return self.bytes_of[token] if token < len(self.bytes_of) else b""
+
+    @cached_property
+    def specials(self) -> dict[int, str]:
+        """The special tokens: id -> how a text names it."""
+        added = self._rust.get_added_tokens_decoder()
+        return {token: added[token].content for token in added if added[token].special} | {
+            token: self.piece(token) for token in self._silent
+        }
 
     @cached_property
     def bytes_of(self) -> list[bytes]:
@@ -168,8 +198,8 @@ class Tokenizer:
         pieces = (self._rust.id_to_token(token) for token in range(self.vocab_size))
         table = [b"" if piece is None else self._pieces.bytes_of(piece) for piece in pieces]
         for token, added in self._rust.get_added_tokens_decoder().items():
-            table[token] = b"" if added.special else self._pieces.bytes_of_added(added.content)
-        for token in self._silent:
+            table[token] = self._pieces.bytes_of_added(added.content)
+        for token in self.specials:
             table[token] = b""
         return table
 
