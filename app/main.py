@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app import VERSION
-from app.api import complete, errors, operations, page
+from app.api import complete, errors, operations, page, tokens
 from app.api.metrics import Metrics
 from app.api.request_ids import RequestIds
+from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.frames import WorkerConfig
+from app.long_texts import LongTexts
 from app.service import Service
 from app.settings import Settings
 
@@ -31,6 +33,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         client = (engine or make_client)(settings)
         app.state.service = service = Service(settings, client)
         app.state.metrics = Metrics(client)
+        app.state.long_texts = long_texts = LongTexts()
         client.start()
         loading = asyncio.create_task(service.load_tokenizer())
         try:
@@ -38,12 +41,16 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            long_texts.close()
+            if chat_template:
+                await chat_template.close()
             await client.stop()
 
     app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
     app.add_middleware(RequestIds)
+    app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
-    for room in (complete, operations, page):
+    for room in (complete, tokens, operations, page):
         app.include_router(room.router)
     return app
 

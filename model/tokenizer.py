@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
@@ -19,13 +18,11 @@ from model.files import one_line
 from model.special_tokens import read_names
 from model.token_bytes import keeps_text, pieces_of
 from model.token_spans import Spans, spans_of, untrimmed
+from model.tokenizer_facts import check_ids, put_first, unknown_token
 from model.tokenizer_file import read_tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
-
-_PROBE = "a \ue000 \U0010ffff"
-"""A letter and characters that no vocabulary has: what encodes this encodes everything."""
 
 # How text is cut before pairs are merged: words with one leading space or mark, English endings apart, numbers in
 # threes, runs of marks, white space.
@@ -46,7 +43,7 @@ class Tokenizer:
         """Takes `rust` over. Raises ValueError for a kind of tokenizer whose bytes could not be told exactly."""
         raw = json.loads(rust.to_str())
         self._pieces = pieces_of(raw)
-        _check_ids(rust)
+        check_ids(rust)
         vocabulary = rust.get_vocab(with_added_tokens=True)
         added = {token.content for token in rust.get_added_tokens_decoder().values()}
         named = {token for token in (bos_token, eos_token) if token and token in vocabulary}
@@ -54,9 +51,9 @@ class Tokenizer:
         self._rust = rust
         self._keeps_text = keeps_text(raw, vocabulary)
         self._longest = max(map(len, vocabulary))
-        names = (bos_token, eos_token, _unknown(raw["model"]))
+        names = (bos_token, eos_token, unknown_token(raw["model"]))
         bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
-        first = _put_first(rust)
+        first = put_first(rust)
         rust.post_processor = untrimmed(rust)
         self._silent = {token for token in (first, bos, eos, unknown) if token is not None}
         self.vocab_size: int = max(vocabulary.values()) + 1
@@ -215,32 +212,3 @@ class Tokenizer:
 
 def _reason(error: BaseException) -> str:
     return one_line(str(error)[:200]) or type(error).__name__
-
-
-def _check_ids(rust: RustTokenizer) -> None:
-    ids = rust.get_vocab(with_added_tokens=False).values()
-    if len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id, and each needs its own")
-    if not rust.get_vocab(with_added_tokens=True):
-        raise ValueError("the vocabulary is empty")
-
-
-def _unknown(model: dict[str, Any]) -> str | None:
-    """The token for text that no other token writes."""
-    if model["type"] == "Unigram":
-        return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
-    return model.get("unk_token")
-
-
-def _put_first(rust: RustTokenizer) -> int | None:
-    """The id that the tokenizer itself puts before every text. Fails where it cannot encode every text."""
-    whole, processor = rust.encode(_PROBE), rust.post_processor
-    rust.post_processor = None
-    plain = rust.encode(_PROBE)
-    rust.post_processor = processor
-    marked = list(zip(whole.ids, whole.special_tokens_mask, strict=True))
-    if [token for token, is_added in marked if not is_added] != plain.ids:
-        raise ValueError("the post_processor does not keep the text as it is")
-    if unknown := [token for token, is_added in marked if is_added and rust.id_to_token(token) is None]:
-        raise ValueError(f"the post_processor adds a token with id {unknown[0]}, which the vocabulary does not have")
-    return marked[0][0] if marked and marked[0][1] else None

@@ -59,6 +59,7 @@ def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
         "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
         "BPE, 320 of 320 tokens, gives text back exactly",
         '0 "<|endoftext|>", not added',
+        "no template",
         "no golden.json",
     ):
         assert fact in result.stdout, fact

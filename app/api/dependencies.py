@@ -10,6 +10,8 @@ from starlette.requests import ClientDisconnect
 
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
+from app.chat_template import ChatTemplate
+from app.long_texts import LongTexts
 from app.service import Service
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -25,8 +27,20 @@ def _metrics(request: Request) -> Metrics:
     return metrics
 
 
+def _long_texts(request: Request) -> LongTexts:
+    long_texts: LongTexts = request.app.state.long_texts
+    return long_texts
+
+
+def _chat_template(request: Request) -> ChatTemplate | None:
+    template: ChatTemplate | None = request.app.state.chat_template
+    return template
+
+
 ServiceDep = Annotated[Service, Depends(_service)]
 MetricsDep = Annotated[Metrics, Depends(_metrics)]
+LongTextsDep = Annotated[LongTexts, Depends(_long_texts)]
+ChatTemplateDep = Annotated[ChatTemplate | None, Depends(_chat_template)]
 
 
 async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:

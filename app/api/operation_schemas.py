@@ -1,0 +1,38 @@
+"""What the wire says of the service itself: answers of /v1/models and /health. Shapes only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class Model(BaseModel):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int = Field(description="When the service started, in seconds since 1970.")
+    owned_by: str
+    max_model_len: int = Field(description="Tokens that it reads, prompt and answer together.")
+    n_params: int
+    n_vocab: int = Field(description="Every token id is below this.")
+    has_encoder: bool = Field(description="Whether it reads a `source`.")
+    dtype: str
+    device: str
+    weights_version: str = Field(description="SHA-256 of the weights.")
+    sampling_defaults: dict[str, float] = Field(description="What POST /complete takes where a request says nothing.")
+
+
+class ModelList(BaseModel):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """Answer of GET /health."""
+
+    status: str
+    phase: str | None = Field(None, description="What the service is doing.")
