@@ -20,11 +20,10 @@ from model.tokenizer import SEPARATOR, Tokenizer
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     ["", "\0", "a\0b", "\ufeffx", "e\u0301", f"a{SEPARATOR}b", SEPARATOR, "\u2028\x7f", TEXT]
 )
-_CLIENT = httpx.Client(timeout=60)
 
 
 def _post(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    response = _CLIENT.post(f"{server.url}{path}", json=body)
+    response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -33,13 +32,13 @@ def _post(server: Server, path: str, **body: Any) -> dict[str, Any]:
 def _refused(server: Server, path: str, body: Any) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    response = _CLIENT.post(f"{server.url}{path}", content=content, headers=headers)
+    response = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
     assert response.status_code == 400, response.text
     error: dict[str, Any] = response.json()["error"]
     return error
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=_TEXTS)
 def test_text_to_tokens_to_text_is_exact(server: Server, text: str) -> None:
     answer = _post(server, "/tokenize", prompt=text)
@@ -118,8 +117,8 @@ def test_what_cannot_be_is_refused_by_its_name(
 
 def test_the_tokenizer_tells_what_clients_must_know(server: Server) -> None:
     """lm-eval's remote tokenizer reads eos_token, bos_token and chat_template, and encodes their names."""
-    info = _CLIENT.get(f"{server.url}/tokenizer_info").json()
-    model = _CLIENT.get(f"{server.url}/v1/models").json()["data"][0]
+    info = httpx.get(f"{server.url}/tokenizer_info").json()
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert info == {
         "model": model["id"],
         "kind": "byte-level BPE",
@@ -138,10 +137,10 @@ def test_the_tokenizer_tells_what_clients_must_know(server: Server) -> None:
 
 
 def test_one_model_has_its_facts_and_others_are_not_found(server: Server) -> None:
-    listed = _CLIENT.get(f"{server.url}/v1/models").json()["data"][0]
-    assert _CLIENT.get(f"{server.url}/v1/models/{listed['id']}").json() == listed
+    listed = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert httpx.get(f"{server.url}/v1/models/{listed['id']}").json() == listed
     for name in ("other", "meta/llama", "a%2Fb", listed["id"] + "/x"):
-        response = _CLIENT.get(f"{server.url}/v1/models/{name}")
+        response = httpx.get(f"{server.url}/v1/models/{name}")
         assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
 
 

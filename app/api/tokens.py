@@ -22,7 +22,7 @@ from app.api.token_schemas import (
 from app.engine.errors import InvalidRequest
 from model.tokenizer import Tokenizer
 
-_SLICE = 2048
+_SLICE = 512
 _Column = Callable[[slice], list[Any]]
 router = APIRouter(tags=["tokens"])
 
