@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from app import VERSION
 from app.api import complete, errors, operations, page, tokens
 from app.api.metrics import Metrics
+from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
 from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
@@ -46,11 +47,21 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
                 await chat_template.close()
             await client.stop()
 
-    app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
+    app = DescribedApp(
+        title="inkstream",
+        version=VERSION,
+        description=_DESCRIPTION,
+        openapi_tags=TAGS,
+        generate_unique_id_function=lambda route: route.name,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
     app.add_middleware(RequestIds)
     app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
-    for room in (complete, tokens, operations, page):
+    app.include_router(complete.router, tags=["completion"])
+    for room in (tokens, operations, page):
         app.include_router(room.router)
     return app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.api.dependencies import MetricsDep, ServiceDep
 from app.api.errors import ApiError
@@ -25,7 +25,7 @@ async def live() -> dict[str, str]:
     return {"status": "live"}
 
 
-@router.get("/health", response_model=Health, responses=_NOT_READY)
+@router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 async def ready(service: ServiceDep) -> JSONResponse:
     """200 when completions are served; 503 with the phase of the start, or while draining."""
@@ -37,7 +37,7 @@ async def ready(service: ServiceDep) -> JSONResponse:
     return JSONResponse({"status": "ready", "phase": "ready"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(metrics: MetricsDep) -> Response:
     """Prometheus text."""
     return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})

@@ -58,16 +58,16 @@ class CompleteRequest(BaseModel):
 class TopToken(BaseModel):
     """A candidate in one place of the text."""
 
-    id: int
-    text: str
-    bytes: list[int]
-    logprob: float | None
+    id: int = Field(description="Token id.")
+    text: str = Field(description="The bytes as UTF-8; parts of a character show as U+FFFD.")
+    bytes: list[int] = Field(description="Exactly what the token writes; nothing for one that steers the model.")
+    logprob: float | None = Field(description="The model's own, before temperature and filters.")
 
 
 class Token(TopToken):
     """A token of the text and its alternatives."""
 
-    top: list[TopToken]
+    top: list[TopToken] = Field(description="The most likely tokens in this place, as many as were asked for.")
 
 
 class Choice(BaseModel):
@@ -83,26 +83,26 @@ class Choice(BaseModel):
 class CachedTokens(BaseModel):
     """How much of the prompt was found in the prefix cache."""
 
-    cached_tokens: int
+    cached_tokens: int = Field(description="Prompt tokens that were not computed again.")
 
 
 class Usage(BaseModel):
     """Token counts of the engine."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: int = Field(description="Tokens that were read.")
+    completion_tokens: int = Field(description="Tokens that were generated; the end of the text and cut stops count.")
+    total_tokens: int = Field(description="Both together.")
     prompt_tokens_details: CachedTokens
 
 
 class Timings(BaseModel):
     """Milliseconds, and tokens per second while decoding."""
 
-    queue_ms: float
-    prefill_ms: float
-    first_token_ms: float
-    decode_ms: float
-    tokens_per_second: float
+    queue_ms: float = Field(description="From the request to its first step.")
+    prefill_ms: float = Field(description="From its first step to its first token.")
+    first_token_ms: float = Field(description="From the request to its first token.")
+    decode_ms: float = Field(description="From its first token to its last.")
+    tokens_per_second: float = Field(description="While decoding.")
 
 
 class Receipt(BaseModel):
@@ -130,11 +130,11 @@ class CompleteResponse(BaseModel):
 class ErrorBody(BaseModel):
     """What went wrong, for people and for programs."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    request_id: str
+    message: str = Field(description="What was wrong, what is allowed, what to change.")
+    type: str = Field(description="What sort of error this is.", examples=["invalid_request_error"])
+    param: str | None = Field(description="The field of the request that is at fault.")
+    code: str | None = Field(description="A fixed word for programs, for some errors.")
+    request_id: str = Field(description="Names the request in the server's log.")
 
 
 class ErrorResponse(BaseModel):
@@ -146,5 +146,5 @@ class ErrorResponse(BaseModel):
 class Cancellation(BaseModel):
     """Answer of DELETE /complete/{id}."""
 
-    id: str
-    cancelled: bool
+    id: str = Field(description="Of the completion.")
+    cancelled: bool = Field(description="Always true; one that is over is not found.")

@@ -38,9 +38,9 @@ class DetokenizeRequest(BaseModel):
 class Piece(BaseModel):
     """A token as it stands in a text. The bytes of all pieces are the text's."""
 
-    id: int
+    id: int = Field(description="Token id.")
     text: str = Field(description="The bytes as UTF-8; parts of a character show as U+FFFD.")
-    bytes: list[int]
+    bytes: list[int] = Field(description="Exactly what the token writes.")
     special: bool = Field(description="A token that steers the model; its name is shown in prompts, never in answers.")
 
 
@@ -64,28 +64,28 @@ class DetokenizeResponse(BaseModel):
     """Answer of POST /detokenize."""
 
     prompt: str = Field(description="The text; bytes that are no UTF-8 show as U+FFFD.")
-    pieces: list[Piece]
+    pieces: list[Piece] = Field(description="The tokens, with text and bytes.")
 
 
 class SpecialToken(BaseModel):
     """A token that steers the model."""
 
-    id: int
+    id: int = Field(description="Token id.")
     text: str = Field(description="How a prompt names it.")
 
 
 class TokenizerInfo(BaseModel):
     """Answer of GET /tokenizer_info."""
 
-    model: str
+    model: str = Field(description="The model's name.")
     kind: str = Field(description="What sort of tokenizer this is.", examples=["byte-level BPE"])
     vocab_size: int = Field(description="Every id of the tokenizer is below this.")
-    max_model_len: int
+    max_model_len: int = Field(description="Tokens that the model can read, prompt and answer together.")
     bos_token: str | None = Field(description="Starts a text.")
-    bos_token_id: int | None
+    bos_token_id: int | None = Field(description="Its id.")
     add_bos_token: bool = Field(description="Whether it is put before every text.")
     eos_token: str | None = Field(description="Ends a text.")
-    eos_token_id: int | None
+    eos_token_id: int | None = Field(description="Its id.")
     eos_token_ids: list[int] = Field(description="All tokens that end a text.")
-    special_tokens: list[SpecialToken]
+    special_tokens: list[SpecialToken] = Field(description="All tokens that steer the model, by id.")
     chat_template: str | None = Field(description="In the language of Jinja, where the weights bring one.")
