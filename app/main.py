@@ -13,6 +13,7 @@ from app.api import complete, errors, operations, page, tokens
 from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
+from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
@@ -35,6 +36,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         app.state.service = service = Service(settings, client)
         app.state.metrics = Metrics(client)
         app.state.long_texts = long_texts = LongTexts()
+        app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
         loading = asyncio.create_task(service.load_tokenizer())
         try:
@@ -45,6 +47,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
             long_texts.close()
             if chat_template:
                 await chat_template.close()
+            shelf.clear()
             await client.stop()
 
     app = DescribedApp(

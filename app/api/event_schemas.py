@@ -1,4 +1,4 @@
-"""What the events of a streamed completion carry. Shapes only; sent by POST /complete as server-sent events."""
+"""What the events of a streamed completion carry. Shapes only; see app/api/stream_job.py for who sends them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class StartEvent(BaseModel):
     prompt_tokens: int = Field(description="Tokens that are read.")
     cached_tokens: int = Field(description="Prompt tokens that were found in the prefix cache.")
     settings: dict[str, Any] = Field(description="The settings that hold, under the names of the request's fields.")
+    truncated: bool | None = Field(None, description="True where truncate_prompt_tokens cut a prompt.")
+    user: str | None = Field(None, description="As it was sent.")
+    request_id: str | None = Field(None, description="As it was sent.")
 
 
 class QueueEvent(BaseModel):

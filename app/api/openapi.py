@@ -108,17 +108,20 @@ def _describe_response(status: int, response: dict[str, Any]) -> None:
 
 def _describe_stream(response: dict[str, Any]) -> None:
     """OpenAPI 3.1 has no words for the events of a stream: they are told as text, and as an extension."""
+    content = response.setdefault("content", {})
+    if not content.get("application/json", {}).get("schema"):
+        content.pop("application/json", None)
     named = {name: {"$ref": _REF.format(model=model.__name__)} for name, model in EVENTS.items()}
     lines = [f"- {(model.__doc__ or '').strip()}" for model in EVENTS.values()]
     response["description"] = "\n".join(
         [
-            "One JSON object, or a stream of events. Each event has an `id`, a name and one line of JSON in ASCII;",
-            "exactly one `done` or `error` is the last. Comments (`: ping`) are signs of life.",
+            f"{'One JSON object, or a' if content else 'A'} stream of events. Each has an `id`, a name and one line of",
+            "JSON in ASCII; exactly one `done` or `error` is the last. Comments (`: ping`) are signs of life.",
             "",
             *lines,
         ]
     )
-    response.setdefault("content", {})["text/event-stream"] = {
+    content["text/event-stream"] = {
         "schema": {"type": "string", "description": "Server-sent events."},
         "example": _STREAM_EXAMPLE,
         "x-events": named,

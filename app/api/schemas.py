@@ -1,58 +1,10 @@
-"""What the wire may say: request and response bodies of the native door. Shapes and ranges only."""
+"""What the wire says: bodies of answers and errors. Shapes only; what may be asked for stands in fields.py."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
-
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_MAX_IDS = 1 << 20
-
-
-class CompleteRequest(BaseModel):
-    """Body of POST /complete. `null` means the default, for every field but the prompt."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    prompt: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] = Field(
-        description="Text, or token ids. Empty: start from nothing.", examples=["Once upon a time"]
-    )
-    source: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] | None = Field(
-        None, description="What the encoder reads, for models that have one; `prompt` may then be left out."
-    )
-    max_tokens: int | None = Field(
-        None, ge=0, lt=2**31, description="Most tokens to generate (128). Clamped to the context."
-    )
-    temperature: float | None = Field(
-        None, ge=0, le=10, description="0 is greedy; higher is wilder. Default: the model's, else 1."
-    )
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Draw from the k most likely tokens; 0 or -1 is off.")
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="Draw from the fewest tokens that reach this probability; 0 is the best one."
-    )
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Leave out tokens less likely than this share of the most likely one."
-    )
-    seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, description="Same seed, prompt and settings: same text. Random if absent."
-    )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
-        None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
-    )
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
-    )
-    stream: bool | None = Field(None, description="Server-sent events (the default) or one JSON object.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _answer_from_the_start(cls, body: Any) -> Any:
-        if isinstance(body, dict) and "prompt" not in body and body.get("source") is not None:
-            return {**body, "prompt": ""}
-        return body
+from pydantic import BaseModel, Field
 
 
 class TopToken(BaseModel):
@@ -73,10 +25,10 @@ class Token(TopToken):
 class Choice(BaseModel):
     """One continuation."""
 
-    index: int
-    text: str
-    finish_reason: str = Field(description="stop, length or cancelled.")
-    stop_reason: str | int | None = Field(description="The stop string that was met, if any.")
+    index: int = Field(description="Which one: that of the prompt, times n, and the continuation's own.")
+    text: str = Field(description="What was written; behind the prompt, where echo was asked for.")
+    finish_reason: str = Field(description="stop, length, timeout or cancelled.")
+    stop_reason: str | int | None = Field(description="The stop string or stop token that was met, if any.")
     tokens: list[Token] | None = Field(description="Where logprobs were asked for.")
 
 
@@ -108,23 +60,27 @@ class Timings(BaseModel):
 class Receipt(BaseModel):
     """Sent again with the prompt, it gives the same text on the same hardware and build."""
 
-    weights_version: str
-    seed: int
-    settings: dict[str, Any]
-    prompt_sha256: str
-    source_sha256: str | None = None
-    version: str
+    weights_version: str = Field(description="SHA-256 of the weights.")
+    seed: int = Field(description="What the random numbers came from.")
+    settings: dict[str, Any] = Field(description="What held, under the names of the request's fields.")
+    prompt_sha256: str | list[str] = Field(description="Of the prompt; of each, where there were several.")
+    source_sha256: str | None = Field(None, description="Of the source.")
+    suffix_sha256: str | None = Field(None, description="Of the suffix.")
+    version: str = Field(description="Of this service.")
 
 
 class CompleteResponse(BaseModel):
     """Answer of POST /complete with "stream": false."""
 
-    id: str
-    model: str
-    choices: list[Choice]
+    id: str = Field(description="Of this request.")
+    model: str = Field(description="The model's name.")
+    choices: list[Choice] = Field(description="The continuations, by index.")
     usage: Usage
     timings: Timings
     receipt: Receipt
+    truncated: bool | None = Field(None, description="True where truncate_prompt_tokens cut a prompt.")
+    user: str | None = Field(None, description="As it was sent.")
+    request_id: str | None = Field(None, description="As it was sent.")
 
 
 class ErrorBody(BaseModel):
@@ -135,6 +91,8 @@ class ErrorBody(BaseModel):
     param: str | None = Field(description="The field of the request that is at fault.")
     code: str | None = Field(description="A fixed word for programs, for some errors.")
     request_id: str = Field(description="Names the request in the server's log.")
+    prompt_tokens: int | None = Field(None, description="Of a prompt that is too long.")
+    max_model_len: int | None = Field(None, description="Tokens that the model can read, where a prompt is too long.")
 
 
 class ErrorResponse(BaseModel):

@@ -119,6 +119,8 @@ class StepReport(Struct, frozen=True, kw_only=True, tag="report"):
     started: tuple[Started, ...] = ()
     failed: tuple[Failed, ...] = ()
     counters: Counters = msgspec.field(default_factory=Counters)
+    at: float = 0.0
+    """When it was sent: monotonic seconds, the same clock in both processes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

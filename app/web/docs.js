@@ -28,7 +28,8 @@ function show(api) {
   }
   const schemas = document.getElementById("schemas");
   for (const [name, schema] of Object.entries(api.components.schemas)) {
-    const told = element("details", element("summary", element("code", name), ` ${schema.description ?? ""}`), fields(schema));
+    const summary = element("summary", element("code", name), " ", prose(element("span"), schema.description));
+    const told = element("details", summary, fields(schema));
     told.id = name;
     schemas.append(told);
   }
@@ -87,8 +88,9 @@ function type(schema) {
   return put(place, limit(from, ", from "), limit(to, from === undefined ? ", to " : " to "), limit(schema.maxLength, ", up to "));
 }
 
+// Limits of 64 bits are those of the format, and JavaScript would not show them right.
 function limit(value, before) {
-  return value === undefined ? "" : `${before}${value}`;
+  return value === undefined || /\d{16}/.test(String(value)) ? "" : `${before}${value}`;
 }
 
 function link(reference) {
