@@ -15,7 +15,7 @@ from app.engine.errors import DeadlineExceeded, EngineError, WaitedTooLong
 from app.engine.stream import Arrival, Cancelled, Stream
 from app.engine.types import PromptScores, Request, Started, TokenEvent
 
-_QUEUE_NEWS_SECONDS, _HEARTBEAT_SECONDS = 1.0, 10.0
+_QUEUE_NEWS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,8 @@ class Patience:
 
     deadline: float
     queue: float
-    heartbeat: float = _HEARTBEAT_SECONDS
+    heartbeat: float
+    """Silence after which there is a sign of life."""
 
 
 @dataclass(slots=True)

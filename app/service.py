@@ -85,12 +85,12 @@ class Service:
         finally:
             engine_gone.cancel()
 
-    async def begin(self, name: str, wish: Wish) -> Admitted:
+    async def begin(self, name: str, wish: Wish, heartbeat: float) -> Admitted:
         """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
         clock = Clock()
         ready, tokenizer = self.require_ready()
         self.engine.queue.check(())
-        patience = self._patience(wish)
+        patience = self._patience(wish, heartbeat)
         reader = Reader(ready, tokenizer)
         reads = await reader.prompts(wish)
         source = await reader.source(wish.source)
@@ -107,12 +107,12 @@ class Service:
             truncated=any(read.truncated for read in reads),
         )
 
-    def _patience(self, wish: Wish) -> Patience:
+    def _patience(self, wish: Wish, heartbeat: float) -> Patience:
         longest = self.settings.request_timeout
         deadline = longest if wish.deadline_ms is None else wish.deadline_ms / 1e3
         if deadline > longest:
             raise InvalidRequest(f"deadline_ms must be at most {longest * 1e3:.0f}, this server's own", "deadline_ms")
-        return Patience(deadline=deadline, queue=self.settings.queue_timeout)
+        return Patience(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
     def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
         model_size = self.engine.ready.vocab_size if self.engine.ready else tokenizer.vocab_size

@@ -12,7 +12,7 @@ import torch
 from conftest import Server
 from wire import parse_events, whole
 
-from app.api.fields import CompleteRequest
+from app.api.native_fields import CompleteRequest
 from app.settings import Settings
 from model.presets import PRESET_NAMES, preset
 from model.transformer import Decoder

@@ -12,6 +12,7 @@ from conftest import Server
 from wire import stream
 
 from app.api.event_schemas import EVENTS
+from app.api.openai_schemas import CompletionsResponse
 from app.main import create_app
 from app.settings import Settings
 
@@ -100,6 +101,19 @@ def test_events_are_what_is_told_of_them(server: Server) -> None:
         assert set(event.data) <= set(model.model_fields), event.name
         model.model_validate(event.data)
     assert {"start", "token", "done"} <= seen
+
+
+def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, document: dict[str, Any]) -> None:
+    told = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
+    assert told["content"]["text/event-stream"]["x-events"]["data"] == told["content"]["application/json"]["schema"]
+    asked = {"prompt": "The moon", "max_tokens": 3, "logprobs": 2, "echo": True, "user": "u", "other": 1}
+    for stream_it in (False, True):
+        body = {**asked, "stream": stream_it, "stream_options": {"include_usage": True} if stream_it else None}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
+        answers = [line[6:] for line in text.split("\n\n")[:-2]] if stream_it else [text]
+        for answer in map(json.loads, answers):
+            assert set(answer) <= set(CompletionsResponse.model_fields)
+            CompletionsResponse.model_validate(answer)
 
 
 def test_the_service_hands_it_out(server: Server, document: dict[str, Any]) -> None:

@@ -10,12 +10,11 @@ from starlette.responses import JSONResponse, Response
 from app.api import shapes, sse
 from app.api.dependencies import MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
 from app.api.errors import ApiError, request_id_of
-from app.api.fields import CompleteRequest
 from app.api.job import Job
+from app.api.native_fields import CompleteRequest
 from app.api.schemas import Cancellation, CompleteResponse, ErrorResponse
 from app.api.stream_job import StreamJob
 
-_DEFAULT_MAX_TOKENS = 128
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 404, 413, 415, 500, 503, 504)
 }
@@ -26,8 +25,7 @@ router = APIRouter(responses=_ERRORS)
 async def complete(request: Request, service: ServiceDep, metrics: MetricsDep, shelf: ShelfDep) -> Response:
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
-    wish = body.to_wish(max_tokens=_DEFAULT_MAX_TOKENS, source=body.source, include_stop=bool(body.include_stop))
-    job = await Job.begin(request_id_of(request), wish, service, metrics)
+    job = await Job.begin(request_id_of(request), body.wish, service, metrics)
     extra = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
     if job.admitted.truncated:
         extra["truncated"] = True

@@ -36,13 +36,10 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class CompletionFields(BaseModel):
-    """Fields of both doors. `null` means the default, for every field but the prompt."""
+    """Fields of both doors, beside the prompt. `null` means the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    prompt: Prompts = Field(
-        description="Text, token ids, or a list of either. Empty: start from nothing.", examples=["Once upon a time"]
-    )
     max_tokens: int | None = Field(None, ge=0, lt=2**31, description="Most tokens to generate. Clamped to the context.")
     min_tokens: int | None = Field(
         None, ge=0, lt=2**31, description="End-of-text tokens and stops are not taken before so many tokens."
@@ -113,26 +110,17 @@ class CompletionFields(BaseModel):
         return self
 
     @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts, one by one."""
-        return cast("list[Prompt]", self.prompt if self.is_batch else [self.prompt])
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the prompt is a list of prompts."""
-        return not isinstance(self.prompt, str) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-
-    @property
     def guide(self) -> tuple[str, Any] | None:
         """What the text must follow: the name of the field, and its value."""
         return next(((name, value) for name in GUIDES if (value := getattr(self, name)) is not None), None)
 
-    def to_wish(self, *, max_tokens: int, **others: Any) -> Wish:
+    def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> Wish:
         """What was asked for, with this door's own default of max_tokens and its own fields."""
+        is_batch = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
         stops = self.stop or []
         return Wish(
-            prompts=self.prompts,
-            is_batch=self.is_batch,
+            prompts=cast("list[Prompt]", prompt if is_batch else [prompt]),
+            is_batch=is_batch,
             suffix=self.suffix,
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             min_tokens=self.min_tokens or 0,
@@ -150,21 +138,3 @@ class CompletionFields(BaseModel):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **others,
         )
-
-
-class CompleteRequest(CompletionFields):
-    """Body of POST /complete."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    source: str | Ids | None = Field(
-        None, description="What the encoder reads, for models that have one; `prompt` may then be left out."
-    )
-    include_stop: bool | None = Field(None, description="Keep the stop at the end of the text.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _answer_from_the_start(cls, body: Any) -> Any:
-        if isinstance(body, dict) and "prompt" not in body and body.get("source") is not None:
-            return {**body, "prompt": ""}
-        return body

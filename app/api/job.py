@@ -38,10 +38,10 @@ class Job:
         self._closed = False
 
     @classmethod
-    async def begin(cls, name: str, wish: Wish, service: Service, metrics: Metrics) -> Job:
+    async def begin(cls, name: str, wish: Wish, service: Service, metrics: Metrics, *, heartbeat: float = 10.0) -> Job:
         """Admits a request; what can be known to be wrong is raised here, before any byte of an answer."""
         try:
-            return cls(name, await service.begin(name, wish), service, metrics)
+            return cls(name, await service.begin(name, wish, heartbeat), service, metrics)
         except EngineError as error:
             metrics.rejected(_reason(error))
             raise

@@ -34,6 +34,8 @@ _HEADERS = {
 }
 _RETRY_AFTER = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
 _REF = "#/components/schemas/{model}"
+_CHUNKS = """One JSON object or, where `stream` is true, a stream of frames without names: `data: ` and one line of
+JSON of the same shape, with what is new in `text`; an error as `{"error": ...}`; `data: [DONE]` is the last."""
 _STREAM_EXAMPLE = """id: req-1:0
 event: start
 data: {"id": "req-1", "model": "weights", "seed": 7, "prompt_tokens": 4, "cached_tokens": 0, ...}
@@ -76,6 +78,8 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
                 _describe_response(int(status), response)
             if (path == "/complete" and method == "post") or path.endswith("/events"):
                 _describe_stream(operation["responses"]["200"])
+            elif path == "/v1/completions":
+                _describe_chunks(operation["responses"]["200"])
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     document["components"]["schemas"] = dict(sorted(schemas.items()))
@@ -125,4 +129,13 @@ def _describe_stream(response: dict[str, Any]) -> None:
         "schema": {"type": "string", "description": "Server-sent events."},
         "example": _STREAM_EXAMPLE,
         "x-events": named,
+    }
+
+
+def _describe_chunks(response: dict[str, Any]) -> None:
+    response["description"] = _CHUNKS
+    shape = response["content"]["application/json"]["schema"]
+    response["content"]["text/event-stream"] = {
+        "schema": {"type": "string", "description": "Server-sent events."},
+        "x-events": {"data": shape},
     }

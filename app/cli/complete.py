@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.fields import CompleteRequest
+from app.api.native_fields import CompleteRequest
 from app.cli.client import CLIENT_KEY, Client, NoAnswer, Refused, error_message
 from app.cli.request_flags import add_flags, given_fields
 
