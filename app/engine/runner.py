@@ -10,7 +10,8 @@ from torch import Tensor
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.logprobs import top_logprobs
 from app.engine.params import SamplingParams
-from app.engine.sampler import SamplingRow, sample
+from app.engine.sampler import sample
+from app.engine.sampling_row import SamplingRow
 from app.engine.source_cache import SourceCache
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
 from model.layers import seal
@@ -83,7 +84,7 @@ class Runner:
         if not drawing:
             return {}
         logits_SV = self._logits(hidden_TD, ends)
-        rows = [SamplingRow(sequence.request.params, len(sequence.tokens)) for sequence in drawing]
+        rows = [_row(sequence) for sequence in drawing]
         drawn = sample(logits_SV, rows)
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
 
@@ -119,6 +120,11 @@ class Runner:
         """Of these rows, by as many rows as the law asks for."""
         padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]
         return self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(rows)]
+
+
+def _row(sequence: Sequence) -> SamplingRow:
+    request = sequence.request
+    return SamplingRow(request.params, sequence.tokens, len(request.prompt), request.stop_ids)
 
 
 def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:
