@@ -13,7 +13,7 @@ from typing import Any
 
 from app.engine.errors import EngineError
 from app.engine.stream import Cancelled, Item, Stream
-from app.engine.types import FinishReason, Started, TokenEvent
+from app.engine.types import Started, TokenEvent
 from app.text import StopMatcher, StreamDecoder
 from model.tokenizer import Tokenizer
 
@@ -177,7 +177,8 @@ class Completion:
         self.clock.last_token = now
         self.n_tokens += 1
         # A token that ends the text is none of it, whatever the tokenizer would show for it.
-        data = b"" if event.finish is FinishReason.STOP else self.tokenizer.token_bytes(event.token)
+        ends = event.token in self._stream.request.stop_ids
+        data = b"" if ends else self.tokenizer.token_bytes(event.token)
         if self._strips_space and data:
             data, self._strips_space = data.removeprefix(b" "), False
         text = self._decoder.feed(data)

@@ -38,7 +38,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            await client.stop()
+            await asyncio.gather(client.stop(), service.guides.stop())
 
     app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
     app.add_middleware(RequestIds)

@@ -12,6 +12,7 @@ from app.engine.admission import check_ids
 from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import ContextLengthExceeded, InvalidRequest, NotReady
 from app.engine.frames import Ready
+from app.engine.guide_checker import GuideChecker
 from app.engine.params import SamplingParams
 from app.engine.types import Request
 from app.settings import Settings
@@ -50,6 +51,7 @@ class Service:
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.settings = settings
         self.engine = engine
+        self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         self.created = int(time.time())

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.params import SamplingParams
 from app.engine.sampler import SamplingRow, sample
@@ -17,13 +18,19 @@ from model.transformer import Decoder
 
 
 class Runner:
-    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read."""
+    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None) -> None:
+    Without `guides` there must be no guided request.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None, guides: Guides | None = None
+    ) -> None:
         seal(decoder)
         self.decoder = decoder
         self.cache = cache
         self.sources = sources
+        self.guides = guides
         self.device = cache.data.device
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
@@ -81,7 +88,14 @@ class Runner:
         padded = ends + ends[-1:] * (self._padded(len(ends)) - len(ends))
         logits_SV = self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(ends)]
         rows = [SamplingRow(sequence.request.params, len(sequence.tokens)) for sequence in drawing]
+        # TODO(merge): the sampler masks
+        allowed = self.guides.allowed(drawing) if self.guides else [None] * len(drawing)
+        for row, words in enumerate(allowed):
+            if words is not None:
+                bits = (words[:, None] >> torch.arange(32)).bitwise_and(1).flatten()[: logits_SV.shape[1]].bool()
+                logits_SV[row] = logits_SV[row].masked_fill(~bits.to(self.device), -1e30)
         drawn = sample(logits_SV, rows)
+        drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
 
 

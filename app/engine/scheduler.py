@@ -126,7 +126,10 @@ class Scheduler:
             if not chunk.samples:
                 continue
             result = drawn[sequence.request.id]
-            if result.token is None:
+            if result.failure:
+                failed.append(Failed(sequence.request.id, result.failure))
+                self._remove(sequence)
+            elif result.token is None:
                 failed.append(Failed(sequence.request.id, "the model's output for this request is not finite"))
                 self.pool.forget(sequence.blocks)
                 self._dirty |= set(sequence.blocks)
@@ -201,7 +204,7 @@ class Scheduler:
         index, request = sequence.num_generated, sequence.request
         sequence.tokens.append(drawn.token)
         finish = None
-        if drawn.token in request.stop_ids:
+        if drawn.token in request.stop_ids or drawn.complete:
             finish = FinishReason.STOP
         elif sequence.num_generated >= request.max_tokens:
             finish = FinishReason.LENGTH

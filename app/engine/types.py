@@ -182,3 +182,5 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
     complete: bool = False
     """The request's guide leaves nothing to follow this token: the text ends with it."""
+    failure: str = ""
+    """Why there is no token, for the user, where that is not the model's doing."""
