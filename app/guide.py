@@ -44,25 +44,21 @@ class Guide:
     field: str
 
 
-def guide_of(
-    *,
-    regex: str | None = None,
-    json_schema: Mapping[str, Any] | str | bool | None = None,
-    grammar: str | None = None,
-    response_format: Mapping[str, Any] | None = None,
-) -> Guide | None:
-    """The guide of a request, if it has one. Raises InvalidRequest, which names the field."""
-    fields = {"regex": regex, "json_schema": json_schema, "grammar": grammar, "response_format": response_format}
-    given = [name for name, value in fields.items() if value is not None]
-    if len(given) > 1:
-        raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other: give one of them", given[1])
-    if regex is not None:
-        return Guide(_of_regex(regex), "regex")
-    if json_schema is not None:
-        return Guide(_of_schema(json_schema, "json_schema"), "json_schema")
-    if grammar is not None:
-        return Guide(_of_lark(grammar), "grammar")
-    return None if response_format is None else _of_response_format(response_format)
+def guide_of(field: str, value: Any) -> Guide | None:
+    """The guide that `field` of a request asks for, if it does. Raises InvalidRequest, which names the field.
+
+    regex and grammar are text; json_schema is an object, JSON text or true; response_format is as OpenAI writes it.
+    """
+    match field:
+        case "regex":
+            return Guide(_of_regex(value), field)
+        case "json_schema":
+            return Guide(_of_schema(value, field), field)
+        case "grammar":
+            return Guide(_of_lark(value), field)
+        case _:
+            assert field == "response_format"
+            return _of_response_format(value)
 
 
 def _of_regex(regex: str) -> str:

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(weights: Path, *, streams: int, max_tokens: int, repeats: int) -> GuidedResult:
     """Prints each pair as it is found."""
     tokenizer = Tokenizer.load(weights)
-    guide = guide_of(json_schema=_SCHEMA)
+    guide = guide_of("json_schema", _SCHEMA)
     assert guide
     guides = _TimedGuides(tokenizer, streams)
     engine = _engine(weights, guides, streams, max_tokens)

@@ -35,7 +35,7 @@ def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VO
 
 
 def _grammar(**fields: Any) -> str:
-    guide = guide_of(**fields)
+    guide = guide_of(*next(iter(fields.items())))
     assert guide
     return guide.grammar
 

@@ -10,12 +10,14 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from msgspec.structs import replace
 
 from app.engine.blocks import BlockPool
 from app.engine.defaults import sampling_defaults
@@ -113,8 +115,11 @@ def main(descriptor: int) -> int:
 
 
 def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
+    def report(step: StepReport) -> None:
+        send(replace(step, at=time.monotonic()))
+
     def announce(started: tuple[Started, ...]) -> None:
-        send(StepReport(started=started, counters=engine.scheduler.counters))
+        report(StepReport(started=started, counters=engine.scheduler.counters))
 
     while True:
         for frame in inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)):
@@ -126,9 +131,9 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
         for request in door.leave():
             engine.add(request)
         if engine.has_work:
-            send(engine.step(announce))
+            report(engine.step(announce))
         else:
-            send(StepReport(counters=engine.scheduler.counters))
+            report(StepReport(counters=engine.scheduler.counters))
 
 
 def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Guides, Ready]:
