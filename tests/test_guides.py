@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kinds import KINDS
 from schemas import random_schema, whole
 from tiny import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
@@ -247,3 +248,20 @@ def test_without_a_guide_the_same_model_writes_no_json() -> None:
     for tokens in events.values():
         with pytest.raises(ValueError, match=r"line 1 column 1|Extra data|codec"):
             json.loads(_text(tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
+    """Words of a vocabulary of words begin with a space; the text of special tokens is never drawn."""
+    tokenizer = Tokenizer(KINDS[kind][0]())
+    regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
+    guides, rng = _guides(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
+    request = Request(id="r", prompt=(0,), max_tokens=99, guide=_grammar(regex=regex))
+    sequence, complete = EngineSequence(request=request, tokens=[0], arrival=0), False
+    while not complete:
+        allowed = _ids(guides.allowed([sequence])[0])
+        assert all(tokenizer.token_bytes(token) for token in allowed)
+        token = rng.choice(sorted(allowed))
+        complete = guides.follow([sequence], [Drawn(token)])[0].complete
+        sequence.tokens.append(token)
+    assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))
