@@ -11,9 +11,9 @@ from app.completion import Clock, Completion, Patience
 from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import InvalidRequest, NotReady
 from app.engine.frames import Ready
-from app.engine.guide_checker import GuideChecker
 from app.engine.params import SamplingParams
 from app.guide import guide_of
+from app.guide_checker import GuideChecker
 from app.prompts import Reader
 from app.settings import Settings
 from app.wish import Wish
@@ -115,7 +115,7 @@ class Service:
         guide = guide_of(*wish.guide) if wish.guide else None
         if guide is None:
             return ""
-        await self.guides.check(guide.grammar, guide.field)
+        await self.guides.check(guide)
         return guide.grammar
 
     def _patience(self, wish: Wish, heartbeat: float) -> Patience:

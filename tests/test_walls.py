@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler"]
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
-EVENT_LOOP += ["app.guide", "app.engine.guide_checker", "app.engine.guide_process"]
+EVENT_LOOP += ["app.guide", "app.guide_checker", "app.guide_process"]
 
 
 def _name(path: Path) -> str:
@@ -78,7 +78,7 @@ def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer() -> None:
 
 @pytest.mark.parametrize("module", EVENT_LOOP)
 def test_the_api_process_never_imports_torch(module: str) -> None:
-    heavy = ["torch", "numpy"] if module == "app.engine.guide_process" else ["torch", "numpy", "llguidance"]
+    heavy = ["torch", "numpy"] if module == "app.guide_process" else ["torch", "numpy", "llguidance"]
     program = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 

@@ -1,7 +1,6 @@
 """What crosses the pipe between the API process and the engine process, and how: length-prefixed msgpack. No torch.
 
 Down: WorkerConfig once, then Submit, Cancel. Up: Phase while loading, Ready or Fatal, then StepReports.
-To and from the process that checks guides: Check and Checked, one after the other, once it has sent a Phase.
 Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.ValidationError.
 """
 
@@ -76,20 +75,8 @@ class Fatal(Struct, frozen=True, tag="fatal"):
     user_error: bool
 
 
-class Check(Struct, frozen=True, tag="check"):
-    """A guide that may be more than can be computed."""
-
-    guide: str
-
-
-class Checked(Struct, frozen=True, tag="checked"):
-    """What is wrong with the guide; empty where nothing is."""
-
-    problem: str
-
-
-Down = WorkerConfig | Submit | Cancel | Check
-Up = Phase | Ready | Fatal | StepReport | Checked
+Down = WorkerConfig | Submit | Cancel
+Up = Phase | Ready | Fatal | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
 _down = msgspec.msgpack.Decoder(Down)

@@ -1,8 +1,8 @@
-"""The process that compiles guides before anybody else does: Check in, Checked out, until the pipe closes. No torch.
+"""The process that compiles guides before anybody else does. No torch, no asyncio.
 
-Started by app/engine/guide_checker.py as `python -m app.engine.guide_process SECONDS WEIGHTS FD`. What a guide costs is
-known only when it was paid, and a compiler cannot be stopped from inside: here it may run out of time or memory, and
-takes nobody with it but this process.
+Started by app/guide_checker.py as `python -m app.guide_process SECONDS WEIGHTS`. What a guide costs is known only when
+it was paid, and a compiler cannot be stopped from inside: here it may run out of time or memory, and takes nobody with
+it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import random
 import re
 import resource
-import signal
-import socket
 import sys
 from pathlib import Path
 
-from app.engine.frames import HEADER_BYTES, Check, Checked, Fatal, Phase, Up, body_length, decode_down, encode_frame
+from app.confined import serve
 from app.engine.matcher import Vocabulary
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer import Tokenizer
 
 MEMORY_BYTES = 64 << 20
 """What a guide may take beyond what the vocabulary takes; the engine pays it once more for each request."""
@@ -27,36 +25,16 @@ _TOO_COMPLEX = "it is too complex: make it simpler"
 _SIGNS_OF_COST = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
 
 
-def main(seconds: float, weights: Path, descriptor: int) -> int:
-    """Runs until the pipe closes, or a guide costs too much. Exit codes: 0 closed, 2 no tokenizer to work with."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    pipe = socket.socket(fileno=descriptor)
+def main(seconds: float, weights: Path) -> None:
+    """Runs until the pipe ends, or a guide costs too much."""
+    tokenizer = Tokenizer.load(weights)
+    vocabulary = Vocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
 
-    def send(message: Up) -> None:
-        pipe.sendall(encode_frame(message))
+    def answer(guide: bytes) -> bytes:
+        return problem_of(vocabulary, guide.decode()).encode()
 
-    try:
-        try:
-            tokenizer = Tokenizer.load(weights)
-        except TokenizerError as error:
-            send(Fatal(str(error), user_error=True))
-            return 2
-        vocabulary = Vocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
-        _limit_memory()
-        send(Phase("ready"))
-        with pipe.makefile("rb") as frames:
-            while len(header := frames.read(HEADER_BYTES)) == HEADER_BYTES:
-                check = decode_down(frames.read(body_length(header)))
-                assert isinstance(check, Check)
-                # The API process kills us in time; should it be gone, the alarm does.
-                signal.setitimer(signal.ITIMER_REAL, seconds + 1)
-                problem = problem_of(vocabulary, check.guide)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                send(Checked(problem))
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    return 0
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    serve(answer, seconds=seconds, most_bytes=taken + MEMORY_BYTES)
 
 
 def problem_of(vocabulary: Vocabulary, guide: str) -> str:
@@ -99,11 +77,5 @@ def _problem_of_step(step: int, message: str) -> str:
     return "it leads where no text can go on" if step else "no text of this model's tokens can follow it"
 
 
-def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
+    main(float(sys.argv[1]), Path(sys.argv[2]))
