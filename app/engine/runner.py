@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.logprobs import top_logprobs
 from app.engine.params import SamplingParams
@@ -22,13 +23,19 @@ _PIECE_BYTES = 8 << 20
 
 
 class Runner:
-    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read."""
+    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None) -> None:
+    Without `guides` there must be no guided request.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None, guides: Guides | None = None
+    ) -> None:
         seal(decoder)
         self.decoder = decoder
         self.cache = cache
         self.sources = sources
+        self.guides = guides
         self.device = cache.data.device
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
@@ -84,8 +91,10 @@ class Runner:
         if not drawing:
             return {}
         logits_SV = self._logits(hidden_TD, ends)
-        rows = [_row(sequence) for sequence in drawing]
+        allowed = self.guides.allowed(drawing) if self.guides else [None] * len(drawing)
+        rows = [_row(sequence, words) for sequence, words in zip(drawing, allowed, strict=True)]
         drawn = sample(logits_SV, rows)
+        drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
 
     def _score(self, chunks: Items[Chunk], hidden_TD: Tensor) -> dict[str, tuple[TokenScore, ...] | None]:
@@ -122,9 +131,9 @@ class Runner:
         return self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(rows)]
 
 
-def _row(sequence: Sequence) -> SamplingRow:
+def _row(sequence: Sequence, allowed: Tensor | None) -> SamplingRow:
     request = sequence.request
-    return SamplingRow(request.params, sequence.tokens, len(request.prompt), request.stop_ids)
+    return SamplingRow(request.params, sequence.tokens, len(request.prompt), request.stop_ids, allowed)
 
 
 def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:
