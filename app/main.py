@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app import VERSION
-from app.api import complete, errors, openai, operations, page, tokens
+from app.api import complete, errors, openai, operations, page, score, tokens
 from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
@@ -63,7 +63,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
     app.add_middleware(RequestIds)
     app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
-    for room in (complete, openai):
+    for room in (complete, openai, score):
         app.include_router(room.router, tags=["completion"])
     for room in (tokens, operations, page):
         app.include_router(room.router)
