@@ -102,7 +102,12 @@ class Message(BaseModel):
 class ChatRequest(OpenAIFields):
     """Body of POST /v1/chat/completions. An unknown field is accepted and named in `warnings`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=1024, description="The chat so far, the oldest first.")
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=1024,
+        description="The chat so far, the oldest first.",
+        examples=[[{"role": "user", "content": "Tell me a story."}]],
+    )
     max_completion_tokens: int | None = Field(
         None, ge=0, lt=2**31, description="Another name of max_tokens; absent, the context is the limit."
     )
