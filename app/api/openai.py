@@ -16,6 +16,7 @@ from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
 from app.api.errors import ApiError, request_id_of
 from app.api.job import Collected, Job
 from app.api.openai_fields import CompletionsRequest
+from app.api.openai_schemas import CompletionsResponse
 from app.api.schemas import ErrorResponse
 from app.choice import Delta, Ended, TokenDetail
 from app.completion import News
@@ -28,7 +29,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 router = APIRouter(responses=_ERRORS)
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionsRequest))
+@router.post("/v1/completions", response_model=CompletionsResponse, openapi_extra=body_schema(CompletionsRequest))
 async def completions(request: Request, service: ServiceDep, metrics: MetricsDep) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
     body = await read_body(request, CompletionsRequest, service.settings.max_body_bytes)
@@ -107,10 +108,12 @@ class _Answer:
             return [self._chunk(news.index, "", self._pending.pop(news.index, ()), news)]
         if not isinstance(news, Delta):
             return []
-        if not news.text:  # tokens without text come last, and go with the end
-            self._pending[news.index] = news.tokens
+        tokens = (*self._pending.pop(news.index, ()), *news.tokens)
+        if not news.text:  # tokens without text go with the next that have some, or with the end
+            self._pending[news.index] = tokens
             return []
-        return [self._chunk(part.index, part.text, part.tokens) for part in shapes.one_by_one(news)]
+        parts = shapes.one_by_one(Delta(news.index, news.text, tokens))
+        return [self._chunk(part.index, part.text, part.tokens) for part in parts]
 
     def _chunk(self, index: int, text: str, tokens: tuple[TokenDetail, ...], ended: Ended | None = None) -> bytes:
         chunk = {**self._head, "choices": [self._choice(index, text, tokens, ended)], **self._extra}
