@@ -68,7 +68,7 @@ class Reader:
     def _prompt(self, prompt: Prompt, wish: Wish) -> Read:
         limit = wish.truncate_prompt_tokens
         if wish.suffix is not None:
-            ids = self._infill(prompt, wish.suffix)
+            ids = self._infill(prompt, wish.suffix, wish)
         else:
             ids = self._ids(prompt, "prompt", may_be_cut=limit is not None)
         truncated = limit is not None and len(ids) > limit
@@ -83,11 +83,13 @@ class Reader:
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
-    def _infill(self, prompt: Prompt, suffix: str) -> list[int]:
+    def _infill(self, prompt: Prompt, suffix: str, wish: Wish) -> list[int]:
         """The prefix and the suffix between the tokens that the model was taught for it, the prefix first."""
         marks = next((m for m in map(self._mark_ids, _INFILLING) if None not in m), None)
         if marks is None:
             raise InvalidRequest("this model's vocabulary has no fill-in-the-middle tokens: leave out suffix", "suffix")
+        if wish.truncate_prompt_tokens is not None:
+            raise InvalidRequest("suffix cannot be combined with truncate_prompt_tokens: leave one out", "suffix")
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
         start, middle, end = (mark for mark in marks if mark is not None)
