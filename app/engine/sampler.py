@@ -65,7 +65,7 @@ def _choose(logits_SV: Tensor, best_S1: Tensor, rows: Items[SamplingRow]) -> Ten
     wide = [i for i, row in enumerate(rows) if not row.is_greedy and not _may_be_narrow(row)]
     hopeful = [i for i, row in enumerate(rows) if not row.is_greedy and _may_be_narrow(row)]
     if hopeful:
-        found = candidates(_only(logits_SV, hopeful), [rows[i].params.top_k or logits_SV.shape[1] for i in hopeful])
+        found = candidates(_only(logits_SV, hopeful), [rows[i].params.top_k for i in hopeful])
         fits = found.fits_S.tolist()
         places = [place for place, fit in enumerate(fits) if fit]
         narrow = [hopeful[place] for place in places]
@@ -81,7 +81,9 @@ def _choose(logits_SV: Tensor, best_S1: Tensor, rows: Items[SamplingRow]) -> Ten
 
 
 def _may_be_narrow(row: SamplingRow) -> bool:
-    return 0 < row.params.top_k <= MOST or row.allowed is not None
+    """Not for being guided: inside a JSON string nearly every token is allowed, and looking for candidates in vain made
+    eight such rows take 4.3 ms instead of 0.7 (vocabulary 4,096), 68 instead of 7 (131,072)."""
+    return 0 < row.params.top_k <= MOST
 
 
 def _only(values_S: Tensor, places: list[int]) -> Tensor:
