@@ -18,7 +18,7 @@ from app.prompts import Read
 from app.wish import Wish
 from model.tokenizer import Tokenizer
 
-_MOST_LOGPROBS = 500_000
+_MOST_LOGPROBS = 200_000
 NEUTRAL = {
     "temperature": 1.0,
     "top_k": 0,
@@ -42,16 +42,19 @@ class Batch:
         self._eos_ids = () if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids)
 
     def _check_size(self, reads: Sequence[Read]) -> None:
-        """Raises InvalidRequest where the answer would hold too many log-probabilities of prompts."""
-        if not self._wish.echo or self._wish.logprobs is None:
+        """Raises InvalidRequest where the answer would hold too many log-probabilities to be made at once."""
+        wish, context = self._wish, self._ready.context
+        if wish.logprobs is None:
             return
-        each = 1 + self._wish.logprobs
-        size = sum(len(read.ids) for read in reads) * self._wish.n_drawn * each
-        limit = max(_MOST_LOGPROBS, self._ready.context * each)
+        each = 1 + wish.logprobs
+        drawn = 0 if wish.is_streamed else wish.max_tokens
+        lengths = [(len(read.ids) if wish.echo else 0) + min(drawn, context - len(read.ids)) for read in reads]
+        size = sum(lengths) * wish.n_drawn * each
+        limit = max(_MOST_LOGPROBS, context * each)
         if size > limit:
             raise InvalidRequest(
-                f"the answer would hold {size} log-probabilities of prompts, at most {limit} are told at once: "
-                "send fewer prompts, a smaller n, or smaller logprobs",
+                f"logprobs: the answer could hold {size} log-probabilities, at most {limit} are told at once: "
+                "ask for fewer prompts, a smaller n, fewer tokens, or smaller logprobs",
                 "logprobs",
             )
 

@@ -54,6 +54,8 @@ class Completion:
         self._patience = patience
         self._deadline = clock.submitted + patience.deadline
         self._paused_at: float | None = None
+        self._away = 0.0
+        """Of the clock's `away`, what no token has ended so far."""
         self._started: set[int] = set()
         self._last_tokens: dict[int, float] = {}
         self._news: deque[News] = deque()
@@ -84,7 +86,7 @@ class Completion:
     @property
     def duration(self) -> float:
         """Seconds from the submission until now, or until somebody stopped listening."""
-        return (self._paused_at or time.monotonic()) - self.clock.submitted - self.clock.away
+        return (self._paused_at or time.monotonic()) - self.clock.submitted - self.clock.away - self._away
 
     def pause(self) -> None:
         """Nobody listens: the engine has nothing to do with it until go_on()."""
@@ -98,7 +100,7 @@ class Completion:
         self._paused_at, self._queued_at = None, now
         self._last_tokens.clear()
         if clock.first_token is not None:
-            clock.away += away
+            self._away += away
             return
         clock.submitted += away
         clock.started = None if clock.started is None else clock.started + away
@@ -222,12 +224,13 @@ class Completion:
             self._tell(Begun())
 
     def _note_token(self, arrival: Arrival, event: TokenEvent) -> None:
+        self.clock.first_token = self.clock.first_token or arrival.at
         if event.token is None:
             return
         if (before := self._last_tokens.get(arrival.choice)) is not None:
             self.gaps.append(arrival.at - before)
         self._last_tokens[arrival.choice] = arrival.at
-        self.clock.first_token = self.clock.first_token or arrival.at
+        self.clock.away, self._away = self.clock.away + self._away, 0.0
         self.clock.last_token = arrival.at
 
     def _leader_places(self) -> list[int]:

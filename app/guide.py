@@ -83,6 +83,8 @@ def _of_lark(grammar: str) -> str:
 def _of_response_format(wanted: Mapping[str, Any]) -> Guide | None:
     field = "response_format"
     match wanted.get("type"):
+        case "text" | "json_object" if len(wanted) > 1:
+            raise InvalidRequest(f"response_format has no field {min(set(wanted) - {'type'})[:40]!r}", field)
         case "text":
             return None
         case "json_object":

@@ -24,6 +24,10 @@ class Killed(Exception):
     """The child gave no answer; the message says what it took too much of. The next question gets a new child."""
 
 
+class _Died(Exception):
+    """The child ended while it was asked."""
+
+
 class Busy(Unavailable):
     """Too many questions wait already."""
 
@@ -53,7 +57,12 @@ class KillableHelper:
         self._waiting += 1
         try:
             async with self._turn:
-                return await self._answer(question, most_bytes)
+                with contextlib.suppress(_Died):
+                    return await self._answer(question, most_bytes)
+                # Somebody else may have killed it; the same question to a new child tells whether it is to blame.
+                with contextlib.suppress(_Died):
+                    return await self._answer(question, most_bytes)
+                raise Killed("took too much memory")
         finally:
             self._waiting -= 1
 
@@ -77,10 +86,15 @@ class KillableHelper:
             async with asyncio.timeout(self._seconds):
                 await process.stdin.drain()
                 return await _frame(process.stdout, most_bytes)
-        except (OSError, asyncio.IncompleteReadError, ValueError) as error:  # a time-out is an OSError
+        except TimeoutError:
             await self.close()
-            took = f"took more than {self._seconds:g} seconds"
-            raise Killed(took if isinstance(error, TimeoutError) else "took too much memory") from None
+            raise Killed(f"took more than {self._seconds:g} seconds") from None
+        except ValueError:
+            await self.close()
+            raise Killed("took too much memory") from None
+        except (OSError, asyncio.IncompleteReadError):
+            await self.close()
+            raise _Died from None
         except BaseException:  # whoever asked has left: the answer would be taken for the next question's
             await self.close()
             raise

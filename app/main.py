@@ -35,15 +35,16 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         client = (engine or make_client)(settings)
         app.state.long_texts = long_texts = LongTexts()
         app.state.service = service = Service(settings, client, long_texts)
-        app.state.metrics = Metrics(client)
+        app.state.metrics = metrics = Metrics(client)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
-        loading = asyncio.create_task(service.load_tokenizer())
+        tasks = [asyncio.create_task(work) for work in (service.load_tokenizer(), metrics.watch_loop())]
         try:
             yield
         finally:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             long_texts.close()
             if chat_template:
                 await chat_template.close()

@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.engine.client import EngineGone
+from app.engine.errors import NotReady
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
@@ -129,5 +130,5 @@ def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:
     seconds = service.settings.drain_timeout
     _log.info("ending: open streams get up to %g s; a second signal ends at once", seconds)
     service.draining = True
-    message = "the service is shutting down: send it again in a moment"
-    asyncio.get_running_loop().call_later(seconds, service.engine.fail_all, message)
+    error = NotReady("the service is shutting down: send it again in a moment", 5)
+    asyncio.get_running_loop().call_later(seconds, service.engine.fail_all, error)

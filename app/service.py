@@ -114,7 +114,8 @@ class Service:
 
     async def _guide(self, wish: Wish) -> str:
         """The grammar that the text must follow, which can be followed; empty for none."""
-        guide = guide_of(*wish.guide) if wish.guide else None
+        # In a thread: a schema may be as large as a body.
+        guide = await asyncio.to_thread(guide_of, *wish.guide) if wish.guide else None
         if guide is None:
             return ""
         await self.guides.check(guide)

@@ -39,6 +39,7 @@ class Wish:
     ignore_eos: bool = False
     logprobs: int | None = None
     echo: bool = False
+    is_streamed: bool = False
     guide: tuple[str, object] | None = None
     """("regex" | "json_schema" | "grammar", what the text must follow)."""
     deadline_ms: int | None = None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
+from conftest import Server, start_server, stop_server
 from wire import stream, text_of, whole
 
 SCHEMA = {
@@ -37,6 +39,22 @@ def test_every_choice_and_the_stream_follow_the_schema(server: Server) -> None:
         assert set(json.loads(choice["text"])) == {"mood", "age"}
     assert text_of(stream(server.url, **ASK, json_schema=SCHEMA)) == texts[0]
     assert whole(server.url, **ASK, json_schema=json.dumps(SCHEMA))["choices"][0]["text"] == texts[0]
+
+
+def test_no_guided_request_is_in_the_way_of_later_ones(tmp_path: Path, weights: Path) -> None:
+    """Whatever becomes of it: scored only, at its end at once, or left by its client while it waits."""
+    server = start_server(tmp_path, weights, "--max-running", "2")
+    try:
+        for _ in range(3):
+            whole(server.url, **ASK | {"max_tokens": 0}, regex="[ab]+")
+            whole(server.url, prompt=[5] * 256, max_tokens=9, regex="[ab]+")
+            whole(server.url, **ASK, regex="a")
+            for _ in range(3):
+                with contextlib.suppress(httpx.TimeoutException):
+                    httpx.post(f"{server.url}/complete", json=ASK | {"regex": "[ab]{200}"}, timeout=0.05)
+        assert whole(server.url, **ASK, regex="abc")["choices"][0]["text"] == "abc"
+    finally:
+        assert stop_server(server) == 0
 
 
 def test_regex_and_grammar_are_followed_to_the_last_token(server: Server) -> None:

@@ -135,6 +135,11 @@ def test_time_away_is_nobodys_time(long_server: Server) -> None:
     assert done["timings"]["decode_ms"] == pytest.approx(599 / rate * 1e3, rel=0.01)
     undisturbed = stream(long_server.url, **LONG)[-1].data["timings"]["decode_ms"]
     assert done["timings"]["decode_ms"] < undisturbed + 1200
+    name = _first_events(long_server, 40, **LONG)[0].data["id"]
+    time.sleep(0.5)
+    httpx.delete(f"{long_server.url}/complete/{name}")
+    cancelled = parse_events(_resume(long_server, name).text)[-1].data["timings"]
+    assert all(value >= 0 for value in cancelled.values())
 
 
 def test_a_stream_cancelled_while_its_client_is_away_counts_as_cancelled(long_server: Server) -> None:

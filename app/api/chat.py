@@ -12,7 +12,7 @@ from starlette.responses import Response
 from app.api.breather import Breather
 from app.api.chat_schemas import ChatResponse
 from app.api.dependencies import ChatTemplateDep, MetricsDep, ServiceDep, body_schema, read_body
-from app.api.errors import ApiError, request_id_of
+from app.api.errors import ApiError
 from app.api.job import Collected, Job
 from app.api.openai_answer import PING_SECONDS, Answer, check_model, head_of
 from app.api.openai_fields import ChatRequest
@@ -36,7 +36,7 @@ async def chat_completions(
         message = "this model has no chat template: send text to POST /v1/completions, or add chat_template.jinja"
         raise ApiError(400, message, code="no_chat_template")
     prompt = await template.render([turn.for_template for turn in body.messages])
-    job = await Job.begin(request_id_of(request), body.wish_for(prompt), service, metrics, heartbeat=PING_SECONDS)
+    job = await Job.begin(request, body.wish_for(prompt), service, metrics, heartbeat=PING_SECONDS)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return await _ChatAnswer(job, body, head_of(job, "chatcmpl", kind)).respond(request)
 

@@ -9,35 +9,28 @@ from starlette.responses import Response
 
 from app.api import shapes, sse
 from app.api.dependencies import MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
-from app.api.errors import ApiError, request_id_of
+from app.api.errors import ApiError
 from app.api.job import Job
 from app.api.native_fields import CompleteRequest
-from app.api.schemas import Cancellation, CompleteResponse, ErrorResponse
+from app.api.openapi import declared
+from app.api.schemas import Cancellation, CompleteResponse
 from app.api.stream_job import StreamJob
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 404, 413, 415, 500, 503, 504)
-}
-router = APIRouter(responses=_ERRORS)
+router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))
 async def complete(request: Request, service: ServiceDep, metrics: MetricsDep, shelf: ShelfDep) -> Response:
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
-    job = await Job.begin(request_id_of(request), body.wish, service, metrics)
+    job = await Job.begin(request, body.wish, service, metrics)
     extra = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
     if job.admitted.truncated:
         extra["truncated"] = True
     if body.stream is not False:
         limit = service.settings.resume_bytes
         return _respond(StreamJob(job, shelf, owner=owner_of(request), extra=extra, journal_bytes=limit))
-    try:
-        answer = await sse.until_disconnect(_whole(job, extra), request.receive)
-    finally:
-        job.close()
-    # Nobody reads the answer to a client that has left.
-    return sse.json_response(answer, job.name) if answer else Response(status_code=499)
+    return await job.respond(_whole(job, extra), request)
 
 
 @router.get("/complete/{request_id}/events")

@@ -100,13 +100,12 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         hint = f"did you mean {near[0]!r}?" if near else "GET /docs lists all fields"
         return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
     if first["type"] == "missing":
-        return ApiError(400, f"{name} is required", param=name)
+        return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
     message = first["msg"].removeprefix("Value error, ")
     if name == "prompt" and first["type"].endswith("_type"):
         message = "must be text, a list of token ids, or a list of either kind alone"
     if name is None:  # a complaint about several fields begins with the name of one
-        word = message.partition(" ")[0]
-        return ApiError(400, message, param=word if word in fields else None)
+        return ApiError(400, message, param=message.partition(" ")[0])
     return ApiError(400, f"{name}: {message}", param=name)
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from app.api.errors import ApiError, from_engine
+from fastapi import Request
+from starlette.responses import Response
+
+from app.api import sse
+from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
 from app.completion import Completion
-from app.engine.errors import EngineError, NotReady, QueueFull
+from app.engine.errors import EngineError, EngineFailed, NotReady, QueueFull, Unavailable
 from app.news import Delta, Ended, TokenDetail
 from app.service import Admitted, Service
 from app.wish import Wish
@@ -37,13 +43,20 @@ class Job:
         self._closed = False
 
     @classmethod
-    async def begin(cls, name: str, wish: Wish, service: Service, metrics: Metrics, *, heartbeat: float = 10.0) -> Job:
+    async def begin(
+        cls, request: Request, wish: Wish, service: Service, metrics: Metrics, *, heartbeat: float = 10.0
+    ) -> Job:
         """Admits a request; what can be known to be wrong is raised here, before any byte of an answer."""
+        name = request_id_of(request)
         try:
-            return cls(name, await service.begin(name, wish, heartbeat), service, metrics)
+            # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
+            admitted = await sse.until_disconnect(service.begin(name, wish, heartbeat), request.receive)
         except EngineError as error:
             metrics.rejected(_reason(error))
             raise
+        if admitted is None:
+            raise ApiError(499, "the client has left")
+        return cls(name, admitted, service, metrics)
 
     @property
     def completion(self) -> Completion:
@@ -69,6 +82,15 @@ class Job:
         _log.error("request %s failed in its stream", self.name, exc_info=error)
         return ApiError(500, "an error on our side; the request id names it in the server's log")
 
+    async def respond(self, work: Coroutine[Any, Any, Mapping[str, Any]], request: Request) -> Response:
+        """`work` as the whole answer; the job ends with it."""
+        try:
+            answer = await sse.until_disconnect(work, request.receive)
+        finally:
+            self.close()
+        # Nobody reads the answer to a client that has left.
+        return sse.json_response(answer, self.name) if answer else Response(status_code=499)
+
     async def collect(self) -> list[Collected]:
         """Everything, by choice. Raises EngineError."""
         texts: list[list[str]] = [[] for _ in self.completion.choices]
@@ -84,7 +106,7 @@ class Job:
                     tokens[news.index] += news.tokens
                 elif isinstance(news, Ended):
                     ends[news.index] = news
-        except EngineError as error:
+        except Exception as error:
             self.failure(error)
             raise
         return [Collected(ends[i], "".join(text), tokens[i]) for i, text in enumerate(texts)]
@@ -108,4 +130,8 @@ def _reason(error: EngineError) -> str:
             return "queue_full"
         case NotReady():
             return "not_ready"
+        case Unavailable():
+            return "busy"
+        case EngineFailed():
+            return "failed"
     return "invalid"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,6 +13,7 @@ from app.completion import Completion
 from app.engine.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LAG_PAUSE = 0.25
 _FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -34,11 +36,20 @@ class Metrics:
         self._duration = histogram("request_duration_seconds", "Request submitted to its end.", _SLOW)
         self._queue = histogram("queue_duration_seconds", "Request submitted to its first step.", _SLOW)
         self._prefill = histogram("prefill_duration_seconds", "First step to first token.", _SLOW)
+        self._lag = histogram("event_loop_lag_seconds", "How late the event loop serves a timer.", _FAST)
         self._prompt_tokens = counter("prompt_tokens_total", "Tokens of prompts.")
         self._generation_tokens = counter("generation_tokens_total", "Tokens generated.")
         self._cached_tokens = counter("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache.")
         self._requests = counter("requests_total", "Requests that ended.", ("finish_reason",))
         self._rejected = counter("rejected_total", "Requests that were refused.", ("reason",))
+
+    async def watch_loop(self) -> None:
+        """Measures, until it is cancelled, how late the event loop is."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_PAUSE
+            await asyncio.sleep(_LAG_PAUSE)
+            self._lag.observe(max(0.0, loop.time() - due))
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -60,12 +71,13 @@ class Metrics:
         clock = completion.clock
         self._requests.labels(finish_reason).inc()
         self._duration.observe(duration)
-        self._prompt_tokens.inc(completion.prompt_tokens)
+        if clock.started is not None:
+            self._prompt_tokens.inc(completion.prompt_tokens)
         self._generation_tokens.inc(completion.n_tokens)
         self._cached_tokens.inc(completion.cached_tokens)
         if clock.started is not None:
             self._queue.observe(clock.started - clock.submitted)
-        if clock.first_token is not None:
+        if clock.first_token is not None and completion.n_tokens:
             self._first_token.observe(clock.first_token - clock.submitted)
             if clock.started is not None:
                 self._prefill.observe(clock.first_token - clock.started)
@@ -80,8 +92,8 @@ class _EngineState(Collector):
     def collect(self) -> Iterator[Metric]:
         counters = self._engine.counters
         used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
-        yield GaugeMetricFamily("inkstream_requests_running", "Requests being computed.", counters.running)
-        yield GaugeMetricFamily("inkstream_requests_waiting", "Requests in the queue.", counters.waiting)
+        yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", counters.running)
+        yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", counters.waiting)
         yield GaugeMetricFamily("inkstream_kv_cache_usage_ratio", "Share of the cache blocks in use.", used)
         yield GaugeMetricFamily(
             "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))

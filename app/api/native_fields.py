@@ -36,5 +36,9 @@ class CompleteRequest(CompletionFields):
     def wish(self) -> Wish:
         """What was asked for."""
         return self.to_wish(
-            self.prompt, max_tokens=_DEFAULT_MAX_TOKENS, source=self.source, include_stop=bool(self.include_stop)
+            self.prompt,
+            max_tokens=_DEFAULT_MAX_TOKENS,
+            source=self.source,
+            include_stop=bool(self.include_stop),
+            is_streamed=self.stream is not False,
         )

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from app.api import openai_shapes as shapes
 from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
-from app.api.errors import request_id_of
 from app.api.job import Collected, Job
 from app.api.openai_answer import PING_SECONDS, Answer, check_model, head_of
 from app.api.openai_fields import CompletionsRequest
@@ -26,7 +25,7 @@ async def completions(request: Request, service: ServiceDep, metrics: MetricsDep
     """Continue a prompt, as OpenAI's completions endpoint does."""
     body = await read_body(request, CompletionsRequest, service.settings.max_body_bytes)
     check_model(body.model, service)
-    job = await Job.begin(request_id_of(request), body.wish, service, metrics, heartbeat=PING_SECONDS)
+    job = await Job.begin(request, body.wish, service, metrics, heartbeat=PING_SECONDS)
     return await _TextAnswer(job, body, head_of(job, "cmpl", "text_completion")).respond(request)
 
 

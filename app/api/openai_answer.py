@@ -96,12 +96,7 @@ class Answer:
         """The response; the job ends with it."""
         if self._stream:
             return sse.EventStreamResponse(self._frames(), self.job.close, {"X-Request-Id": self.job.name})
-        try:
-            whole = await sse.until_disconnect(self._whole(), request.receive)
-        finally:
-            self.job.close()
-        # Nobody reads the answer to a client that has left.
-        return sse.json_response(whole, self.job.name) if whole else Response(status_code=499)
+        return await self.job.respond(self._whole(), request)
 
     async def _whole(self) -> dict[str, Any]:
         """The answer in one object. Raises EngineError."""

@@ -12,6 +12,7 @@ from app.wish import Wish
 
 _DEFAULT_MAX_TOKENS = 16
 _WHOLE_CONTEXT = 2**31 - 1
+_NOT_FOR_CHATS = ("prompt", "echo", "suffix", "best_of", "tools", "tool_choice", "functions", "function_call")
 
 
 class OpenAIFields(SamplingFields):
@@ -75,6 +76,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
             best_of=self.best_of,
             include_stop=bool(self.include_stop_str_in_output),
             use_model_defaults=False,
+            is_streamed=bool(self.stream),
         )
 
 
@@ -121,6 +123,13 @@ class ChatRequest(OpenAIFields):
     )
 
     @model_validator(mode="after")
+    def _is_a_chat(self) -> ChatRequest:
+        for name in _NOT_FOR_CHATS:
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name} is not for chats: leave it out, or use POST /v1/completions")
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
@@ -137,4 +146,5 @@ class ChatRequest(OpenAIFields):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             include_stop=bool(self.include_stop_str_in_output),
             use_model_defaults=False,
+            is_streamed=bool(self.stream),
         )

@@ -78,7 +78,7 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
                 _describe_response(int(status), response)
             if (path == "/complete" and method == "post") or path.endswith("/events"):
                 _describe_stream(operation["responses"]["200"])
-            elif path == "/v1/completions":
+            elif path in ("/v1/completions", "/v1/chat/completions"):
                 _describe_chunks(operation["responses"]["200"])
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

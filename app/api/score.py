@@ -9,17 +9,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api import shapes, sse
+from app.api import shapes
 from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
-from app.api.errors import request_id_of
 from app.api.fields import Name, Prompts
 from app.api.job import Collected, Job
-from app.api.schemas import ErrorResponse, Token, Usage
+from app.api.openapi import declared
+from app.api.schemas import Token, Usage
 from app.wish import Wish, one_by_one
 
-router = APIRouter(
-    responses={status: {"model": ErrorResponse} for status in (400, 413, 415, 500, 503, 504)},
-)
+router = APIRouter(responses=declared(400, 413, 415, 500, 503, 504))
 
 
 class ScoreRequest(BaseModel):
@@ -76,12 +74,8 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep) -> R
         logprobs=body.logprobs or 0,
         deadline_ms=body.deadline_ms,
     )
-    job = await Job.begin(request_id_of(request), wish, service, metrics)
-    try:
-        answer = await sse.until_disconnect(_answer(job, body), request.receive)
-    finally:
-        job.close()
-    return sse.json_response(answer, job.name) if answer else Response(status_code=499)
+    job = await Job.begin(request, wish, service, metrics)
+    return await job.respond(_answer(job, body), request)
 
 
 async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:

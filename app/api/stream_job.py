@@ -11,7 +11,7 @@ from app.api.shelf import Journal, Shelf
 from app.news import Begun, Delta, Ended, Idle, News, Queued
 
 
-class Reader:
+class Connection:
     """One connection's hold on a stream; a newer one takes it over."""
 
 
@@ -28,21 +28,22 @@ class StreamJob:
         self._journal = Journal(journal_bytes)
         self._ends: dict[int, Ended] = {}
         self._finished = self._paused = False
-        self._reader: Reader | None = None
+        self._reader: Connection | None = None
         shelf.put(self)
 
-    def attach(self) -> Reader:
+    def attach(self) -> Connection:
         """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
-        if self._paused:
+        if self._paused and self._job.completion.stream.is_open:
+            self._job.service.require_ready()
             self._job.service.engine.resume(self._job.completion.stream)
             self._job.completion.go_on()
-            self._paused = False
+        self._paused = False
         self._shelf.come_back(self)
-        self._reader = Reader()
+        self._reader = Connection()
         self._job.completion.stream.wake()
         return self._reader
 
-    def detach(self, reader: Reader) -> None:
+    def detach(self, reader: Connection) -> None:
         """The connection is over: the engine is free at once; the client may come back for a while."""
         if reader is self._reader:
             self._reader = None
@@ -74,7 +75,7 @@ class StreamJob:
         """Whether the frames from this one on can be given again."""
         return self._journal.first <= number <= self._journal.next_number
 
-    async def frames(self, reader: Reader, number: int = 0) -> AsyncIterator[bytes]:
+    async def frames(self, reader: Connection, number: int = 0) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
         while reader is self._reader:
             if number < self._journal.next_number:
@@ -85,7 +86,7 @@ class StreamJob:
             elif await self._next(reader):
                 yield sse.PING
 
-    async def _next(self, reader: Reader) -> bool:
+    async def _next(self, reader: Connection) -> bool:
         """Writes the next frame, if there is one; True where there is nothing but a sign of life."""
         completion = self._job.completion
         try:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from app.engine.admission import QueueLimits
-from app.engine.errors import EngineFailed, InvalidRequest, NotReady
+from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady
 from app.engine.frames import Cancel, Fatal, Phase, Ready, Submit, Up, WorkerConfig
 from app.engine.process import WORKER, EngineProcess
 from app.engine.stream import Stream
@@ -69,7 +69,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.fail_all("the service is shutting down")
+        self.fail_all(NotReady("the service is shutting down: send it again in a moment", 5))
 
     async def wait_ready(self) -> None:
         """Waits until the engine has loaded."""
@@ -83,26 +83,31 @@ class EngineClient:
 
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queues the sequences of one answer, all or none. Raises NotReady, QueueFull, InvalidRequest."""
+        self._check(requests)
         stream = Stream(requests, self._drop, self.queue.position)
         self._send(stream, requests)
         return stream
 
     def resume(self, stream: Stream) -> None:
         """Queues again what a paused stream has left to do. Raises NotReady, QueueFull."""
+        self._check(stream.open_requests)
         self._send(stream, stream.renew())
 
-    def fail_all(self, message: str) -> None:
-        """Ends every open stream with EngineFailed."""
+    def fail_all(self, error: EngineError) -> None:
+        """Ends every open stream with an error."""
         for stream in set(self._streams.values()):
             request_ids = stream.open_ids
-            stream.fail(EngineFailed(message), time.monotonic())
+            stream.fail(error, time.monotonic())
             self._forget(request_ids)
         self.counters = Counters()
 
-    def _send(self, stream: Stream, requests: Sequence[Request]) -> None:
-        if self.ready is None or self._process is None:
+    def _check(self, requests: Sequence[Request]) -> None:
+        if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
         self.queue.check(requests)
+
+    def _send(self, stream: Stream, requests: Sequence[Request]) -> None:
+        assert self._process, "there is one while it is ready"
         for request in requests:
             self._streams[request.id] = stream
             self.queue.join(request)
@@ -159,7 +164,7 @@ class EngineClient:
                 self._process.kill()
 
     def _record_crash(self) -> None:
-        self.fail_all("the engine stopped while it worked on this request: send it again")
+        self.fail_all(EngineFailed("the engine stopped while it worked on this request: send it again"))
         self.restarts += 1
         now = time.monotonic()
         self._crashes.append(now)

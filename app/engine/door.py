@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from app.engine.types import Request
+from app.engine.types import Request, StepReport
 
 _POLL_SECONDS = 0.002
 
@@ -25,6 +25,8 @@ class Door:
         self._thread = ThreadPoolExecutor(1)
         self._waiting: deque[Request] = deque()
         self._compiled: deque[tuple[Request, Future[None]]] = deque()
+        self._cancelled: set[str] = set()
+        """Requests whose guide is being compiled although nobody waits for it any more."""
 
     def wait_seconds(self, otherwise: float) -> float:
         """How long the engine may sleep: not for long while somebody waits here."""
@@ -41,17 +43,28 @@ class Door:
         while self._compiled and self._compiled[0][1].done():
             request, prepared = self._compiled.popleft()
             prepared.result()  # what went wrong there is the engine's end
-            ready.append(request)
+            if request.id in self._cancelled:
+                self._cancelled.discard(request.id)
+                self._forget(request.id)
+            else:
+                ready.append(request)
         self._compile()
         return ready
+
+    def settle(self, report: StepReport) -> None:
+        """Forgets the guides of requests that have ended."""
+        for request_id in [e.request_id for e in report.events if e.finish] + [f.request_id for f in report.failed]:
+            self._forget(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Forgets a request, here and where its guide is kept; no error where there is none."""
         for request in [request for request in self._waiting if request.id == request_id]:
             self._waiting.remove(request)
         for entry in [entry for entry in self._compiled if entry[0].id == request_id]:
-            entry[1].cancel()
-            self._compiled.remove(entry)
+            if entry[1].cancel():
+                self._compiled.remove(entry)
+            else:
+                self._cancelled.add(request_id)
         self._forget(request_id)
 
     def _compile(self) -> None:

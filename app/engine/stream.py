@@ -70,6 +70,11 @@ class Stream:
         """The requests that have not ended."""
         return list(self._open)
 
+    @property
+    def open_requests(self) -> list[Request]:
+        """The same as requests, as they were submitted first."""
+        return [self.requests[index] for index in self._open.values()]
+
     async def receive(self) -> list[Arrival]:
         """Everything that has arrived; empty after wake().
 
@@ -113,8 +118,7 @@ class Stream:
     def renew(self) -> list[Request]:
         """The sequences that have not ended, as requests that go on from where they stand; the client's side.
 
-        They get new ids, so that nothing is taken for theirs that the engine sent before it heard of the pause, and
-        no longer lean on a leader.
+        They get new ids, so that nothing is taken for theirs that the engine sent before it heard of the pause.
         """
         self._attempts += 1
         self._begun = False
@@ -146,6 +150,10 @@ class Stream:
         for request_id in list(self._open):
             self.push(request_id, at, error)
 
+    def _renewed_name(self, leader: str | None) -> str | None:
+        is_open = any(self.requests[index].id == leader for index in self._open.values())
+        return f"{leader}~{self._attempts}" if is_open else None
+
     def _renewed(self, index: int) -> Request:
         request = self.requests[index]
         return replace(
@@ -153,5 +161,6 @@ class Stream:
             id=f"{request.id}~{self._attempts}",
             generated=tuple(self._generated[index]),
             scored=self._scored[index],
-            leader=None,
+            # What has begun to write needs nobody; what has not still waits for the prompt's scores.
+            leader=None if self._generated[index] else self._renewed_name(request.leader),
         )

@@ -130,14 +130,17 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
     while True:
         for frame in inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)):
             if isinstance(frame, Submit):
-                (door.enter if frame.request.guide else engine.add)(frame.request)
+                is_guided = frame.request.guide and frame.request.max_tokens
+                (door.enter if is_guided else engine.add)(frame.request)
             elif isinstance(frame, Cancel):
                 engine.cancel(frame.request_id)
                 door.cancel(frame.request_id)
         for request in door.leave():
             engine.add(request)
         if engine.has_work:
-            report(engine.step(announce))
+            done = engine.step(announce)
+            report(done)
+            door.settle(done)
         else:
             report(StepReport(counters=engine.scheduler.counters))
 
