@@ -12,6 +12,7 @@ WEIGHTS ?=
 OUT ?= out
 DATA ?=
 ARGS ?=
+ONLY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,10 +22,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench lint
+.PHONY: help FORCE install serve test train bench lint clients
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile; echo "targets: install serve test train bench lint"
+	@sed -n '3,6s/^# *//p' Makefile; echo "targets: install serve test train bench lint clients"
 
 install: $(VENV)/installed
 
@@ -59,3 +60,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Real clients of the completions API, each in an environment of its own: make clients [ONLY="openai-3 llm"]
+clients: install
+	PYTHONPATH=tests PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)
