@@ -36,7 +36,7 @@ def measure(*flags: str) -> dict[str, Any]:
         command += ["--concurrency", "4", "--request-count", str(N_REQUESTS), "--output-artifact-dir", folder]
         command += ["--prompt-input-tokens-mean", "64", "--prompt-output-tokens-mean", str(OUTPUT_TOKENS)]
         command += ["--extra-inputs", "ignore_eos:true", "--extra-inputs", f"min_tokens:{OUTPUT_TOKENS}"]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": folder, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**os.environ, "HF_HOME": folder, "TOKENIZERS_PARALLELISM": "false"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         (report,) = Path(folder).rglob("profile_export_aiperf.json")
