@@ -33,7 +33,7 @@ def test_a_check_that_fails_fails_its_client(tmp_path: Path, weights: Path) -> N
         )
         client = Client(name="fake", script=str(script), services=())
         with Services(weights) as services:
-            outcomes.append(run(client, services, weights, python=Path(sys.executable)))
+            outcomes.append(run(client, services, weights))
     assert [(outcome.passed, outcome.checks) for outcome in outcomes] == [(True, 1), (False, 1)]
 
 

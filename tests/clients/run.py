@@ -141,19 +141,20 @@ def run(client: Client, services: Services, weights: Path) -> Outcome:
     print(f"\n== {client.name}", flush=True)
     environment = {**os.environ, "PYTHONPATH": "", "CLIENT_WEIGHTS": str(weights), "CLIENT_ORACLE": sys.executable}
     script = HERE / client.script
-    # Node looks for packages from where the script lies.
-    node = ["node", shutil.copy(script, client.folder)]
-    command = node if client.npm else [client.folder / "bin/python", script]
+    command: list[str | Path] = [client.folder / "bin/python" if client.packages else sys.executable, script]
+    if client.npm:
+        # Node looks for packages from where the script lies.
+        command = ["node", shutil.copy(script, client.folder)]
     urls = [services.url(flags) for flags in client.services]
     started = time.monotonic()
-    process = subprocess.Popen([*command, *urls], stdout=subprocess.PIPE, text=True, env=environment, cwd=client.folder)
-    assert process.stdout
     checks = failed = 0
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        checks += line.startswith(("ok ", "FAIL "))
-        failed += line.startswith("FAIL ")
-    passed = process.wait() == 0 and checks > 0 and not failed
+    with subprocess.Popen([*command, *urls], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            checks += line.startswith(("ok ", "FAIL "))
+            failed += line.startswith("FAIL ")
+    passed = process.returncode == 0 and checks > 0 and not failed
     return Outcome(client=client, passed=passed, checks=checks, failed=failed, seconds=time.monotonic() - started)
 
 
