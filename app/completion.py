@@ -1,23 +1,21 @@
-"""One completion from token ids to text: decoding, stop strings, usage, timings. Knows no HTTP and no JSON."""
+"""One answer from token events to news for its reader: choices, waiting, deadlines, usage, timings. No HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.engine.errors import EngineError
-from app.engine.stream import Cancelled, Item, Stream
-from app.engine.types import FinishReason, Started, TokenEvent
-from app.text import StopMatcher, StreamDecoder
-from model.tokenizer import Tokenizer
+from app.choice import Choice, Delta, Ended
+from app.engine.errors import DeadlineExceeded, EngineError, WaitedTooLong
+from app.engine.stream import Arrival, Cancelled, Stream
+from app.engine.types import PromptScores, Request, Started, TokenEvent
 
-_QUEUE_NEWS_SECONDS, _HEARTBEAT_SECONDS = 1.0, 10.0
+_QUEUE_NEWS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +31,21 @@ class Idle:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenDetail:
-    """One token and its log-probability; `top` are the most likely ones in its place."""
-
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+class Begun:
+    """The engine has begun with the first choice."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text, with the tokens it ends (empty unless log-probabilities were asked for)."""
-
-    text: str
-    tokens: tuple[TokenDetail, ...] = ()
+News = Queued | Idle | Begun | Delta | Ended
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The regular end."""
+class Patience:
+    """How long an answer may take, in seconds from its submission."""
 
-    finish_reason: str
-    stop_reason: str | int | None = None
-
-
-News = Queued | Idle | Started | Delta | Ended
+    deadline: float
+    queue: float
+    heartbeat: float
+    """Silence after which there is a sign of life."""
 
 
 @dataclass(slots=True)
@@ -71,32 +59,42 @@ class Clock:
 
 
 class Completion:
-    """Owns a Stream; whoever iterates news() must close() in the end, whatever happens."""
+    """Owns a Stream; whoever waits for ready() and takes the news must close() in the end, whatever happens."""
 
-    def __init__(self, stream: Stream, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self.clock = Clock()
+    def __init__(self, stream: Stream, choices: Sequence[Choice], patience: Patience, clock: Clock) -> None:
+        self.stream = stream
+        self.choices = choices
+        self.clock = clock
         self.cached_tokens = 0
-        self.n_tokens = 0
         self.gaps: list[float] = []
-        """Seconds between tokens since the last time somebody took them."""
-        self._stream = stream
-        self.tokenizer = tokenizer
-        self._decoder = StreamDecoder()
-        # A prompt of special tokens alone is no text yet, and what follows is its beginning.
-        nothing_yet = not any(tokenizer.token_bytes(token) for token in stream.request.prompt)
-        self._strips_space = nothing_yet and tokenizer.strips_first_space
-        self._matcher = StopMatcher(stops)
-        self._decoded = self._sent = 0
-        self._held: deque[tuple[int, int, TokenDetail]] = deque()  # (first character, end, token)
+        """Seconds between tokens of a choice since the last time somebody took them."""
+        self._patience = patience
+        self._started: set[int] = set()
+        self._last_tokens: dict[int, float] = {}
+        self._news: deque[News] = deque()
+        self._failure: EngineError | None = None
+        self._last_news = time.monotonic()
+        if stream.queue_position:
+            self._tell(Queued(stream.queue_position))
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens drawn, over all choices."""
+        return sum(choice.n_tokens for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that were read: of the prompt, and of a source."""
-        return len(self._stream.request.prompt) + len(self._stream.request.source)
+        """Tokens that were read, of prompts and sources; those of a prompt with several choices count once."""
+        return sum(len(r.prompt) + len(r.source) for r in self._leaders())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended and all news was taken."""
+        return not self._news and self._failure is None and all(choice.ended for choice in self.choices)
 
     def close(self) -> None:
         """Frees what the engine holds for this request; any number of times."""
-        self._stream.close()
+        self.stream.close()
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the engine: EOS and tokens behind a stop string count."""
@@ -108,107 +106,134 @@ class Completion:
         }
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds; what has not happened is 0."""
+        """Milliseconds, and tokens a second over all choices from the first token to the last; 0 before two tokens."""
         clock = self.clock
         started = clock.started or clock.submitted
         first = clock.first_token or started
         decode = (clock.last_token or first) - first
+        later = self.n_tokens - len(self._last_tokens)
         return {
             "queue_ms": round((started - clock.submitted) * 1e3, 3),
             "prefill_ms": round((first - started) * 1e3, 3),
             "first_token_ms": round((first - clock.submitted) * 1e3, 3),
             "decode_ms": round(decode * 1e3, 3),
-            "tokens_per_second": round((self.n_tokens - 1) / decode, 2) if decode > 0 else 0.0,
+            "tokens_per_second": round(later / decode, 2) if decode > 0 else 0.0,
         }
 
-    async def news(self) -> AsyncGenerator[News, None]:
-        """Everything that happens, up to and with Ended. Raises EngineError where the engine fails."""
-        last = time.monotonic()
-        if (position := self._stream.queue_position) is not None and position > 0:
-            yield Queued(position)
-        while True:
-            pause = _HEARTBEAT_SECONDS if self._stream.queue_position is None else _QUEUE_NEWS_SECONDS
-            items: list[tuple[float, Item]] = []
-            # Counted from the last news: tokens without text must not put the sign of life off.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, last + pause - time.monotonic())):
-                    items = await self._stream.receive()
-            for arrived, item in items:
-                for news in self._take(item, arrived):
-                    yield news
-                    last = time.monotonic()
-                    if isinstance(news, Ended):
-                        return
-            if time.monotonic() - last >= pause:
-                waiting = self._stream.queue_position
-                yield Idle() if waiting is None else Queued(waiting)
-                last = time.monotonic()
+    async def ready(self) -> bool:
+        """Waits until there is news; False where somebody woke the stream, and there is none.
 
-    def _take(self, item: Item, arrived: float) -> list[News]:
-        if isinstance(item, Cancelled):
-            return [*self._flush(), *self._delta("", final=True), Ended("cancelled")]
-        if isinstance(item, EngineError):
-            raise item
-        if isinstance(item, Started):
-            self.clock.started, self.cached_tokens = arrived, item.cached_tokens
-            return [item]
-        return self._take_token(item, arrived)
-
-    def _take_token(self, event: TokenEvent, now: float) -> list[News]:
-        text = self._decode(event, now)
-        delta = self._delta(self._matcher.feed(text), final=False)
-        if self._matcher.matched is None and event.finish is None:
-            return delta
-        if self._matcher.matched is None:
-            delta += self._flush()
-        delta += self._delta("", final=True)
-        if self._matcher.matched is not None:
-            self.close()
-            return [*delta, Ended("stop", self._matcher.matched)]
-        return [*delta, Ended(str(event.finish))]
-
-    def _decode(self, event: TokenEvent, now: float) -> str:
-        """Text that the token completes; notes the time, and the token for those who want details."""
-        if event.token is None:
-            return ""
-        if self.clock.last_token is not None:
-            self.gaps.append(now - self.clock.last_token)
-        self.clock.first_token = self.clock.first_token or now
-        self.clock.last_token = now
-        self.n_tokens += 1
-        # A token that ends the text is none of it, whatever the tokenizer would show for it.
-        data = b"" if event.finish is FinishReason.STOP else self.tokenizer.token_bytes(event.token)
-        if self._strips_space and data:
-            data, self._strips_space = data.removeprefix(b" "), False
-        text = self._decoder.feed(data)
-        if event.logprob is not None:
-            detail = TokenDetail(event.token, event.logprob, event.top)
-            self._held.append((self._decoded, self._decoded + len(text), detail))
-        self._decoded += len(text)
-        return text
-
-    def _flush(self) -> list[News]:
-        text = self._matcher.feed(self._decoder.flush()) + self._matcher.flush()
-        return self._delta(text, final=False)
-
-    def _delta(self, text: str, *, final: bool) -> list[News]:
-        """A Delta, if there is anything to say.
-
-        Tokens wait for their text, also those that only begin a character; those behind a stop are never shown.
+        Raises EngineError where the request cannot go on.
         """
-        self._sent += len(text)
-        everything = final and self._matcher.matched is None
-        ready = []
-        while self._held:
-            first, end, detail = self._held[0]
-            if not (everything or (first < self._sent and (final or end <= self._sent))):
+        while not self._news:
+            if self._failure:
+                raise self._failure
+            pause = self._patience.heartbeat if self.stream.queue_position is None else _QUEUE_NEWS_SECONDS
+            # Counted from the last news: tokens without text must not put the sign of life off.
+            wake = min(self._last_news + pause, self._limit())
+            woken = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(wake - time.monotonic() + asyncio.get_running_loop().time()):
+                    arrivals = await self.stream.receive()
+                    woken = not arrivals
+                    for arrival in arrivals:
+                        self._take(arrival)
+            self._check_limits()
+            if not self._news and time.monotonic() - self._last_news >= pause:
+                waiting = self.stream.queue_position
+                self._tell(Idle() if waiting is None else Queued(waiting))
+            if woken:
                 break
-            ready.append(detail)
-            self._held.popleft()
-        return [Delta(text, tuple(ready))] if text or ready else []
+        return bool(self._news)
 
+    def take(self) -> News:
+        """The next news, in order; there is some after ready()."""
+        return self._news.popleft()
 
-def prompt_sha256(prompt: str | list[int]) -> str:
-    """For the receipt: SHA-256 of the text in UTF-8, or of the ids in decimal with commas."""
-    text = prompt if isinstance(prompt, str) else ",".join(map(str, prompt))
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    def _tell(self, *news: News) -> None:
+        self._news.extend(news)
+        if news:
+            self._last_news = time.monotonic()
+
+    def _limit(self) -> float:
+        """When patience ends, as long as things stay as they are."""
+        limit = self.clock.submitted + self._patience.deadline
+        if self.stream.queue_position is None:
+            return limit
+        return min(limit, self.clock.submitted + self._patience.queue)
+
+    def _check_limits(self) -> None:
+        if self._failure or self._limit() > time.monotonic():
+            return
+        if not self.n_tokens and time.monotonic() >= self.clock.submitted + self._patience.deadline:
+            self._fail(DeadlineExceeded("the deadline passed before the first token: raise deadline_ms, or try later"))
+        elif not self.n_tokens:
+            self._fail(WaitedTooLong("the request waited too long for its turn: try again in a moment", 5))
+        else:
+            self._end_all("timeout")
+            self.stream.close()
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = error
+        self.stream.close()
+
+    def _end_all(self, finish_reason: str) -> None:
+        for choice in self.choices:
+            if not choice.ended:
+                self._tell(*choice.end(finish_reason))
+                self._tell_end(choice)
+
+    def _tell_end(self, choice: Choice) -> None:
+        if choice.ended:
+            self._tell(choice.ended)
+
+    def _take(self, arrival: Arrival) -> None:
+        choice, item = self.choices[arrival.choice], arrival.item
+        if isinstance(item, Cancelled):
+            self._end_all("cancelled")
+        elif isinstance(item, EngineError):
+            self._fail(item)
+        elif isinstance(item, Started):
+            self._note_start(arrival, item)
+        elif isinstance(item, PromptScores):
+            for other in self._of_prompt(arrival.choice):
+                other.take_scores(item)
+        elif not choice.ended:
+            self._note_token(arrival, item)
+            self._tell(*choice.take(item))
+            self._tell_end(choice)
+            if choice.ended and not item.finish:
+                self.stream.leave(arrival.choice)
+
+    def _note_start(self, arrival: Arrival, started: Started) -> None:
+        # A paused stream that goes on starts again; what it finds in the cache then is its own work.
+        if arrival.choice in self._leader_places() and arrival.choice not in self._started:
+            self.cached_tokens += started.cached_tokens
+        self._started.add(arrival.choice)
+        if self.clock.started is None:
+            self.clock.started = arrival.at
+            self._tell(Begun())
+
+    def _note_token(self, arrival: Arrival, event: TokenEvent) -> None:
+        if event.token is None:
+            return
+        if (before := self._last_tokens.get(arrival.choice)) is not None:
+            self.gaps.append(arrival.at - before)
+        self._last_tokens[arrival.choice] = arrival.at
+        self.clock.first_token = self.clock.first_token or arrival.at
+        self.clock.last_token = arrival.at
+
+    def _leader_places(self) -> list[int]:
+        return [place for place, request in enumerate(self.stream.requests) if request.leader is None]
+
+    def _leaders(self) -> list[Request]:
+        return [self.stream.requests[place] for place in self._leader_places()]
+
+    def _of_prompt(self, leader: int) -> list[Choice]:
+        """The choices of one prompt, by the place of its first."""
+        name = self.stream.requests[leader].id
+        return [
+            choice
+            for choice, request in zip(self.choices, self.stream.requests, strict=True)
+            if name in (request.id, request.leader)
+        ]

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app import VERSION
-from app.api import complete, errors, operations, page
+from app.api import complete, errors, openai, operations, page
 from app.api.metrics import Metrics
 from app.api.request_ids import RequestIds
+from app.api.shelf import Shelf
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.frames import WorkerConfig
@@ -31,6 +32,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         client = (engine or make_client)(settings)
         app.state.service = service = Service(settings, client)
         app.state.metrics = Metrics(client)
+        app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
         loading = asyncio.create_task(service.load_tokenizer())
         try:
@@ -38,12 +40,13 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            shelf.clear()
             await client.stop()
 
     app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
     app.add_middleware(RequestIds)
     errors.install(app)
-    for room in (complete, operations, page):
+    for room in (complete, openai, operations, page):
         app.include_router(room.router)
     return app
 

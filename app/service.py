@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from dataclasses import dataclass
 
-from app.completion import Completion
-from app.engine.admission import check_ids
+from app.batch import Batch
+from app.completion import Clock, Completion, Patience
 from app.engine.client import EngineClient, EngineGone
-from app.engine.errors import ContextLengthExceeded, InvalidRequest, NotReady
+from app.engine.errors import InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
-from app.engine.types import Request
+from app.prompts import Reader
 from app.settings import Settings
+from app.wish import Wish
 from model.tokenizer import Tokenizer, TokenizerError
 
-_LONG_PROMPT_CHARACTERS = 20_000
-_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A completion as it was asked for; None means the default."""
-
-    prompt: str | list[int]
-    source: str | list[int] | None
-    max_tokens: int
-    sampling: dict[str, float | None]
-    seed: int | None
-    stops: tuple[str, ...]
-    ignore_eos: bool
-    logprobs: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """An admitted request."""
+class Admitted:
+    """A completion that the engine has taken."""
 
     completion: Completion
+    wish: Wish
     params: SamplingParams
+    tokenizer: Tokenizer
     weights_version: str
+    truncated: bool
 
 
 class Service:
@@ -99,24 +85,34 @@ class Service:
         finally:
             engine_gone.cancel()
 
-    async def begin(self, request_id: str, wish: Wish) -> Begun:
+    async def begin(self, name: str, wish: Wish, heartbeat: float) -> Admitted:
         """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
+        clock = Clock()
         ready, tokenizer = self.require_ready()
-        self.engine.check_queue()
-        prompt = await self._prompt_ids(wish.prompt, ready, tokenizer)
-        source = await self._source_ids(wish.source, ready, tokenizer)
-        check_ids(prompt, context=ready.context, vocab_size=ready.vocab_size, field="prompt")
-        params = _sampling_params(wish, ready)
-        request = Request(
-            id=request_id,
-            prompt=tuple(prompt),
-            max_tokens=min(wish.max_tokens, ready.context - len(prompt)),
-            params=params,
-            source=tuple(source),
-            stop_ids=() if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids),
+        self.engine.queue.check(())
+        patience = self._patience(wish, heartbeat)
+        reader = Reader(ready, tokenizer)
+        reads = await reader.prompts(wish)
+        source = await reader.source(wish.source)
+        batch = Batch(name, wish, ready, tokenizer)
+        requests = batch.requests(reads, source)
+        stream = self.engine.submit(requests)
+        completion = Completion(stream, batch.choices(requests, reads), patience, clock)
+        return Admitted(
+            completion=completion,
+            wish=wish,
+            params=requests[0].params,
+            tokenizer=tokenizer,
+            weights_version=ready.weights_version,
+            truncated=any(read.truncated for read in reads),
         )
-        completion = Completion(self.engine.submit(request), tokenizer, wish.stops)
-        return Begun(completion=completion, params=params, weights_version=ready.weights_version)
+
+    def _patience(self, wish: Wish, heartbeat: float) -> Patience:
+        longest = self.settings.request_timeout
+        deadline = longest if wish.deadline_ms is None else wish.deadline_ms / 1e3
+        if deadline > longest:
+            raise InvalidRequest(f"deadline_ms must be at most {longest * 1e3:.0f}, this server's own", "deadline_ms")
+        return Patience(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
     def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
         model_size = self.engine.ready.vocab_size if self.engine.ready else tokenizer.vocab_size
@@ -124,49 +120,3 @@ class Service:
             raise TokenizerError(
                 f"{self.settings.weights}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_size}"
             )
-
-    async def _prompt_ids(self, prompt: str | list[int], ready: Ready, tokenizer: Tokenizer) -> list[int]:
-        ids = await _ids(prompt, ready, tokenizer, "prompt")
-        start_id = tokenizer.start_id(ready.start_id)
-        if not ids and start_id is None:
-            raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
-        return ids or [start_id or 0]
-
-    async def _source_ids(self, source: str | list[int] | None, ready: Ready, tokenizer: Tokenizer) -> list[int]:
-        if not ready.has_encoder and source is not None:
-            raise InvalidRequest("this model has no encoder: leave out source and put the text into prompt", "source")
-        if not ready.has_encoder:
-            return []
-        ids = await _ids(source, ready, tokenizer, "source") if source else []
-        if not ids:
-            raise InvalidRequest("this model answers a source: give the text its encoder reads", "source")
-        check_ids(ids, context=ready.context, vocab_size=ready.vocab_size, field="source")
-        return ids
-
-
-async def _ids(text: str | list[int], ready: Ready, tokenizer: Tokenizer, field: str) -> list[int]:
-    """Token ids of a text; those of a prompt with the special tokens that the tokenizer adds (BOS, say)."""
-    if not isinstance(text, str):
-        return text
-    if (least := tokenizer.least_tokens(text)) > ready.context:
-        raise ContextLengthExceeded(least, ready.context, field)
-
-    def encode() -> list[int]:
-        return tokenizer.encode(text) if field == "prompt" else tokenizer.encode_many([text])[0]
-
-    # Long ones off the event loop, which has other streams to serve.
-    return await asyncio.to_thread(encode) if len(text) > _LONG_PROMPT_CHARACTERS else encode()
-
-
-def _sampling_params(wish: Wish, ready: Ready) -> SamplingParams:
-    """What was asked for, else the model's defaults, else no filter; a random seed where none was given."""
-    asked = {name: value for name, value in wish.sampling.items() if value is not None}
-    chosen = {**_NEUTRAL, **ready.sampling_defaults, **asked}
-    return SamplingParams(
-        temperature=chosen["temperature"],
-        top_k=max(0, int(chosen["top_k"])),
-        top_p=chosen["top_p"],
-        min_p=chosen["min_p"],
-        seed=secrets.randbits(53) if wish.seed is None else wish.seed,  # 53 bits survive every JSON parser
-        logprobs=wish.logprobs,
-    )

@@ -32,11 +32,23 @@ class Settings(BaseSettings):
     )
     max_running: int = Field(32, ge=1, le=1024, description="Requests computed together.")
     tokens_per_step: int = Field(256, ge=1, le=65536, description="Tokens computed in one step: prompts go in pieces.")
-    max_waiting: int = Field(256, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")
+    max_waiting: int = Field(1024, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")
     max_waiting_tokens: int = Field(
         1_000_000, ge=1, description="Prompt tokens that may wait; more are refused with 503."
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Largest request body; larger ones get 413.")
+    request_timeout: float = Field(
+        600.0, gt=0, le=86400, description="Seconds an answer may take in all; deadline_ms can ask for less."
+    )
+    queue_timeout: float = Field(
+        120.0, gt=0, le=86400, description="Seconds a request may wait for its turn before it gets 503."
+    )
+    resume_seconds: float = Field(
+        60.0, ge=0, le=3600, description="Seconds a broken stream can be resumed; 0 keeps none."
+    )
+    resume_bytes: int = Field(
+        1 << 18, ge=0, le=1 << 30, description="Bytes of events kept of each stream, for clients that lost some."
+    )
     drain_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds that open streams get after SIGTERM.")
     engine_silence: float = Field(
         30.0, ge=1, le=3600, description="Seconds without a sign of life until the engine restarts."

@@ -141,6 +141,11 @@ class Tokenizer:
         """The token as its vocabulary writes it; empty for an id that only the model has."""
         return self._rust.id_to_token(token) or ""
 
+    def id_of(self, piece: str) -> int | None:
+        """The token that the vocabulary writes so, if there is one."""
+        token: int | None = self._rust.token_to_id(piece)
+        return token
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer itself adds; BOS only if the text has none yet."""
         ids = list(self._rust.encode(text).ids)

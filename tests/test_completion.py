@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kinds import KINDS, save
 
-from app.completion import Completion, Delta
+from app.choice import Choice, TextRules
 from app.engine.types import FinishReason, Request, TokenEvent
 from model.tokenizer import Tokenizer
 
 WITH_A_SPACE_IN_FRONT = ("mistral", "llama2", "words", "unigram")
 
 
-class _Stream:
-    """The request is all that is asked of it."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.request = Request(id="r", prompt=tuple(prompt), max_tokens=9)
-
-
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    stream: Any = _Stream(prompt)
-    completion, text = Completion(stream, tokenizer, ()), ""
+    request = Request(id="r", prompt=tuple(prompt), max_tokens=9)
+    choice, text = Choice(0, request, tokenizer, TextRules(), frozenset()), ""
     for index, token in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
-        news = completion._take(TokenEvent("r", index, token, finish=finish), 0.0)
-        text += "".join(item.text for item in news if isinstance(item, Delta))
+        text += "".join(delta.text for delta in choice.take(TokenEvent("r", index, token, finish=finish)))
     return text
 
 

@@ -12,13 +12,14 @@ import torch
 from conftest import Server
 from wire import parse_events, whole
 
-from app.api.schemas import CompleteRequest
+from app.api.native_fields import CompleteRequest
 from app.settings import Settings
 from model.presets import PRESET_NAMES, preset
 from model.transformer import Decoder
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+API = (ROOT / "docs/api.md").read_text()
 
 
 def settings_table() -> str:
@@ -44,7 +45,7 @@ def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
 
 def test_every_field_of_a_request_is_explained() -> None:
     for name in CompleteRequest.model_fields:
-        assert f"`{name}`" in README, name
+        assert f"`{name}`" in API, name
 
 
 def test_the_presets_have_the_sizes_that_are_told() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
-CORE = ["params", "types", "errors", "admission", "blocks", "scheduler"]
+CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler"]
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
 
 
@@ -53,12 +53,12 @@ def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
         assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
 
 
-@pytest.mark.parametrize("name", ["kv_cache", "source_cache", "sampler", "runner"])
+@pytest.mark.parametrize("name", ["kv_cache", "source_cache", "logprobs", "sampler", "runner"])
 def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> None:
     path = ROOT / "app/engine" / f"{name}.py"
     assert _tops(path) <= sys.stdlib_module_names | {"torch", "app", "model"}, path
     ours = {m.split(".")[2] for m in _imports(path) if m.startswith("app.engine.")}
-    assert ours <= {"params", "types", "kv_cache", "source_cache", "sampler"}, path
+    assert ours <= {"params", "types", "kv_cache", "source_cache", "logprobs", "sampler"}, path
 
 
 def test_the_worker_is_the_only_file_with_torch_and_the_pipe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -10,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
+from app.api.shelf import Shelf
 from app.service import Service
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -25,8 +27,19 @@ def _metrics(request: Request) -> Metrics:
     return metrics
 
 
+def _shelf(request: Request) -> Shelf:
+    shelf: Shelf = request.app.state.shelf
+    return shelf
+
+
+def owner_of(request: Request) -> str:
+    """Who sends a request, as far as it says: a digest of its credentials. Streams belong to who began them."""
+    return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
+
+
 ServiceDep = Annotated[Service, Depends(_service)]
 MetricsDep = Annotated[Metrics, Depends(_metrics)]
+ShelfDep = Annotated[Shelf, Depends(_shelf)]
 
 
 async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from app.engine.errors import ContextLengthExceeded, EngineError, EngineFailed, InvalidRequest, Unavailable
+from app.engine.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    Unavailable,
+)
 
 _log = logging.getLogger("inkstream")
 _TYPES = {
@@ -68,6 +76,8 @@ def from_engine(error: EngineError) -> ApiError:
             return ApiError(400, str(error), param=error.param)
         case Unavailable():
             return ApiError(503, str(error), headers={"Retry-After": str(error.retry_after)})
+        case DeadlineExceeded():
+            return ApiError(504, str(error), code="deadline_exceeded")
         case EngineFailed():
             return ApiError(500, str(error), code="engine_failed")
     return ApiError(500, "the request could not be completed")
@@ -86,9 +96,9 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
             400, f"the body is not valid JSON: {first['msg'].partition(': ')[2][:120]}", code="invalid_json"
         )
     if first["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"unknown field {name!r}; allowed are {', '.join(fields)}", param=name, code="unknown_field"
-        )
+        near = get_close_matches(str(name), fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "GET /docs lists all fields"
+        return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
     if first["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name)
     message = first["msg"].removeprefix("Value error, ")
@@ -144,7 +154,7 @@ async def _on_framework_validation(request: Request, error: Exception) -> Respon
     """FastAPI's own check of paths and queries."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return respond(request, ApiError(422, str(first["msg"])[:200], param=str(first["loc"][-1])[:60]))
+    return respond(request, ApiError(400, str(first["msg"])[:200], param=str(first["loc"][-1])[:60]))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

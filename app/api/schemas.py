@@ -1,58 +1,10 @@
-"""What the wire may say: request and response bodies of the native door. Shapes and ranges only."""
+"""What the wire says: bodies of answers and errors. Shapes only; what may be asked for stands in fields.py."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
-
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_MAX_IDS = 1 << 20
-
-
-class CompleteRequest(BaseModel):
-    """Body of POST /complete. `null` means the default, for every field but the prompt."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    prompt: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] = Field(
-        description="Text, or token ids. Empty: start from nothing.", examples=["Once upon a time"]
-    )
-    source: str | Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] | None = Field(
-        None, description="What the encoder reads, for models that have one; `prompt` may then be left out."
-    )
-    max_tokens: int | None = Field(
-        None, ge=0, lt=2**31, description="Most tokens to generate (128). Clamped to the context."
-    )
-    temperature: float | None = Field(
-        None, ge=0, le=10, description="0 is greedy; higher is wilder. Default: the model's, else 1."
-    )
-    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Draw from the k most likely tokens; 0 or -1 is off.")
-    top_p: float | None = Field(
-        None, ge=0, le=1, description="Draw from the fewest tokens that reach this probability; 0 is the best one."
-    )
-    min_p: float | None = Field(
-        None, ge=0, le=1, description="Leave out tokens less likely than this share of the most likely one."
-    )
-    seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, description="Same seed, prompt and settings: same text. Random if absent."
-    )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
-        None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
-    )
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
-    )
-    stream: bool | None = Field(None, description="Server-sent events (the default) or one JSON object.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _answer_from_the_start(cls, body: Any) -> Any:
-        if isinstance(body, dict) and "prompt" not in body and body.get("source") is not None:
-            return {**body, "prompt": ""}
-        return body
+from pydantic import BaseModel, Field
 
 
 class TopToken(BaseModel):
@@ -75,8 +27,8 @@ class Choice(BaseModel):
 
     index: int
     text: str
-    finish_reason: str = Field(description="stop, length or cancelled.")
-    stop_reason: str | int | None = Field(description="The stop string that was met, if any.")
+    finish_reason: str = Field(description="stop, length, timeout or cancelled.")
+    stop_reason: str | int | None = Field(description="The stop string or stop token that was met, if any.")
     tokens: list[Token] | None = Field(description="Where logprobs were asked for.")
 
 
@@ -111,8 +63,9 @@ class Receipt(BaseModel):
     weights_version: str
     seed: int
     settings: dict[str, Any]
-    prompt_sha256: str
+    prompt_sha256: str | list[str]
     source_sha256: str | None = None
+    suffix_sha256: str | None = None
     version: str
 
 
@@ -125,6 +78,9 @@ class CompleteResponse(BaseModel):
     usage: Usage
     timings: Timings
     receipt: Receipt
+    truncated: bool | None = Field(None, description="True where truncate_prompt_tokens cut a prompt.")
+    user: str | None = None
+    request_id: str | None = None
 
 
 class ErrorBody(BaseModel):

@@ -27,12 +27,21 @@ def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> N
 
 
 def check_queue(
-    limits: QueueLimits, *, waiting: int, waiting_tokens: int, prompt_tokens: int, retry_after: int
+    limits: QueueLimits, *, waiting: int, waiting_tokens: int, adding: int, adding_tokens: int, retry_after: int
 ) -> None:
-    """Raises QueueFull where one more request of `prompt_tokens` would break a bound."""
-    if waiting >= limits.max_requests:
+    """Raises QueueFull where `adding` requests of `adding_tokens` would break a bound.
+
+    Raises InvalidRequest where there are so many of them that they never fit.
+    """
+    if adding > limits.max_requests:
+        raise InvalidRequest(
+            f"the request asks for {adding} continuations, this server takes at most {limits.max_requests} at once: "
+            "send fewer prompts, or a smaller n",
+            "prompt",
+        )
+    if waiting + adding > limits.max_requests:
         raise QueueFull(f"{waiting} requests wait already: try again in {retry_after} s", retry_after)
-    if waiting and waiting_tokens + prompt_tokens > limits.max_prompt_tokens:
+    if waiting and waiting_tokens + adding_tokens > limits.max_prompt_tokens:
         raise QueueFull(
             f"the queue is full ({waiting_tokens} prompt tokens wait): try again in {retry_after} s", retry_after
         )

@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from app.engine.admission import QueueLimits, check_queue
+from app.engine.admission import QueueLimits
 from app.engine.errors import EngineFailed, NotReady
 from app.engine.frames import Cancel, Fatal, Phase, Ready, Submit, Up, WorkerConfig
 from app.engine.process import WORKER, EngineProcess
+from app.engine.waiting_line import WaitingLine
 from app.engine.stream import Stream
-from app.engine.types import Counters, Request, StepReport
+from app.engine.types import Counters, PromptScores, Request, Started, StepReport, TokenEvent
 
 _log = logging.getLogger("inkstream")
 _MAX_CRASHES, _CRASH_WINDOW_SECONDS = 3, 600.0
@@ -41,7 +42,7 @@ class EngineClient:
         silence_seconds: float = 30.0,
         command: Sequence[str] = WORKER,
     ) -> None:
-        self.limits = limits
+        self.queue = WaitingLine(limits)
         self.counters = Counters()
         self.restarts = 0
         self.ready: Ready | None = None
@@ -50,21 +51,13 @@ class EngineClient:
         self._command = command
         self._silence_seconds = silence_seconds
         self._process: EngineProcess | None = None
-        self._streams: dict[str, Stream] = {}
-        self._waiting: dict[str, int] = {}  # request id -> prompt tokens, by arrival
-        self._start_interval = 0.1  # seconds between two requests leaving the queue, smoothed
-        self._last_start = 0.0
+        self._streams: dict[str, Stream] = {}  # by the ids of their requests
         self._last_frame = 0.0
         self._crashes: deque[float] = deque(maxlen=_MAX_CRASHES)
         self._tasks: list[asyncio.Task[None]] = []
         self._ready_event = asyncio.Event()
         self._gone: EngineGone | None = None
         self._gone_event = asyncio.Event()
-
-    @property
-    def retry_after(self) -> int:
-        """Whole seconds after which a refused request has a chance, from the rate at which the queue moves."""
-        return int(min(120, max(1, self.eta_seconds(len(self._waiting)))))
 
     def start(self) -> None:
         """Spawns the engine process; `ready` is set once it has loaded."""
@@ -88,57 +81,43 @@ class EngineClient:
         assert self._gone is not None
         return self._gone
 
-    def submit(self, request: Request) -> Stream:
-        """Queues a request. Raises NotReady, QueueFull."""
-        if self.ready is None or self._process is None:
-            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        self.check_queue(len(request.prompt) + len(request.source))
-        stream = self._streams[request.id] = Stream(request, self._drop, self.queue_position)
-        self._waiting[request.id] = len(request.prompt) + len(request.source)
-        self._process.send(Submit(request))
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queues the sequences of one answer, all or none. Raises NotReady, QueueFull, InvalidRequest."""
+        stream = Stream(requests, self._drop, self.queue.position)
+        self._send(stream, requests)
         return stream
 
-    def check_queue(self, prompt_tokens: int = 0) -> None:
-        """Raises QueueFull where one more request would break a bound."""
-        waiting_tokens = sum(self._waiting.values())
-        check_queue(
-            self.limits,
-            waiting=len(self._waiting),
-            waiting_tokens=waiting_tokens,
-            prompt_tokens=prompt_tokens,
-            retry_after=self.retry_after,
-        )
-
-    def cancel(self, request_id: str) -> bool:
-        """Ends an open stream from outside; False where there is none of that name."""
-        stream = self._streams.get(request_id)
-        if stream:
-            stream.cancel()
-        return stream is not None
+    def resume(self, stream: Stream) -> None:
+        """Queues again what a paused stream has left to do. Raises NotReady, QueueFull."""
+        self._send(stream, stream.renew())
 
     def fail_all(self, message: str) -> None:
         """Ends every open stream with EngineFailed."""
-        for stream in list(self._streams.values()):
-            stream.push(EngineFailed(message))
-            self._finish(stream)
+        for stream in set(self._streams.values()):
+            request_ids = stream.open_ids
+            stream.fail(EngineFailed(message), time.monotonic())
+            self._forget(request_ids)
         self.counters = Counters()
 
-    def queue_position(self, request_id: str) -> int | None:
-        """Requests in front of this one, or None where it does not wait."""
-        return next((place for place, waiting in enumerate(self._waiting) if waiting == request_id), None)
+    def _send(self, stream: Stream, requests: Sequence[Request]) -> None:
+        if self.ready is None or self._process is None:
+            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+        self.queue.check(requests)
+        for request in requests:
+            self._streams[request.id] = stream
+            self.queue.join(request)
+            self._process.send(Submit(request))
 
-    def eta_seconds(self, position: int) -> float:
-        """How long a request at this place of the queue is likely to wait."""
-        return (position + 1) * self._start_interval
-
-    def _drop(self, request_id: str) -> None:
-        self._forget(request_id)
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        self._forget(request_ids)
         if self._process:
-            self._process.send(Cancel(request_id))
+            for request_id in request_ids:
+                self._process.send(Cancel(request_id))
 
-    def _forget(self, request_id: str) -> None:
-        self._waiting.pop(request_id, None)
-        self._streams.pop(request_id, None)
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.queue.leave(request_id)
+            self._streams.pop(request_id, None)
 
     async def _supervise(self) -> None:
         """One engine process after the other. Whatever ends one is a crash, also that it could not be started."""
@@ -214,27 +193,14 @@ class EngineClient:
     def _take_report(self, report: StepReport) -> None:
         self.counters = report.counters
         for started in report.started:
-            self._note_start(started.request_id)
-            if stream := self._streams.get(started.request_id):
-                stream.push(started)
-        for event in report.events:
-            if stream := self._streams.get(event.request_id):
-                stream.push(event)
-                if event.finish:
-                    self._finish(stream)
+            self.queue.begin(started.request_id, report.at)
+        items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
+        for item in items:
+            if stream := self._streams.get(item.request_id):
+                stream.push(item.request_id, report.at, item)
+                if isinstance(item, TokenEvent) and item.finish:
+                    self._forget([item.request_id])
         for failure in report.failed:
             if stream := self._streams.get(failure.request_id):
-                stream.push(EngineFailed(failure.message))
-                self._finish(stream)
-
-    def _finish(self, stream: Stream) -> None:
-        stream.end()
-        self._forget(stream.request.id)
-
-    def _note_start(self, request_id: str) -> None:
-        now = time.monotonic()
-        # An idle queue says nothing about how fast it moves.
-        if len(self._waiting) > 1 and self._last_start:
-            self._start_interval += 0.1 * (min(now - self._last_start, 60.0) - self._start_interval)
-        self._last_start = now
-        self._waiting.pop(request_id, None)
+                stream.push(failure.request_id, report.at, EngineFailed(failure.message))
+                self._forget([failure.request_id])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from app.engine.params import SamplingParams
 
-_KEYS = ("temperature", "top_k", "top_p", "min_p")
+_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, float]:
@@ -28,9 +27,4 @@ def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, fl
         SamplingParams(**{**given, "top_k": max(0, int(given.get("top_k", 0)))})
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
-    if (penalty := generation.get("repetition_penalty", 1.0)) != 1.0:
-        print(
-            f"warning: {path}: repetition_penalty {penalty!r:.40} is not supported so far",
-            file=sys.stderr,
-        )
     return {key: float(value) for key, value in given.items()}

@@ -6,18 +6,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Drawn, Request, Started, StepReport
+from app.engine.types import BatchPlan, Request, Started, StepReport, StepResult
 
 
 class Runs(Protocol):
     """What the engine needs of a runner; tests bring a fake one."""
 
-    def run(self, plan: BatchPlan) -> dict[str, Drawn]:
-        """Request id -> what was drawn for it."""
-        ...
-
-    def clear(self, blocks: list[int]) -> None:
-        """Zeroes cache blocks."""
+    def run(self, plan: BatchPlan) -> StepResult:
+        """Computes every chunk, after what the plan says must be done to blocks first."""
         ...
 
 
@@ -46,6 +42,4 @@ class Engine:
         plan = self.scheduler.plan()
         if plan.started:
             announce(plan.started)
-        if plan.clear:
-            self.runner.clear(list(plan.clear))
         return self.scheduler.commit(plan, self.runner.run(plan))

@@ -6,6 +6,8 @@ EngineError
   Unavailable               the caller may try again after `retry_after` seconds
     QueueFull               too many requests wait already
     NotReady                the engine is still loading, or comes back after a crash
+    WaitedTooLong           the queue did not move fast enough for this request
+  DeadlineExceeded          the request's time was over before its first token
   EngineFailed              our fault: the engine died or could not go on with this request
   (stream.Cancelled         the request was ended from outside; no error for anybody)
 """
@@ -51,6 +53,14 @@ class QueueFull(Unavailable):
 
 class NotReady(Unavailable):
     """No engine is ready."""
+
+
+class WaitedTooLong(Unavailable):
+    """The request's turn did not come in time."""
+
+
+class DeadlineExceeded(EngineError):
+    """The request's time is over, and there is nothing to show for it."""
 
 
 class EngineFailed(EngineError):

@@ -71,6 +71,11 @@ class KVCache:
         """Zeroes blocks: a number that is not finite would reach later owners even with weight 0."""
         self.data[:, :, blocks] = 0
 
+    def copy(self, pairs: Items[tuple[int, int]]) -> None:
+        """Copies blocks: (from, to). Nothing is copied on from where it was copied to."""
+        sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+        self.data[:, :, targets] = self.data[:, :, sources]
+
     def slot_rows(self, blocks_T: Tensor, offsets_T: Tensor) -> Tensor:
         """[T * K] rows of write(), for tokens that stand at `offsets` in `blocks`."""
         heads_K = torch.arange(self.config.n_kv_heads, device=blocks_T.device)

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
+from app.engine.logprobs import top_logprobs
 from app.engine.params import SamplingParams
 from app.engine.sampler import SamplingRow, sample
 from app.engine.source_cache import SourceCache
-from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence
+from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
 from model.layers import seal
 from model.transformer import Decoder
+
+_PIECE_BYTES = 8 << 20
+"""Logits of a prompt that are there at once, in float32: a few copies of so much, instead of the whole prompt's."""
 
 
 class Runner:
@@ -28,15 +32,19 @@ class Runner:
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
     @torch.inference_mode()
-    def run(self, plan: BatchPlan) -> dict[str, Drawn]:
-        """Computes every chunk and draws a token for those that sample; request id -> what was drawn."""
+    def run(self, plan: BatchPlan) -> StepResult:
+        """Computes every chunk, draws a token for those that sample, and scores the prompts of those who ask."""
+        if plan.clear:
+            self.cache.clear(list(plan.clear))
+        if plan.copies:
+            self.cache.copy(plan.copies)
         groups = group_chunks(plan.chunks)
         chunks = [chunk for group in groups for chunk in group]
         tokens_T, positions_T, blocks_T = self._inputs(chunks)
         slots_X = self.cache.slot_rows(blocks_T, positions_T % self.cache.block_size)
         cross = self.sources.attend(groups) if self.sources else None
         hidden_TD = self.decoder(tokens_T, positions_T, PagedAttend(self.cache, groups, slots_X), cross)
-        return self._draw(chunks, hidden_TD)
+        return StepResult(self._draw(chunks, hidden_TD), self._score(chunks, hidden_TD))
 
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""
@@ -44,10 +52,6 @@ class Runner:
             source = (0,) if self.sources else ()
             sequences = [_dummy(f"warm-up {i}", length, source) for i in range(rows)]
             self.run(BatchPlan(tuple(Chunk(sequence, 0, length) for sequence in sequences)))
-
-    def clear(self, blocks: list[int]) -> None:
-        """See KVCache.clear."""
-        self.cache.clear(blocks)
 
     def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, positions and blocks [T], padded to what the law of rows asks for."""
@@ -78,11 +82,43 @@ class Runner:
                 drawing.append(chunk.sequence)
         if not drawing:
             return {}
-        padded = ends + ends[-1:] * (self._padded(len(ends)) - len(ends))
-        logits_SV = self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(ends)]
+        logits_SV = self._logits(hidden_TD, ends)
         rows = [SamplingRow(sequence.request.params, len(sequence.tokens)) for sequence in drawing]
         drawn = sample(logits_SV, rows)
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
+
+    def _score(self, chunks: Items[Chunk], hidden_TD: Tensor) -> dict[str, tuple[TokenScore, ...] | None]:
+        scores, start = {}, 0
+        for chunk in chunks:
+            if places := chunk.scores:
+                # A token is foretold by the row before it.
+                first = start + places.start - 1 - chunk.start
+                rows = range(first, first + len(places))
+                scores[chunk.sequence.request.id] = self._score_rows(chunk.sequence.request, places, hidden_TD, rows)
+            start += chunk.stop - chunk.start
+        return scores
+
+    def _score_rows(
+        self, request: Request, places: range, hidden_TD: Tensor, rows: range
+    ) -> tuple[TokenScore, ...] | None:
+        """One score for each place in the prompt, from one row each; None where a row is not finite."""
+        assert request.prompt_logprobs is not None
+        piece = max(1, _PIECE_BYTES // (4 * self.decoder.config.vocab_size))
+        scores: list[TokenScore] = []
+        for start in range(0, len(rows), piece):
+            tokens = request.prompt[places.start + start : places.stop][:piece]
+            logits_XV = self._logits(hidden_TD, rows[start : start + piece]).float()
+            # One pass, which lets NaN through; isfinite() takes 10 to 20 times as long, and as much memory again.
+            if not torch.isfinite(torch.stack(logits_XV.aminmax())).all():
+                return None
+            tokens_X = torch.tensor(tokens, device=self.device)
+            scores += top_logprobs(logits_XV, tokens_X, [request.prompt_logprobs] * len(tokens))
+        return tuple(scores)
+
+    def _logits(self, hidden_TD: Tensor, rows: Items[int]) -> Tensor:
+        """Of these rows, by as many rows as the law asks for."""
+        padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]
+        return self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(rows)]
 
 
 def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from app.engine.logprobs import top_logprobs
 from app.engine.params import SamplingParams
-from app.engine.types import Drawn
+from app.engine.types import Drawn, TokenScore
 
 _MASK32 = 0xFFFFFFFF
 _NUCLEUS_TRY = 256
@@ -121,17 +122,10 @@ def _nucleus_edge(best_SX: Tensor, top_p_S1: Tensor) -> tuple[Tensor, Tensor]:
     return best_SX.gather(1, needed_S1.clamp(max=last)), needed_S1 <= last
 
 
-def _logprobs(
-    logits_SV: Tensor, chosen_S: Tensor, rows: Items[SamplingRow]
-) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+def _logprobs(logits_SV: Tensor, chosen_S: Tensor, rows: Items[SamplingRow]) -> dict[int, TokenScore]:
     """For the rows that ask: the chosen token's log-probability, and the most likely (id, log-probability)."""
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asking:
         return {}
-    # log_softmax and not a difference of logsumexp: that one sums a single long row in another order than a batch.
-    all_SV = logits_SV[asking].log_softmax(-1)
-    chosen = all_SV.gather(1, chosen_S[asking][:, None])[:, 0].tolist()
     counts = [rows[i].params.logprobs or 0 for i in asking]
-    values_SX, ids_SX = all_SV.topk(min(max(counts), all_SV.shape[1]), dim=-1)
-    table = zip(asking, chosen, counts, ids_SX.tolist(), values_SX.tolist(), strict=True)
-    return {i: (own, tuple(zip(ids[:n], values[:n], strict=True))) for i, own, n, ids, values in table}
+    return dict(zip(asking, top_logprobs(logits_SV[asking], chosen_S[asking], counts), strict=True))

@@ -13,11 +13,11 @@ comes back with all the blocks it can ever need and is never chosen again: every
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.engine.blocks import BlockPool, chain_hash, root_hash
+from app.engine.allocator import Allocator
+from app.engine.blocks import BlockPool
+from app.engine.queue import WaitingQueue
 from app.engine.types import (
     BatchPlan,
     Chunk,
@@ -25,10 +25,12 @@ from app.engine.types import (
     Drawn,
     Failed,
     FinishReason,
+    PromptScores,
     Request,
     Sequence,
     Started,
     StepReport,
+    StepResult,
     TokenEvent,
 )
 
@@ -54,13 +56,11 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, weights_version: str = "") -> None:
         self.limits = limits
         self.pool = pool
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = 0
         self._arrivals = 0
-        self._dirty: set[int] = set()  # held numbers that are not finite; cleared for their next owner
-        self._to_clear: list[int] = []
-        self._version = weights_version
+        self._allocator = Allocator(pool, weights_version)
 
     @property
     def has_work(self) -> bool:
@@ -84,13 +84,19 @@ class Scheduler:
         """A new request at the end of the queue. The caller has checked that it fits alone."""
         self._arrivals += 1
         tokens = [*request.prompt, *request.generated]
-        self.waiting.append(Sequence(request=request, tokens=tokens, arrival=self._arrivals))
+        sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
+        # Log-probabilities need rows of one's own.
+        sequence.leader = None if sequence.num_unscored else self._leader_of(request)
+        self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Forgets a request and frees its blocks; one that is gone already is no error."""
         for sequence in [s for s in self.running if s.request.id == request_id]:
-            self._remove(sequence)
-        self.waiting = deque(s for s in self.waiting if s.request.id != request_id)
+            self._end(sequence)
+        waiting = [s for s in self.waiting if s.request.id == request_id]
+        self.waiting.remove(waiting)
+        for sequence in waiting:
+            sequence.ended = True
 
     def plan(self) -> BatchPlan:
         """The chunks of the next step; commit() must follow."""
@@ -98,49 +104,46 @@ class Scheduler:
         chunks = self._plan_decodes()
         budget = self.limits.tokens_per_step - len(chunks)
         for sequence in self.running:
-            if sequence.num_pending > 1 and budget:
+            if sequence.num_pending > 1 and budget > 0:
                 chunks.append(_next_chunk(sequence, budget))
-                budget -= chunks[-1].stop - chunks[-1].start
-        started = []
+                budget -= chunks[-1].cost
         # Nobody comes in by the door through which somebody was just shown out.
-        while self.waiting and budget > 0 and self.preemptions == preemptions:
-            if len(self.running) >= self.limits.max_running or not self._admit(self.waiting[0]):
-                break
-            sequence = self.waiting.popleft()
-            insort(self.running, sequence, key=lambda s: s.arrival)
-            if not sequence.preemptions:
-                started.append(Started(sequence.request.id, sequence.num_computed))
-            chunks.append(_next_chunk(sequence, budget))
-            # The encoder reads the source in the same step, and in one piece.
-            budget -= chunks[-1].stop - chunks[-1].start + len(sequence.request.source)
-        clear, self._to_clear = tuple(self._to_clear), []
-        return BatchPlan(tuple(chunks), tuple(started), clear)
+        admitted, started = self._plan_admissions(budget) if self.preemptions == preemptions else ([], [])
+        clear, copies = self._allocator.take_preparations()
+        return BatchPlan((*chunks, *admitted), tuple(started), clear, copies)
 
-    def commit(self, plan: BatchPlan, drawn: Mapping[str, Drawn]) -> StepReport:
-        """Takes the step's results in: `drawn` holds one entry for each request whose chunk samples."""
-        events, failed = [], []
+    def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
+        """Takes the step's results in."""
+        events, scores, failed = [], [], []
         for chunk in plan.chunks:
-            sequence = chunk.sequence
+            sequence, name, places = chunk.sequence, chunk.sequence.request.id, chunk.scores
             sequence.num_computed = chunk.stop
-            self._publish(sequence)
-            if not chunk.samples:
+            self._allocator.publish(sequence)
+            scored = result.scores[name] if places else ()
+            drawn = result.drawn[name] if chunk.samples else None
+            if scored is None or (drawn and drawn.token is None):
+                failed.append(Failed(name, "the model's output for this request is not finite"))
+                self._allocator.spoil(sequence)
+                self._end(sequence)
                 continue
-            result = drawn[sequence.request.id]
-            if result.token is None:
-                failed.append(Failed(sequence.request.id, "the model's output for this request is not finite"))
-                self.pool.forget(sequence.blocks)
-                self._dirty |= set(sequence.blocks)
-                self._remove(sequence)
-            elif sequence.request.max_tokens == 0:
-                events.append(TokenEvent(sequence.request.id, 0, None, finish=FinishReason.LENGTH))
-                self._remove(sequence)
-            else:
-                events.append(self._append(sequence, result))
-        return StepReport(events=tuple(events), failed=tuple(failed), counters=self.counters)
+            if scored:
+                scores.append(PromptScores(name, places.start, scored))
+                sequence.num_scored += len(scored)
+            if drawn:
+                events.append(self._append(sequence, drawn))
+        return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
 
     def violations(self) -> list[str]:
         """What is wrong with the blocks; tests ask after every step."""
         return self.pool.violations(s.blocks for s in [*self.running, *self.waiting])
+
+    def _leader_of(self, request: Request) -> Sequence | None:
+        """Never one whose keys and values would be others than the request's own."""
+        if request.leader is None:
+            return None
+        older = next((s for s in (*self.waiting, *self.running) if s.request.id == request.leader), None)
+        same = older and all(getattr(older.request, x) == getattr(request, x) for x in ("prompt", "source", "salt"))
+        return older if same else None
 
     def _plan_decodes(self) -> list[Chunk]:
         chunks = []
@@ -150,81 +153,74 @@ class Scheduler:
                 chunks.append(_next_chunk(sequence, 1))
         return chunks
 
+    def _plan_admissions(self, budget: int) -> tuple[list[Chunk], list[Started]]:
+        chunks, started = [], []
+        for sequence in self.waiting.candidates():
+            # The encoder reads the source in the same step, and in one piece; a leader's is read already.
+            to_read = 0 if sequence.living_leader else len(sequence.request.source)
+            if budget <= 0 or len(self.running) >= self.limits.max_running or not self._admit(sequence):
+                break
+            insort(self.running, sequence, key=lambda s: s.arrival)
+            if not sequence.preemptions:
+                started.append(Started(sequence.request.id, sequence.num_computed))
+            chunks.append(_next_chunk(sequence, budget))
+            budget -= chunks[-1].cost + to_read
+        self.waiting.remove(chunk.sequence for chunk in chunks)
+        return chunks, started
+
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""
-        missing = self.pool.needed(len(sequence.tokens)) - len(sequence.blocks)
-        while missing > self.pool.available:
+        while self._allocator.missing(sequence) > self.pool.available:
             victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        if missing > 0:
-            sequence.blocks += self._allocate(missing)
+        self._allocator.extend(sequence)
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence its blocks, cached ones first; False where there are too few."""
+        """Gives a waiting sequence its blocks; False where there are too few."""
         certain = sequence.preemptions >= self.limits.max_preemptions
         length = sequence.request.max_length if certain else len(sequence.tokens)
-        found = self.pool.find(self._hashes(sequence, (len(sequence.tokens) - 1) // self.pool.block_size))
-        self.pool.share(found)
-        missing = self.pool.needed(length) - len(found)
         # One spare block for each running sequence, so that the newcomer does not push out whoever grows next.
-        if missing + len(self.running) * (not certain) > self.pool.available:
-            self.pool.release(found)
-            return False
-        sequence.blocks = found + self._allocate(missing)
-        sequence.num_computed = len(found) * self.pool.block_size
-        sequence.num_published = len(found)
-        return True
-
-    def _allocate(self, count: int) -> list[int]:
-        blocks = self.pool.allocate(count)
-        self._to_clear += self._dirty.intersection(blocks)
-        self._dirty.difference_update(blocks)
-        return blocks
+        admitted = self._allocator.admit(sequence, length, spare=0 if certain else len(self.running))
+        if admitted:
+            sequence.leader = None  # after a preemption it is a sequence like any other
+        return admitted
 
     def _preempt(self, sequence: Sequence) -> None:
         self._remove(sequence)
-        sequence.num_computed = sequence.num_published = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+        sequence.ended = True
 
     def _remove(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        self._allocator.release(sequence)
 
     def _append(self, sequence: Sequence, drawn: Drawn) -> TokenEvent:
-        assert drawn.token is not None
+        """The sequence one token longer, or at its end."""
         index, request = sequence.num_generated, sequence.request
+        if request.max_tokens == 0:
+            self._end(sequence)
+            return TokenEvent(request.id, 0, None, finish=FinishReason.LENGTH)
+        assert drawn.token is not None
         sequence.tokens.append(drawn.token)
         finish = None
-        if drawn.token in request.stop_ids:
+        if drawn.complete or drawn.token in request.stop_ids:
             finish = FinishReason.STOP
         elif sequence.num_generated >= request.max_tokens:
             finish = FinishReason.LENGTH
         if finish:
-            self._remove(sequence)
+            self._end(sequence)
         return TokenEvent(request.id, index, drawn.token, drawn.logprob, drawn.top, finish)
-
-    def _publish(self, sequence: Sequence) -> None:
-        full = sequence.num_computed // self.pool.block_size
-        names = self._hashes(sequence, full)
-        for index in range(sequence.num_published, full):
-            self.pool.publish(sequence.blocks[index], names[index])
-        sequence.num_published = max(full, sequence.num_published)
-
-    def _hashes(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Names of the first `count` blocks."""
-        size, hashes = self.pool.block_size, sequence.hashes
-        while len(hashes) < count:
-            parent = hashes[-1] if hashes else root_hash(self._version, sequence.request.salt, sequence.request.source)
-            start = len(hashes) * size
-            hashes.append(chain_hash(parent, sequence.tokens[start : start + size]))
-        return hashes[:count]
 
 
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
-    return Chunk(sequence, sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + budget))
+    # Half as many tokens where each is scored, but one at least.
+    room = -(-budget // 2) if sequence.num_unscored else budget
+    return Chunk(sequence, sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + room))

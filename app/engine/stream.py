@@ -1,71 +1,155 @@
-"""What the engine says about one request, as the event loop sees it. asyncio, no torch, no pipe."""
+"""What the engine says about the sequences of one answer, as the event loop sees it. asyncio, no torch, no pipe.
+
+open --last item--> ended        pause: the engine drops what has not ended; client.resume() submits it again
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from app.engine.errors import EngineError
-from app.engine.types import Request, Started, TokenEvent
+from app.engine.types import PromptScores, Request, Started, TokenEvent
 
 
 class Cancelled(EngineError):
     """The stream was ended from outside (DELETE /complete/{id})."""
 
 
-Item = Started | TokenEvent | EngineError
+Item = Started | PromptScores | TokenEvent | EngineError
+
+
+class Arrival(NamedTuple):
+    """One item, for one of the stream's sequences."""
+
+    at: float
+    """Monotonic seconds, by the clock of the engine's step."""
+    choice: int
+    """Place of the sequence in the stream."""
+    item: Item
 
 
 class Stream:
     """Owned by the event loop. Closing it early is the only cancellation, and never waits.
 
-    The buffer is bounded by the request itself: at most max_tokens events and one end.
+    The buffer is bounded by the requests themselves: at most max_tokens events and one end for each.
     """
 
-    def __init__(self, request: Request, drop: Callable[[str], None], position: Callable[[str], int | None]) -> None:
-        self.request = request
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        drop: Callable[[Sequence[str]], None],
+        position: Callable[[str], int | None],
+    ) -> None:
+        self.requests = tuple(requests)
         self._drop = drop
         self._position = position
-        self._items: deque[tuple[float, Item]] = deque()
+        self._open = {request.id: index for index, request in enumerate(requests)}
+        self._begun = False
+        self._attempts = 1
+        self._generated: list[list[int]] = [list(request.generated) for request in requests]
+        self._scored = [request.scored for request in requests]
+        self._arrivals: list[Arrival] = []
         self._arrived = asyncio.Event()
-        self._ended = False
 
     @property
     def queue_position(self) -> int | None:
-        """How many requests wait in front of this one; None once it runs."""
-        return self._position(self.request.id)
+        """How many requests wait in front of this stream's first; None once one of its own runs, or all ended."""
+        return None if self._begun or not self._open else self._position(next(iter(self._open)))
 
-    async def receive(self) -> list[tuple[float, Item]]:
-        """Everything that has arrived, each with its time (monotonic seconds), at least one item.
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine owes it anything."""
+        return bool(self._open)
 
-        An error, or a TokenEvent with `finish`, is the last one.
+    @property
+    def open_ids(self) -> list[str]:
+        """The requests that have not ended."""
+        return list(self._open)
+
+    async def receive(self) -> list[Arrival]:
+        """Everything that has arrived; empty after wake().
+
+        An error, or a TokenEvent with `finish`, is the last item of its sequence.
         """
         await self._arrived.wait()
         self._arrived.clear()
-        items = list(self._items)
-        self._items.clear()
-        return items
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def wake(self) -> None:
+        """Lets receive() return."""
+        self._arrived.set()
+
+    def leave(self, index: int) -> None:
+        """Nobody needs more of this sequence. Leaving twice, or after its end, is no error."""
+        request_id = next((name for name, place in self._open.items() if place == index), None)
+        if request_id is not None:
+            del self._open[request_id]
+            self._drop([request_id])
 
     def close(self) -> None:
-        """Nobody listens any more: the engine drops the request. Closing twice, or after the end, is no error."""
-        if not self._ended:
-            self._ended = True
-            self._drop(self.request.id)
+        """Nobody listens any more: the engine drops every sequence that has not ended."""
+        names = list(self._open)
+        self._open.clear()
+        if names:
+            self._drop(names)
 
     def cancel(self) -> None:
         """Ends the stream for its reader, too."""
-        if not self._ended:
-            self.push(Cancelled("the request was cancelled"))
-            self.close()
+        self.fail(Cancelled("the request was cancelled"), 0.0)
+        self.close()
 
-    def push(self, item: Item) -> None:
-        """Hands an item to the reader; the client's side."""
-        if not self._ended:
-            self._items.append((time.monotonic(), item))
-            self._arrived.set()
+    def pause(self) -> None:
+        """The engine drops every sequence that has not ended; what has arrived stays."""
+        if self._open:
+            self._drop(list(self._open))
 
-    def end(self) -> None:
-        """The last item has been pushed; the client's side."""
-        self._ended = True
+    def renew(self) -> list[Request]:
+        """The sequences that have not ended, as requests that go on from where they stand; the client's side.
+
+        They get new ids, so that nothing is taken for theirs that the engine sent before it heard of the pause, and
+        no longer lean on a leader.
+        """
+        self._attempts += 1
+        self._begun = False
+        requests = [self._renewed(index) for index in self._open.values()]
+        self._open = {request.id: index for request, index in zip(requests, self._open.values(), strict=True)}
+        return requests
+
+    def push(self, request_id: str, at: float, item: Item) -> None:
+        """Hands an item to the reader; the client's side. Items of a sequence that has ended are dropped."""
+        index = self._open.get(request_id)
+        if index is None:
+            return
+        if isinstance(item, Started):
+            self._begun = True
+        elif isinstance(item, TokenEvent):
+            if item.token is not None:
+                self._generated[index].append(item.token)
+            if item.finish:
+                del self._open[request_id]
+        elif isinstance(item, PromptScores):
+            self._scored[index] = item.start + len(item.tokens)
+        elif isinstance(item, EngineError):
+            del self._open[request_id]
+        self._arrivals.append(Arrival(at, index, item))
+        self._arrived.set()
+
+    def fail(self, error: EngineError, at: float) -> None:
+        """Ends every open sequence with an error; the client's side."""
+        for request_id in list(self._open):
+            self.push(request_id, at, error)
+
+    def _renewed(self, index: int) -> Request:
+        request = self.requests[index]
+        return replace(
+            request,
+            id=f"{request.id}~{self._attempts}",
+            generated=tuple(self._generated[index]),
+            scored=self._scored[index],
+            leader=None,
+        )

@@ -6,6 +6,7 @@ stay in the engine process.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -74,14 +75,17 @@ class TokenEvent(Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
 
 
+TokenScore = tuple[float, tuple[tuple[int, float], ...]]
+"""A token's own log-probability, and the most likely (id, log-probability) in its place."""
+
+
 class PromptScores(Struct, frozen=True, array_like=True):
     """Log-probabilities of prompt tokens that stand behind one another."""
 
     request_id: str
     start: int
     """Place in the prompt of the first of these tokens; 1 or above, since nothing foretells the first token."""
-    tokens: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
-    """For each token its own log-probability, and the most likely (id, log-probability) in its place."""
+    tokens: tuple[TokenScore, ...]
 
 
 class Started(Struct, frozen=True, array_like=True):
@@ -119,6 +123,8 @@ class StepReport(Struct, frozen=True, kw_only=True, tag="report"):
     started: tuple[Started, ...] = ()
     failed: tuple[Failed, ...] = ()
     counters: Counters = msgspec.field(default_factory=Counters)
+    at: float = 0.0
+    """When it was sent: monotonic seconds, the same clock in both processes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -136,7 +142,13 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, made as far as they were needed."""
     num_published: int = 0
+    num_scored: int = 0
+    """Prompt tokens whose log-probabilities were reported, the first token not counted."""
     preemptions: int = 0
+    leader: Sequence | None = None
+    """Whose prompt this one takes over when it is first admitted; None from then on."""
+    ended: bool = False
+    """Finished, failed or cancelled."""
 
     @property
     def num_generated(self) -> int:
@@ -147,6 +159,27 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose keys and values are still to be computed; 1 means decode."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens whose log-probabilities are asked for and not reported yet."""
+        asked = self.request.prompt_logprobs is not None
+        return max(0, len(self.request.prompt) - 1 - self.num_scored) if asked else 0
+
+    @property
+    def num_reusable(self) -> int:
+        """How many of `tokens` need no computing where their keys and values are there: no row that is looked at."""
+        return self.num_scored if self.num_unscored else len(self.tokens) - 1
+
+    @property
+    def living_leader(self) -> Sequence | None:
+        """The leader, as long as there is something to take over or to wait for."""
+        return None if self.leader is None or self.leader.ended else self.leader
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the keys and values of the whole prompt are in the cache."""
+        return self.num_computed >= len(self.request.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +195,18 @@ class Chunk:
         """Whether a row of logits is drawn from after this chunk (with max_tokens 0 only to see that it is finite)."""
         return self.stop == len(self.sequence.tokens)
 
+    @property
+    def cost(self) -> int:
+        """What it takes of a step's budget: a row that is scored goes through the head, and counts as a token more."""
+        return self.stop - self.start + len(self.scores)
+
+    @property
+    def scores(self) -> range:
+        """Places in the prompt of the tokens that get a log-probability from this chunk, each by the row before it."""
+        rows = range(self.start, min(self.stop, len(self.sequence.request.prompt) - 1))
+        first = max(rows.start, self.sequence.num_scored)
+        return range(first + 1, rows.stop + 1) if self.sequence.num_unscored else range(0)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -171,6 +216,8 @@ class BatchPlan:
     started: tuple[Started, ...] = ()
     clear: tuple[int, ...] = ()
     """Blocks to be zeroed first: they have a new owner, and what they hold may not be finite."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """(from, to): blocks to be copied after that and before the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +229,13 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
     complete: bool = False
     """The request's guide leaves nothing to follow this token: the text ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step computed, by request id."""
+
+    drawn: Mapping[str, Drawn] = field(default_factory=dict)
+    """For each request whose chunk samples."""
+    scores: Mapping[str, tuple[TokenScore, ...] | None] = field(default_factory=dict)
+    """For each request whose chunk scores prompt tokens; None where the logits were not finite."""

@@ -10,12 +10,14 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from msgspec.structs import replace
 
 from app.engine.blocks import BlockPool
 from app.engine.defaults import sampling_defaults
@@ -110,8 +112,11 @@ def main(descriptor: int) -> int:
 
 
 def _serve(engine: Engine, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
+    def report(step: StepReport) -> None:
+        send(replace(step, at=time.monotonic()))
+
     def announce(started: tuple[Started, ...]) -> None:
-        send(StepReport(started=started, counters=engine.scheduler.counters))
+        report(StepReport(started=started, counters=engine.scheduler.counters))
 
     while True:
         for frame in inbox.receive(0.0 if engine.has_work else heartbeat_seconds):
@@ -120,9 +125,9 @@ def _serve(engine: Engine, inbox: Inbox, send: Send, heartbeat_seconds: float) -
             elif isinstance(frame, Cancel):
                 engine.cancel(frame.request_id)
         if engine.has_work:
-            send(engine.step(announce))
+            report(engine.step(announce))
         else:
-            send(StepReport(counters=engine.scheduler.counters))
+            report(StepReport(counters=engine.scheduler.counters))
 
 
 def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:

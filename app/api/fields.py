@@ -1,0 +1,140 @@
+"""What a completion may be asked for over the wire, at both doors: shapes and ranges only. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from app.wish import Prompt, Wish
+
+MAX_IDS, MAX_PROMPTS = 1 << 20, 1024
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+GUIDES = ("regex", "json_schema", "grammar")
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
+Prompts = (
+    str
+    | Ids
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+)
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
+_BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class CompletionFields(BaseModel):
+    """Fields of both doors, beside the prompt. `null` means the default."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="Most tokens to generate. Clamped to the context.")
+    min_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="End-of-text tokens and stops are not taken before so many tokens."
+    )
+    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy; higher is wilder.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Draw from the k most likely tokens; 0 or -1 is off.")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Draw from the fewest tokens that reach this probability; 0 is the best one."
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Leave out tokens less likely than this share of the most likely one."
+    )
+    typical_p: float | None = Field(
+        None, gt=0, le=1, description="Draw from the most typical tokens that reach this probability; 1 is off."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Above 1: tokens of the prompt and the text so far become less likely."
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken from the logit of each token that was generated before."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken from a token's logit for each time that it was generated before."
+    )
+    logit_bias: Annotated[dict[_BiasKey, _Bias], Field(max_length=300)] | None = Field(
+        None, description="Added to the logits of tokens, by id.", examples=[{"50": -100}]
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="Same seed, prompt and settings: same text. Random if absent."
+    )
+    n: int | None = Field(None, ge=1, le=16, description="Continuations of each prompt (1).")
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
+        None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
+        None, description="Tokens that end the text, beside the model's own."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
+    )
+    echo: bool | None = Field(
+        None, description="Put the prompt before the text; with logprobs, its tokens' log-probabilities too."
+    )
+    suffix: str | None = Field(
+        None, description="What follows the text, for models with fill-in-the-middle tokens in their vocabulary."
+    )
+    regex: str | None = Field(None, description="The text must match this regular expression.")
+    json_schema: dict[str, Any] | bool | str | None = Field(
+        None, description="The text must be JSON that this schema describes (an object, or its text)."
+    )
+    grammar: str | None = Field(None, description="The text must follow this grammar, in Lark's notation.")
+    deadline_ms: int | None = Field(
+        None, ge=1, lt=2**31, description="The answer ends after so long; at most the server's own limit."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="Keep only so many tokens of the end of the prompt."
+    )
+    user: _Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    request_id: _Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
+
+    @model_validator(mode="after")
+    def _one_guide(self) -> CompletionFields:
+        given = [name for name in GUIDES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} cannot be combined: send one of them")
+        return self
+
+    @property
+    def guide(self) -> tuple[str, Any] | None:
+        """What the text must follow: the name of the field, and its value."""
+        return next(((name, value) for name in GUIDES if (value := getattr(self, name)) is not None), None)
+
+    def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> Wish:
+        """What was asked for, with this door's own default of max_tokens and its own fields."""
+        is_batch = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+        stops = self.stop or []
+        return Wish(
+            prompts=cast("list[Prompt]", prompt if is_batch else [prompt]),
+            is_batch=is_batch,
+            suffix=self.suffix,
+            max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
+            min_tokens=self.min_tokens or 0,
+            sampling={name: getattr(self, name) for name in SAMPLING},
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            seed=self.seed,
+            n=self.n or 1,
+            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.logprobs,
+            echo=bool(self.echo),
+            guide=self.guide,
+            deadline_ms=self.deadline_ms,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **others,
+        )

@@ -1,0 +1,108 @@
+"""One admitted request of any door on its way to its client: counted once, ended in every case."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from app.api.errors import ApiError, from_engine
+from app.api.metrics import Metrics
+from app.choice import Delta, Ended, TokenDetail
+from app.completion import Completion
+from app.engine.errors import EngineError, NotReady, QueueFull
+from app.service import Admitted, Service
+from app.wish import Wish
+
+_log = logging.getLogger("inkstream")
+
+
+@dataclass(slots=True)
+class Collected:
+    """All that came of one choice."""
+
+    ended: Ended
+    text: str
+    tokens: list[TokenDetail] = field(default_factory=list)
+
+
+class Job:
+    """Owns a completion; close() must be called in the end, whatever happens."""
+
+    def __init__(self, name: str, admitted: Admitted, service: Service, metrics: Metrics) -> None:
+        self.name = name
+        self.admitted = admitted
+        self.service = service
+        self._metrics = metrics
+        self._outcome: str | None = None
+        self._closed = False
+
+    @classmethod
+    async def begin(cls, name: str, wish: Wish, service: Service, metrics: Metrics, *, heartbeat: float = 10.0) -> Job:
+        """Admits a request; what can be known to be wrong is raised here, before any byte of an answer."""
+        try:
+            return cls(name, await service.begin(name, wish, heartbeat), service, metrics)
+        except EngineError as error:
+            metrics.rejected(_reason(error))
+            raise
+
+    @property
+    def completion(self) -> Completion:
+        """What the engine makes of it."""
+        return self.admitted.completion
+
+    def note(self, news: object) -> None:
+        """Keeps the metrics in step with what is sent."""
+        if isinstance(news, Delta):
+            self._metrics.progressed(self.completion)
+        elif isinstance(news, Ended):
+            self._outcome = news.finish_reason
+
+    def failure(self, error: Exception) -> ApiError:
+        """What the client is told of an error in mid-stream."""
+        self._outcome = "error"
+        if isinstance(error, EngineError):
+            return from_engine(error)
+        _log.error("request %s failed in its stream", self.name, exc_info=error)
+        return ApiError(500, "an error on our side; the request id names it in the server's log")
+
+    async def collect(self) -> list[Collected]:
+        """Everything, by choice. Raises EngineError."""
+        texts: list[list[str]] = [[] for _ in self.completion.choices]
+        tokens: list[list[TokenDetail]] = [[] for _ in self.completion.choices]
+        ends: dict[int, Ended] = {}
+        try:
+            while not self.completion.is_over:
+                await self.completion.ready()
+                news = self.completion.take()
+                self.note(news)
+                if isinstance(news, Delta):
+                    texts[news.index].append(news.text)
+                    tokens[news.index] += news.tokens
+                elif isinstance(news, Ended):
+                    ends[news.index] = news
+        except EngineError as error:
+            self.failure(error)
+            raise
+        return [Collected(ends[i], "".join(text), tokens[i]) for i, text in enumerate(texts)]
+
+    def close(self) -> None:
+        """The request is over, however it ended; counts it once."""
+        self.completion.close()
+        if not self._closed:
+            self._closed = True
+            outcome = self._outcome or "disconnected"
+            duration = time.monotonic() - self.completion.clock.submitted
+            self._metrics.ended(self.completion, outcome, duration)
+            _log.info(
+                "request %s: %s, %d tokens, %.0f ms", self.name, outcome, self.completion.n_tokens, duration * 1e3
+            )
+
+
+def _reason(error: EngineError) -> str:
+    match error:
+        case QueueFull():
+            return "queue_full"
+        case NotReady():
+            return "not_ready"
+    return "invalid"

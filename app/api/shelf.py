@@ -1,0 +1,91 @@
+"""Streams that their clients may come back to: those that run, and those that were left a moment ago. No HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from typing import Protocol
+
+_MAX_LEFT = 256
+
+
+class Journal:
+    """The last frames of one stream: as many as fit into `limit` bytes, and always the newest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._frames: deque[bytes] = deque()
+        self.first = 0
+        """The number of the oldest frame that is kept."""
+        self._size = 0
+
+    @property
+    def next_number(self) -> int:
+        """The number of the frame that comes next; the first is 0."""
+        return self.first + len(self._frames)
+
+    def append(self, frame: bytes) -> None:
+        """One more frame."""
+        self._frames.append(frame)
+        self._size += len(frame)
+        while self._size > self._limit and len(self._frames) > 1:
+            self._size -= len(self._frames.popleft())
+            self.first += 1
+
+    def frame(self, number: int) -> bytes:
+        """A frame that is kept."""
+        return self._frames[number - self.first]
+
+
+class Kept(Protocol):
+    """What the shelf needs of a stream."""
+
+    name: str
+    owner: str
+
+    def close(self) -> None:
+        """Nobody comes back."""
+        ...
+
+
+class Shelf:
+    """Knows streams by name and owner; closes those whose clients stay away for `seconds`, the oldest first."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._kept: dict[str, Kept] = {}
+        self._left: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
+
+    def put(self, stream: Kept) -> None:
+        """A stream begins."""
+        self._kept[stream.name] = stream
+
+    def find(self, name: str, owner: str) -> Kept | None:
+        """The stream of that name, for its owner alone."""
+        stream = self._kept.get(name)
+        return stream if stream and stream.owner == owner else None
+
+    def leave(self, stream: Kept) -> None:
+        """Its client is gone, or has everything: it is closed after a while, at once where nothing is kept."""
+        if not self.seconds:
+            self._drop(stream.name)
+            return
+        self._left[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._drop, stream.name)
+        if len(self._left) > _MAX_LEFT:
+            self._drop(next(iter(self._left)))
+
+    def come_back(self, stream: Kept) -> None:
+        """Its client is here again."""
+        if timer := self._left.pop(stream.name, None):
+            timer.cancel()
+
+    def clear(self) -> None:
+        """Closes all of them."""
+        for name in list(self._kept):
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if timer := self._left.pop(name, None):
+            timer.cancel()
+        if stream := self._kept.pop(name, None):
+            stream.close()

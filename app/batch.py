@@ -1,0 +1,119 @@
+"""A wish and its prompts to engine requests, one for each continuation, and to the choices that read them. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from app.choice import Choice, TextRules
+from app.engine.errors import InvalidRequest
+from app.engine.frames import Ready
+from app.engine.params import SamplingParams
+from app.engine.types import Request
+from app.prompts import Read
+from app.wish import Wish
+from model.tokenizer import Tokenizer
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+class Batch:
+    """All sequences of one answer: choice i of prompt p has the place p * n + i."""
+
+    def __init__(self, name: str, wish: Wish, ready: Ready, tokenizer: Tokenizer) -> None:
+        self._name = name
+        self._wish = wish
+        self._ready = ready
+        self._tokenizer = tokenizer
+        self._eos_ids = () if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids)
+
+    def requests(self, reads: Sequence[Read], source: tuple[int, ...], guide: str = "") -> list[Request]:
+        """What the engine is asked for. Raises InvalidRequest."""
+        wish = self._wish
+        self._check_vocabulary()
+        if wish.min_tokens > wish.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({wish.min_tokens}) must not be above max_tokens ({wish.max_tokens})", "min_tokens"
+            )
+        params = self._params()
+        requests = []
+        for prompt, read in enumerate(reads):
+            leader = Request(
+                id=self._id(prompt * wish.n_drawn, len(reads)),
+                prompt=read.ids,
+                max_tokens=min(wish.max_tokens, self._ready.context - len(read.ids)),
+                params=params,
+                source=source,
+                stop_ids=tuple(dict.fromkeys((*self._eos_ids, *wish.stop_token_ids))),
+                prompt_logprobs=wish.logprobs if wish.echo else None,
+                guide=guide,
+            )
+            requests.append(leader)
+            for choice in range(1, wish.n_drawn):
+                requests.append(
+                    replace(
+                        leader,
+                        id=self._id(prompt * wish.n_drawn + choice, len(reads)),
+                        params=replace(params, choice=choice),
+                        prompt_logprobs=None,
+                        leader=leader.id,
+                    )
+                )
+        return requests
+
+    def choices(self, requests: Sequence[Request], reads: Sequence[Read]) -> list[Choice]:
+        """Who reads what the engine says about `requests`."""
+        wish, eos_ids = self._wish, frozenset(self._eos_ids)
+        made = []
+        for place, request in enumerate(requests):
+            read = reads[place // wish.n_drawn]
+            rules = TextRules(
+                stops=wish.stops,
+                include_stop=wish.include_stop,
+                min_tokens=wish.min_tokens,
+                echo=read.text if wish.echo else None,
+                scores_prompt=wish.echo and wish.logprobs is not None,
+            )
+            made.append(Choice(place, request, self._tokenizer, rules, eos_ids))
+        return made
+
+    def _params(self) -> SamplingParams:
+        """What was asked for, else the model's defaults, else no filter; a random seed where none was given."""
+        wish = self._wish
+        asked = {name: value for name, value in wish.sampling.items() if value is not None}
+        defaults = self._ready.sampling_defaults if wish.use_model_defaults else {}
+        chosen: dict[str, Any] = {**NEUTRAL, **defaults, **asked}
+        # best_of ranks by the log-probabilities of the tokens drawn.
+        logprobs = 0 if wish.logprobs is None and wish.ranks else wish.logprobs
+        return SamplingParams(
+            **{**chosen, "top_k": max(0, int(chosen["top_k"]))},
+            logit_bias=wish.logit_bias,
+            min_tokens=wish.min_tokens,
+            seed=secrets.randbits(53) if wish.seed is None else wish.seed,  # 53 bits survive every JSON parser
+            logprobs=logprobs,
+        )
+
+    def _check_vocabulary(self) -> None:
+        size = self._ready.vocab_size
+        named = {"stop_token_ids": self._wish.stop_token_ids, "logit_bias": [t for t, _ in self._wish.logit_bias]}
+        for field, tokens in named.items():
+            for token in tokens:
+                if token >= size:
+                    raise InvalidRequest(
+                        f"{field}: token id {token} is outside the vocabulary: ids go from 0 to {size - 1}", field
+                    )
+
+    def _id(self, place: int, n_prompts: int) -> str:
+        return self._name if n_prompts * self._wish.n_drawn == 1 else f"{self._name}/{place}"

@@ -1,0 +1,173 @@
+"""One continuation from tokens to text: decoding, stop strings, log-probabilities. Knows no clock and no JSON."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from app.engine.types import FinishReason, PromptScores, Request, TokenEvent
+from app.text import StopMatcher, StreamDecoder
+from model.tokenizer import Tokenizer
+
+Top = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What a request says about the text, beyond the tokens."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    echo: str | None = None
+    """The prompt's text, where it is to stand before the continuation."""
+    scores_prompt: bool = False
+    """Whether the echo comes with the log-probabilities of the prompt's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """One token, its log-probability, and the most likely ones in its place."""
+
+    id: int
+    logprob: float | None
+    """None for the first token of a prompt, which nothing foretells."""
+    top: Top
+    offset: int
+    """Where its text begins, in characters of the whole text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text, with the tokens it ends (empty unless log-probabilities were asked for)."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenDetail, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The regular end of a choice."""
+
+    index: int
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """Takes a sequence's events in and gives text out. After `ended` is set nothing more comes."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, rules: TextRules, eos_ids: frozenset[int]):
+        self.index = index
+        self.n_tokens = 0
+        self.logprob_sum = 0.0
+        self.ended: Ended | None = None
+        self._request = request
+        self._tokenizer = tokenizer
+        self._rules = rules
+        self._eos_ids = eos_ids
+        self._decoder = StreamDecoder()
+        # A prompt of special tokens alone is no text yet, and what follows is its beginning.
+        nothing_yet = not any(tokenizer.token_bytes(token) for token in request.prompt)
+        self._strips_space = nothing_yet and tokenizer.strips_first_space
+        self._matcher = StopMatcher(rules.stops)
+        self._echo = deque([rules.echo] if rules.echo is not None else [])
+        self._base = len(rules.echo or "")
+        self._scores: list[tuple[float, Top]] = []
+        self._decoded = self._sent = 0
+        self._held: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens drawn, where the engine reported them; what best_of ranks by."""
+        return self.logprob_sum / max(1, self.n_tokens)
+
+    def take_scores(self, scores: PromptScores) -> None:
+        """Log-probabilities of prompt tokens, for the echo."""
+        self._scores += scores.tokens
+
+    def take(self, event: TokenEvent) -> list[Delta]:
+        """The text that a token completes, and the end if it is the last."""
+        deltas = self._begin()
+        text = self._matched(self._decode(event))
+        deltas += self._delta(text, final=False)
+        if self._matcher.matched is not None:
+            stop = self._matcher.matched
+            deltas += self._delta(stop if self._rules.include_stop else "", final=True)
+            self.ended = Ended(self.index, "stop", stop)
+        elif event.finish:
+            deltas += self.end(str(event.finish), self._stop_reason(event))
+        return deltas
+
+    def end(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
+        """Ends the text where it stands: gives what was held back."""
+        deltas = self._begin()
+        deltas += self._delta(self._matcher.feed(self._decoder.flush()) + self._matcher.flush(), final=False)
+        deltas += self._delta("", final=True)
+        if self._matcher.matched is not None:
+            finish_reason, stop_reason = "stop", self._matcher.matched
+        self.ended = Ended(self.index, finish_reason, stop_reason)
+        return deltas
+
+    def _begin(self) -> list[Delta]:
+        """The echo, once."""
+        if not self._echo:
+            return []
+        details = self._prompt_details() if self._rules.scores_prompt else ()
+        return [Delta(self.index, self._echo.popleft(), details)]
+
+    def _matched(self, text: str) -> str:
+        # Stops are not taken before min_tokens: what came so far is text whatever it says.
+        return text if self.n_tokens <= self._rules.min_tokens else self._matcher.feed(text)
+
+    def _stop_reason(self, event: TokenEvent) -> int | None:
+        told = event.finish is FinishReason.STOP and event.token not in self._eos_ids
+        return event.token if told and event.token in self._request.stop_ids else None
+
+    def _decode(self, event: TokenEvent) -> str:
+        if event.token is None:
+            return ""
+        self.n_tokens += 1
+        data = self._bytes(event)
+        if self._strips_space and data:
+            data, self._strips_space = data.removeprefix(b" "), False
+        text = self._decoder.feed(data)
+        if event.logprob is not None:
+            self.logprob_sum += event.logprob
+            detail = TokenDetail(event.token, event.logprob, event.top, self._base + self._decoded)
+            self._held.append((self._decoded + len(text), detail))
+        self._decoded += len(text)
+        return text
+
+    def _bytes(self, event: TokenEvent) -> bytes:
+        """A token that ends the text is none of it, whatever the tokenizer would show for it."""
+        assert event.token is not None
+        ends = event.finish is FinishReason.STOP and event.token in self._request.stop_ids
+        hidden = ends and not (self._rules.include_stop and event.token not in self._eos_ids)
+        return b"" if hidden else self._tokenizer.token_bytes(event.token)
+
+    def _delta(self, text: str, *, final: bool) -> list[Delta]:
+        """A Delta, if there is anything to say.
+
+        Tokens wait for their text, also those that only begin a character; those behind a stop are never shown.
+        """
+        self._sent += len(text)
+        everything = final and self._matcher.matched is None
+        ready = []
+        while self._held:
+            end, detail = self._held[0]
+            first = detail.offset - self._base
+            if not (everything or (first < self._sent and (final or end <= self._sent))):
+                break
+            ready.append(detail)
+            self._held.popleft()
+        return [Delta(self.index, text, tuple(ready))] if text or ready else []
+
+    def _prompt_details(self) -> tuple[TokenDetail, ...]:
+        decoder, offset, details = StreamDecoder(), 0, []
+        scores: list[tuple[float | None, Top]] = [(None, ()), *self._scores]
+        for token, (logprob, top) in zip(self._request.prompt, scores, strict=True):
+            details.append(TokenDetail(token, logprob, top, offset))
+            offset += len(decoder.feed(self._tokenizer.token_bytes(token)))
+        return tuple(details)

@@ -1,0 +1,111 @@
+"""Texts to the token ids that the engine reads: special tokens, infilling, truncation, the checks. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from app.engine.admission import check_ids
+from app.engine.errors import ContextLengthExceeded, InvalidRequest
+from app.engine.frames import Ready
+from app.wish import Prompt, Wish
+from model.tokenizer import Tokenizer
+
+_LONG_PROMPT_CHARACTERS = 20_000
+_INFILLING = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
+)
+"""Names of fill-in-the-middle tokens: Qwen, StarCoder, SantaCoder, Code Llama."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A prompt as the engine sees it."""
+
+    ids: tuple[int, ...]
+    text: str
+    """What echo shows."""
+    truncated: bool = False
+
+
+class Reader:
+    """Turns texts into ids for one model."""
+
+    def __init__(self, ready: Ready, tokenizer: Tokenizer) -> None:
+        self.ready = ready
+        self.tokenizer = tokenizer
+
+    async def prompts(self, wish: Wish) -> list[Read]:
+        """Every prompt of a wish. Raises InvalidRequest, ContextLengthExceeded; the message names which of several."""
+        read = []
+        for place, prompt in enumerate(wish.prompts):
+            try:
+                read.append(await self._prompt(prompt, wish))
+            except InvalidRequest as error:
+                if not wish.is_batch:
+                    raise
+                error.args = (f"prompt {place}: {error}",)
+                raise
+        return read
+
+    async def source(self, source: Prompt | None) -> tuple[int, ...]:
+        """What the encoder reads. Raises InvalidRequest, ContextLengthExceeded."""
+        if not self.ready.has_encoder and source is not None:
+            raise InvalidRequest("this model has no encoder: leave out source and put the text into prompt", "source")
+        if not self.ready.has_encoder:
+            return ()
+        ids = await self._ids(source, "source", None) if source else []
+        if not ids:
+            raise InvalidRequest("this model answers a source: give the text its encoder reads", "source")
+        check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="source")
+        return tuple(ids)
+
+    async def _prompt(self, prompt: Prompt, wish: Wish) -> Read:
+        limit = wish.truncate_prompt_tokens
+        if wish.suffix is not None:
+            ids = await self._infill(prompt, wish.suffix)
+        else:
+            ids = await self._ids(prompt, "prompt", limit)
+        truncated = limit is not None and len(ids) > limit
+        ids = ids[-limit:] if truncated and limit else ids
+        start_id = self.tokenizer.start_id(self.ready.start_id)
+        if not ids and start_id is None:
+            raise InvalidRequest("the prompt is empty, and this model has no token that starts a text", "prompt")
+        check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="prompt")
+        shown = prompt if isinstance(prompt, str) and not truncated else self._text(ids)
+        return Read(tuple(ids) or (start_id or 0,), shown, truncated)
+
+    def _text(self, ids: list[int]) -> str:
+        return b"".join(map(self.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+    async def _infill(self, prompt: Prompt, suffix: str) -> list[int]:
+        """The prefix and the suffix between the tokens that the model was taught for it, the prefix first."""
+        marks = next((m for m in map(self._mark_ids, _INFILLING) if None not in m), None)
+        if marks is None:
+            raise InvalidRequest("this model's vocabulary has no fill-in-the-middle tokens: leave out suffix", "suffix")
+        if not isinstance(prompt, str):
+            raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
+        start, middle, end = (mark for mark in marks if mark is not None)
+        before, behind = await asyncio.to_thread(self.tokenizer.encode_many, [prompt, suffix])
+        begin = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
+        return [*begin, start, *before, middle, *behind, end]
+
+    def _mark_ids(self, names: tuple[str, str, str]) -> list[int | None]:
+        return [self.tokenizer.id_of(name) for name in names]
+
+    async def _ids(self, text: Prompt, field: str, limit: int | None) -> list[int]:
+        """Token ids of a text; those of a prompt with the special tokens that the tokenizer adds (BOS, say)."""
+        if not isinstance(text, str):
+            return text
+        # What is cut off later may be longer than the context.
+        if limit is None and (least := self.tokenizer.least_tokens(text)) > self.ready.context:
+            raise ContextLengthExceeded(least, self.ready.context, field)
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode(text) if field == "prompt" else self.tokenizer.encode_many([text])[0]
+
+        # Long ones off the event loop, which has other streams to serve.
+        return await asyncio.to_thread(encode) if len(text) > _LONG_PROMPT_CHARACTERS else encode()

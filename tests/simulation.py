@@ -1,0 +1,129 @@
+"""A device for the tests of the pure core: its cache keeps (position, token) per slot, and it draws from what it reads.
+
+It reads through the block table, so that a block that is shared wrongly, released early or not written shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from app.engine.blocks import BlockPool
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import (
+    BatchPlan,
+    Chunk,
+    Drawn,
+    Request,
+    Sequence,
+    StepReport,
+    StepResult,
+    TokenEvent,
+    TokenScore,
+)
+
+VOCAB, EOS = 50, 0
+
+
+class SimulatedDevice:
+    """A cache of (position, token) and a model that is a hash of all it reads."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.prompt_tokens = 0
+        """Tokens of prompts that were computed."""
+        self.poison: set[tuple[int, int]] = set()
+        """Slots whose numbers are not finite: nobody else may look at their blocks before they are cleared."""
+
+    def run(self, plan: BatchPlan, *, bad: str = "") -> StepResult:
+        self.poison = {slot for slot in self.poison if slot[0] not in plan.clear}
+        self.copy(plan.copies)
+        for chunk in plan.chunks:
+            self.prompt_tokens += max(0, min(chunk.stop, len(chunk.sequence.request.prompt)) - chunk.start)
+            for place in range(chunk.start, chunk.stop):
+                self.slots[self._slot(chunk.sequence, place)] = (place, chunk.sequence.tokens[place])
+        good = [chunk for chunk in plan.chunks if chunk.sequence.request.id != bad]
+        spoilt = [chunk for chunk in plan.chunks if chunk not in good and (chunk.samples or chunk.scores)]
+        self.poison |= {self._slot(c.sequence, place) for c in spoilt for place in range(c.start, c.stop)}
+        for chunk in good:
+            own = [(block, offset) for block in chunk.sequence.blocks for offset in range(self.block_size)]
+            assert not self.poison.intersection(own), "a block that was not cleared"
+        drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in good if c.samples}
+        scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
+        drawn |= {c.sequence.request.id: Drawn(None) for c in spoilt if c.samples}
+        return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
+
+    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        for source, target in pairs:
+            for offset in range(self.block_size):
+                if (source, offset) in self.slots:
+                    self.slots[target, offset] = self.slots[source, offset]
+                assert (source, offset) not in self.poison, "a copy of what is not finite"
+
+    def _score(self, chunk: Chunk) -> tuple[TokenScore, ...]:
+        """One number for each token: the hash of what stands before it, and of itself."""
+        assert all(chunk.start < place <= chunk.stop for place in chunk.scores), "a row that was not computed"
+        seen = [(self._draw(chunk.sequence, place).token, chunk.sequence.tokens[place]) for place in chunk.scores]
+        return tuple((float(hash(pair)), ()) for pair in seen)
+
+    def _slot(self, sequence: Sequence, place: int) -> tuple[int, int]:
+        return sequence.blocks[place // self.block_size], place % self.block_size
+
+    def _draw(self, sequence: Sequence, length: int) -> Drawn:
+        read = [self.slots[self._slot(sequence, place)] for place in range(length)]
+        assert [place for place, _ in read] == list(range(length)), "a slot holds another position"
+        seen = hashlib.sha256(repr((sequence.request.params.seed, read)).encode()).digest()
+        return Drawn(int.from_bytes(seen[:4], "big") % VOCAB)
+
+
+def step(scheduler: Scheduler, device: SimulatedDevice, bad: str = "") -> tuple[BatchPlan, StepReport]:
+    """One step, with the blocks checked after it; the output of `bad` is not finite."""
+    plan = scheduler.plan()
+    assert plan.chunks, "a step without progress"
+    assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.limits.tokens_per_step
+    return plan, finish(scheduler, device, plan, bad=bad)
+
+
+def finish(scheduler: Scheduler, device: SimulatedDevice, plan: BatchPlan, *, bad: str = "") -> StepReport:
+    """Runs and commits a plan."""
+    report = scheduler.commit(plan, device.run(plan, bad=bad))
+    assert not scheduler.violations()
+    return report
+
+
+class Delivered:
+    """What a client has of its requests: events in order, each prompt token's score once and before all events."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.events = {request.id: list[TokenEvent]() for request in requests}
+        self.scores = {request.id: [float(n) for n in range(request.scored)] for request in requests}
+        self.finished: set[str] = set()
+
+    def take(self, report: StepReport) -> None:
+        for score in report.scores:
+            assert not self.events[score.request_id], "a score behind a token"
+            assert score.start == len(self.scores[score.request_id]) + 1
+            assert score.tokens
+            self.scores[score.request_id] += [own for own, _ in score.tokens]
+        for event in report.events:
+            assert event.request_id not in self.finished, "an event after the end"
+            self.events[event.request_id].append(event)
+            if event.finish:
+                self.finished.add(event.request_id)
+
+    def tokens(self, request_id: str) -> list[int | None]:
+        return [event.token for event in self.events[request_id]]
+
+
+def make_scheduler(blocks: int, block_size: int, budget: int, running: int) -> Scheduler:
+    return Scheduler(SchedulerLimits(tokens_per_step=budget, max_running=running), BlockPool(blocks, block_size))
+
+
+def alone(request: Request) -> Delivered:
+    """What the simulated model says with all the room in the world."""
+    scheduler, device = make_scheduler(64, 4, 512, 1), SimulatedDevice(4)
+    scheduler.add(request)
+    delivered = Delivered([request])
+    while scheduler.has_work:
+        delivered.take(step(scheduler, device)[1])
+    return delivered

@@ -1,0 +1,148 @@
+"""POST /v1/completions: OpenAI's shapes, strict where clients are, and the same text as the native door."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server
+from wire import whole
+
+SOME: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 12, "temperature": 1.1, "seed": 7, "ignore_eos": True}
+
+
+def _post(server: Server, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def _whole(server: Server, **body: Any) -> dict[str, Any]:
+    response = _post(server, **body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _chunks(server: Server, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must be nothing but data lines with `[DONE]` at the end."""
+    response = _post(server, **body, stream=True)
+    assert response.status_code == 200, response.text
+    blocks = response.text.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    assert all(block.startswith("data: {") and "\n" not in block for block in blocks[:-2])
+    return [json.loads(block[6:]) for block in blocks[:-2]]
+
+
+def test_the_answer_has_the_shape_that_clients_read(server: Server) -> None:
+    answer = _whole(server, **SOME)
+    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and choice["logprobs"] is None
+    assert choice["text"] == whole(server.url, **SOME)["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["seed"] == 7
+
+
+def test_a_stream_is_data_only_and_says_what_the_answer_says(server: Server) -> None:
+    chunks = _chunks(server, **SOME, n=2)
+    answer = _whole(server, **SOME, n=2)
+    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == answer["choices"][index]["text"]
+        assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert all(choice["text"] for choice in mine[:-1])
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_usage_comes_in_a_chunk_of_its_own_where_asked(server: Server) -> None:
+    chunks = _chunks(server, **SOME, stream_options={"include_usage": True})
+    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12
+    counted = _chunks(server, **SOME, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [c["usage"]["completion_tokens"] for c in counted]
+    assert counts == sorted(counts) and counts[-1] == 12 and counts[0] < 12
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_logprobs_have_the_legacy_shape_and_add_up_in_streams(server: Server, echo: bool) -> None:
+    body = {**SOME, "logprobs": 3, "echo": echo, "max_tokens": 40}
+    choice = _whole(server, **body)["choices"][0]
+    shape, n_prompt = choice["logprobs"], 0
+    if echo:
+        n_prompt = _whole(server, **body)["usage"]["prompt_tokens"]
+        assert shape["token_logprobs"][0] is None and shape["top_logprobs"][0] is None
+    assert len(shape["tokens"]) == 40 + n_prompt
+    for place, (name, own, top) in enumerate(
+        zip(shape["tokens"], shape["token_logprobs"], shape["top_logprobs"], strict=True)
+    ):
+        if place or not echo:
+            assert top[name] == own and 3 <= len(top) <= 4
+    data = b"".join(bytes(t["bytes"]) for t in whole(server.url, **body)["choices"][0]["tokens"])
+    assert choice["text"] == data.decode("utf-8", "replace")
+    for name, offset in zip(shape["tokens"], shape["text_offset"], strict=True):
+        assert name.startswith("bytes:") or choice["text"].startswith(name, offset)
+    chunks = [c["choices"][0] for c in _chunks(server, **body)]
+    for key, values in shape.items():
+        assert [v for c in chunks if c["logprobs"] for v in c["logprobs"][key]] == values
+    assert "".join(c["text"] for c in chunks) == choice["text"]
+    assert all(c["text"] for c in chunks[:-1])
+
+
+def test_what_lm_eval_sends_scores_the_prompt_and_one_token(server: Server) -> None:
+    ids = [70, 71, 72, 73]
+    body = {"prompt": [ids], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "model": "tiny", "seed": 1}
+    shape = _whole(server, **body)["choices"][0]["logprobs"]
+    assert len(shape["tokens"]) == len(shape["token_logprobs"]) == len(shape["top_logprobs"]) == 5
+    assert shape["token_logprobs"][0] is None
+    last = shape["top_logprobs"][-1]
+    assert shape["token_logprobs"][-1] == max(last.values())
+
+
+def test_best_of_answers_the_likeliest_of_those_drawn(server: Server) -> None:
+    body = {**SOME, "logprobs": 0}
+    drawn = _whole(server, **body, n=6)["choices"]
+    means = [sum(c["logprobs"]["token_logprobs"]) / 12 for c in drawn]
+    ranked = [drawn[i]["text"] for i in sorted(range(6), key=lambda i: -means[i])]
+    best = _whole(server, **SOME, n=2, best_of=6)
+    assert [c["text"] for c in best["choices"]] == ranked[:2]
+    assert [c["index"] for c in best["choices"]] == [0, 1]
+    assert best["usage"]["completion_tokens"] == 6 * 12
+    assert _post(server, **SOME, n=2, best_of=1).json()["error"]["type"] == "invalid_request_error"
+    assert "best_of" in _post(server, **SOME, best_of=2, stream=True).json()["error"]["message"]
+
+
+def test_null_means_the_default_for_every_field(server: Server) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    schema = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    nothing = dict.fromkeys(schema["properties"])
+    assert len(nothing) > 30
+    answer = _whole(server, **nothing)
+    assert answer["usage"]["completion_tokens"] <= 16
+    assert answer["usage"]["prompt_tokens"] == 1, "an absent prompt starts from nothing"
+
+
+def test_unknown_fields_are_accepted_and_named(server: Server) -> None:
+    assert "warnings" not in _whole(server, **SOME)
+    (warning,) = _whole(server, **SOME, temprature=0.1)["warnings"]
+    assert "temprature" in warning
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "status"),
+    [("model", "other", 404), ("temperature", -1, 400), ("n", 0, 400), ("prompt", [[]], 200), ("stop", [""], 400),
+     ("best_of", 17, 400), ("stream_options", 5, 400), ("logprobs", True, 400), ("response_format", 5, 400)],
+)  # fmt: skip
+def test_errors_have_the_one_shape(server: Server, field: str, value: Any, status: int) -> None:
+    response = _post(server, **{**SOME, field: value})
+    assert response.status_code == status, response.text
+    if status != 200:
+        error = response.json()["error"]
+        assert error["param"] == field
+        assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_an_empty_bearer_is_no_key(server: Server) -> None:
+    headers = {"Authorization": "Bearer"}
+    assert httpx.post(f"{server.url}/v1/completions", json=SOME, headers=headers).status_code == 200

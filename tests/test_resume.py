@@ -1,0 +1,167 @@
+"""Streams that break off and are taken up again, deadlines, and who may touch whose stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, is_clean, start_server, stop_server
+from tiny import tiny_weights
+from wire import Event, parse_events, stream, text_of
+
+LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 600, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A service whose requests last a second or more."""
+    weights = tiny_weights(tmp_path_factory.mktemp("long") / "tiny", context=4096)
+    server = start_server(tmp_path_factory.mktemp("server"), weights, "--resume-seconds", "5")
+    yield server
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _first_events(server: Server, count: int, headers: dict[str, str] | None = None, **body: Any) -> list[Event]:
+    """The first events of a stream that its client then leaves."""
+    text = ""
+    with httpx.stream("POST", f"{server.url}/complete", json=body, headers=headers, timeout=60) as response:
+        for part in response.iter_text():
+            text += part
+            if text.count("\n\n") >= count:
+                break
+    return parse_events(text[: text.rindex("\n\n") + 2])
+
+
+def _resume(server: Server, name: str, headers: dict[str, str] | None = None, **query: Any) -> httpx.Response:
+    return httpx.get(f"{server.url}/complete/{name}/events", headers=headers, params=query, timeout=60)
+
+
+@pytest.mark.parametrize("count", [1, 2, 40, 300])
+def test_a_stream_that_broke_off_goes_on_as_if_it_had_not(long_server: Server, count: int) -> None:
+    expected = text_of(stream(long_server.url, **LONG))
+    seen = _first_events(long_server, count, **LONG)
+    name = seen[0].data["id"]
+    rest = parse_events(_resume(long_server, name, {"Last-Event-ID": seen[-1].id}).text)
+    numbers = [int(event.id.rpartition(":")[2]) for event in [*seen, *rest]]
+    assert numbers == list(range(len(numbers)))
+    assert text_of([*seen, *rest]) == expected
+    assert rest[-1].name == "done"
+    assert rest[-1].data["usage"]["completion_tokens"] == 600
+
+
+def test_it_can_break_off_again_and_again_with_several_choices(long_server: Server) -> None:
+    body = {**LONG, "n": 3, "max_tokens": 400, "stop": ["zq"], "logprobs": 2}
+    expected = stream(long_server.url, **body)
+    events = _first_events(long_server, 20, **body)
+    name = events[0].data["id"]
+    for _ in range(3):
+        text = ""
+        after = events[-1].id.rpartition(":")[2]
+        url = f"{long_server.url}/complete/{name}/events?after={after}"
+        with httpx.stream("GET", url, timeout=60) as response:
+            for part in response.iter_text():
+                text += part
+                if text.count("\n\n") > 100:
+                    break
+        events += parse_events(text[: text.rindex("\n\n") + 2])
+    events += parse_events(_resume(long_server, name, after=events[-1].id.rpartition(":")[2]).text)
+    for index in range(3):
+        mine = [e for e in events if e.name == "token" and e.data["index"] == index]
+        theirs = [e for e in expected if e.name == "token" and e.data["index"] == index]
+        assert text_of(mine) == text_of(theirs)
+        assert [t for e in mine for t in e.data["tokens"]] == [t for e in theirs for t in e.data["tokens"]]
+    assert events[-1].data["choices"] == expected[-1].data["choices"]
+
+
+def test_a_client_that_is_away_holds_nothing_in_the_engine(long_server: Server) -> None:
+    seen = _first_events(long_server, 5, **LONG)
+    assert is_clean(long_server, 2.0)
+    assert _resume(long_server, seen[0].data["id"], after=4).status_code == 200
+
+
+def test_a_finished_stream_gives_its_end_again(long_server: Server) -> None:
+    events = stream(long_server.url, **{**LONG, "max_tokens": 20})
+    name = events[0].data["id"]
+    assert parse_events(_resume(long_server, name, after=10).text) == events[11:]
+    assert parse_events(_resume(long_server, name).text) == events
+
+
+def test_a_second_connection_takes_a_running_stream_over(long_server: Server) -> None:
+    expected = text_of(stream(long_server.url, **LONG))
+    with httpx.stream("POST", f"{long_server.url}/complete", json=LONG, timeout=60) as first:
+        parts = first.iter_text()
+        text = next(parts)
+        name = parse_events(text[: text.rindex("\n\n") + 2])[0].data["id"]
+        again = parse_events(_resume(long_server, name).text)
+        assert text_of(again) == expected
+        text += "".join(parts)
+    assert "event: done" not in text, "the first connection was meant to lose the stream"
+
+
+def test_a_stream_belongs_to_whoever_began_it(long_server: Server) -> None:
+    mine, other = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer other"}
+    name = _first_events(long_server, 5, mine, **LONG)[0].data["id"]
+    for headers in (None, other):
+        assert _resume(long_server, name, headers).status_code == 404
+        assert httpx.delete(f"{long_server.url}/complete/{name}", headers=headers).status_code == 404
+    assert httpx.delete(f"{long_server.url}/complete/{name}", headers=mine).status_code == 200
+    events = parse_events(_resume(long_server, name, mine).text)
+    assert events[-1].data["choices"][0]["finish_reason"] == "cancelled"
+
+
+def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
+    name = stream(long_server.url, **{**LONG, "max_tokens": 3})[0].data["id"]
+    assert _resume(long_server, "req-unknown").status_code == 404
+    assert _resume(long_server, name, after=1000).status_code == 400
+    assert _resume(long_server, name, after=-2).status_code == 400
+    assert _resume(long_server, name, {"Last-Event-ID": "other:3"}).status_code == 400
+
+
+def test_streams_are_forgotten_after_a_while_and_counted_then(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--resume-seconds", "0.3", "--resume-bytes", "1000")
+    try:
+        body = {**LONG, "max_tokens": 200}
+        events = stream(server.url, **body)
+        gone = _resume(server, events[0].data["id"], after=0)
+        assert gone.json()["error"]["code"] == "events_gone"
+        name = _first_events(server, 3, **body)[0].data["id"]
+        time.sleep(0.5)
+        assert _resume(server, name, after=3).json()["error"]["code"] == "unknown_request"
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'inkstream_requests_total{finish_reason="disconnected"} 1.0' in metrics
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_deadline_ends_the_text_where_it_stands(long_server: Server) -> None:
+    started = time.monotonic()
+    events = stream(long_server.url, **{**LONG, "max_tokens": 4000}, deadline_ms=400)
+    assert time.monotonic() - started < 3
+    assert events[-1].name == "done"
+    assert events[-1].data["choices"][0]["finish_reason"] == "timeout"
+    assert 0 < events[-1].data["usage"]["completion_tokens"] < 4000
+    assert is_clean(long_server, 2.0)
+
+
+def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path) -> None:
+    weights = tiny_weights(tmp_path / "tiny", context=4096)
+    server = start_server(tmp_path, weights, "--max-running", "1", "--queue-timeout", "1")
+    try:
+        with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "max_tokens": 4000}, timeout=60) as busy:
+            parts = busy.iter_text()  # an iterator that nobody holds would close the response
+            next(parts)
+            body = {"prompt": "a", "deadline_ms": 100}
+            late = httpx.post(f"{server.url}/complete", json={**body, "stream": False})
+            assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
+            assert stream(server.url, **body)[-1].data["error"]["type"] == "timeout_error"
+            waited = httpx.post(f"{server.url}/complete", json={"prompt": "a", "stream": False})
+            assert (waited.status_code, waited.json()["error"]["type"]) == (503, "unavailable_error")
+            assert int(waited.headers["retry-after"]) >= 1
+        assert is_clean(server, 2.0)
+    finally:
+        assert stop_server(server) == 0
