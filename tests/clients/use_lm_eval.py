@@ -116,9 +116,16 @@ def check_ids_are_the_same_wherever_they_are_made() -> None:
         assert back["prompt"] == text
 
 
-@functools.cache
 def scores(kind: str, way: tuple[int, bool, str, int]) -> list[Any]:
-    """What lm-eval makes of the tasks: [(log-likelihood, greedy)] in the order of the questions, or texts."""
+    """What lm-eval makes of the tasks: [(log-likelihood, greedy)] in the order of the questions, sums, or texts."""
+    kinds = ("long",) if kind == "long" else ("choice", "rolling", "generate")
+    samples = sorted(evaluate(kinds, way)[f"ink_{kind}"], key=lambda sample: sample["doc_id"])
+    return [response[0] for sample in samples for response in sample["resps"]]
+
+
+@functools.cache
+def evaluate(kinds: tuple[str, ...], way: tuple[int, bool, str, int]) -> dict[str, list[dict[str, Any]]]:
+    """lm-eval's samples of several tasks, by the name of the task."""
     batch_size, tokenized, backend, concurrent = way
     arguments = {
         "model": MODEL["id"],
@@ -129,12 +136,12 @@ def scores(kind: str, way: tuple[int, bool, str, int]) -> list[Any]:
         "max_length": CONTEXT,
         **({"tokenizer": WEIGHTS} if backend == "huggingface" else {}),
     }
+    tasks = [task(kind) for kind in kinds]
     results = simple_evaluate(
-        model="local-completions", model_args=arguments, tasks=[task(kind)], batch_size=batch_size, bootstrap_iters=0
+        model="local-completions", model_args=arguments, tasks=tasks, batch_size=batch_size, bootstrap_iters=0
     )
-    (samples,) = results["samples"].values()
-    samples.sort(key=lambda sample: sample["doc_id"])
-    return [response[0] for sample in samples for response in sample["resps"]]
+    samples: dict[str, list[dict[str, Any]]] = results["samples"]
+    return samples
 
 
 def task(kind: str) -> dict[str, Any]:
