@@ -132,10 +132,11 @@ class Choice:
         data = self._bytes(event)
         if self._strips_space and data:
             data, self._strips_space = data.removeprefix(b" "), False
+        first = self._decoded + self._decoder.broken_by(data)
         text = self._decoder.feed(data)
         if event.logprob is not None:
             self.logprob_sum += event.logprob
-            detail = TokenDetail(event.token, event.logprob, event.top, self._base + self._decoded)
+            detail = TokenDetail(event.token, event.logprob, event.top, self._base + first)
             self._held.append((self._decoded + len(text), detail))
         self._decoded += len(text)
         return text
@@ -168,6 +169,7 @@ class Choice:
         decoder, offset, details = StreamDecoder(), 0, []
         scores: list[tuple[float | None, Top]] = [(None, ()), *self._scores]
         for token, (logprob, top) in zip(self._request.prompt, scores, strict=True):
-            details.append(TokenDetail(token, logprob, top, offset))
-            offset += len(decoder.feed(self._tokenizer.token_bytes(token)))
+            data = self._tokenizer.token_bytes(token)
+            details.append(TokenDetail(token, logprob, top, offset + decoder.broken_by(data)))
+            offset += len(decoder.feed(data))
         return tuple(details)

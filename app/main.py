@@ -9,13 +9,16 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app import VERSION
-from app.api import complete, errors, openai, operations, page
+from app.api import complete, errors, openai, operations, page, score, tokens
 from app.api.metrics import Metrics
+from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
 from app.api.shelf import Shelf
+from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.frames import WorkerConfig
+from app.long_texts import LongTexts
 from app.service import Service
 from app.settings import Settings
 
@@ -32,6 +35,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         client = (engine or make_client)(settings)
         app.state.service = service = Service(settings, client)
         app.state.metrics = Metrics(client)
+        app.state.long_texts = long_texts = LongTexts()
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
         loading = asyncio.create_task(service.load_tokenizer())
@@ -40,13 +44,28 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
+            long_texts.close()
+            if chat_template:
+                await chat_template.close()
             shelf.clear()
             await client.stop()
 
-    app = FastAPI(title="inkstream", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
+    app = DescribedApp(
+        title="inkstream",
+        version=VERSION,
+        description=_DESCRIPTION,
+        openapi_tags=TAGS,
+        generate_unique_id_function=lambda route: route.name,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
     app.add_middleware(RequestIds)
+    app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
-    for room in (complete, openai, operations, page):
+    for room in (complete, openai, score):
+        app.include_router(room.router, tags=["completion"])
+    for room in (tokens, operations, page):
         app.include_router(room.router)
     return app
 

@@ -20,6 +20,7 @@ from app.engine.client import EngineGone
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
+from model.chat_template import read_chat_template
 from model.presence import check_layout
 
 _log = logging.getLogger("inkstream")
@@ -112,6 +113,7 @@ def _check_weights(directory: Path) -> None:
     """What can be seen at once is refused at once; the engine process checks the rest. Raises StartError."""
     try:
         check_layout(directory)
+        read_chat_template(directory)
     except ValueError as error:
         raise StartError(str(error)) from None
 

@@ -16,6 +16,12 @@ class StreamDecoder:
         """The characters that `data` completes."""
         return self._decoder.decode(data)
 
+    def broken_by(self, data: bytes) -> int:
+        """Characters that an unfinished one becomes where `data` does not go on with it; they stand before its own."""
+        pending = self._decoder.getstate()[0]
+        goes_on = not data or 0x80 <= data[0] < 0xC0
+        return 0 if goes_on else len(pending.decode("utf-8", "replace"))
+
     def flush(self) -> str:
         """What an unfinished character at the end becomes: one U+FFFD, or nothing."""
         return self._decoder.decode(b"", final=True)

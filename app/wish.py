@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 Prompt = str | list[int]
+
+
+def one_by_one(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Prompt], bool]:
+    """The prompts of a request, and whether they were sent as a list of prompts."""
+    is_batch = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+    return cast("list[Prompt]", prompt if is_batch else [prompt]), is_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

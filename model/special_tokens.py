@@ -1,4 +1,4 @@
-"""The names of the tokens that start and end a text, from the files beside a tokenizer.json. Knows no ids.
+"""The names of the tokens that start and end a text, and their like: from the files beside a tokenizer.json. No ids.
 
 Whether a text gets them is not read here. Old settings say it too (add_bos_token, add_eos_token), but where there is a
 tokenizer.json its post_processor alone decides, as in transformers 5.
@@ -11,17 +11,19 @@ from typing import Any
 
 from model.files import read_json
 
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-def read_names(directory: Path) -> tuple[str | None, str | None]:
-    """bos_token and eos_token of tokenizer_config.json, or else of special_tokens_map.json; both files may be absent.
 
-    Raises CheckpointError.
+def read_names(directory: Path) -> dict[str, str]:
+    """What tokenizer_config.json, or else special_tokens_map.json, calls "bos_token", "eos_token" and their like.
+
+    Either file may be absent; what has no name is not there. Raises CheckpointError.
     """
     files = [
         read_json(directory / f"{name}.json", optional=True) for name in ("tokenizer_config", "special_tokens_map")
     ]
-    bos, eos = (_text(files[0].get(key)) or _text(files[1].get(key)) for key in ("bos_token", "eos_token"))
-    return bos, eos
+    names = {role: _text(files[0].get(role)) or _text(files[1].get(role)) for role in _ROLES}
+    return {role: name for role, name in names.items() if name}
 
 
 def _text(token: Any) -> str | None:

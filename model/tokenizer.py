@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
@@ -18,13 +17,12 @@ from tokenizers import Tokenizer as RustTokenizer
 from model.files import one_line
 from model.special_tokens import read_names
 from model.token_bytes import keeps_text, pieces_of
+from model.token_spans import Spans, spans_of, untrimmed
+from model.tokenizer_facts import check_ids, put_first, unknown_token
 from model.tokenizer_file import read_tokenizer_json
 
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
-
-_PROBE = "a \ue000 \U0010ffff"
-"""A letter and characters that no vocabulary has: what encodes this encodes everything."""
 
 # How text is cut before pairs are merged: words with one leading space or mark, English endings apart, numbers in
 # threes, runs of marks, white space.
@@ -45,7 +43,7 @@ class Tokenizer:
         """Takes `rust` over. Raises ValueError for a kind of tokenizer whose bytes could not be told exactly."""
         raw = json.loads(rust.to_str())
         self._pieces = pieces_of(raw)
-        _check_ids(rust)
+        check_ids(rust)
         vocabulary = rust.get_vocab(with_added_tokens=True)
         added = {token.content for token in rust.get_added_tokens_decoder().values()}
         named = {token for token in (bos_token, eos_token) if token and token in vocabulary}
@@ -53,9 +51,10 @@ class Tokenizer:
         self._rust = rust
         self._keeps_text = keeps_text(raw, vocabulary)
         self._longest = max(map(len, vocabulary))
-        names = (bos_token, eos_token, _unknown(raw["model"]))
+        names = (bos_token, eos_token, unknown_token(raw["model"]))
         bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
-        first = _put_first(rust)
+        first = put_first(rust)
+        rust.post_processor = untrimmed(rust)
         self._silent = {token for token in (first, bos, eos, unknown) if token is not None}
         self.vocab_size: int = max(vocabulary.values()) + 1
         """Every id is below this."""
@@ -72,7 +71,7 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         try:
             text = read_tokenizer_json(path)
-            bos, eos = read_names(directory)
+            names = read_names(directory)
         except ValueError as error:
             raise TokenizerError(str(error)) from None
         try:
@@ -81,7 +80,7 @@ class Tokenizer:
             rust.no_padding()
             if isinstance(rust.model, models.BPE):
                 rust.model.dropout = None  # a matter of training: the same text must give the same ids
-            return cls(rust, eos, bos)
+            return cls(rust, names.get("eos_token"), names.get("bos_token"))
         except BaseException as error:  # a Rust panic is no Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
@@ -148,8 +147,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with the special tokens that the tokenizer itself adds; BOS only if the text has none yet."""
-        ids = list(self._rust.encode(text).ids)
+        # As a batch of one: encoding a single text holds the interpreter, and a megabyte takes seconds.
+        ids = list(self._rust.encode_batch_fast([text])[0].ids)
         return ids[1:] if self.adds_bos and ids[:2] == [self.bos_id] * 2 else ids
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> Spans:
+        """encode(), and which characters of `text` each token was made of; or without added special tokens."""
+        spans = spans_of(self._rust.encode_batch([text], add_special_tokens=add_special_tokens)[0])
+        if add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2:
+            spans = Spans(spans.ids[1:], spans.starts[1:], spans.ends[1:])
+        return spans
 
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
@@ -163,9 +170,29 @@ class Tokenizer:
         """Text of `ids` as it continues a text (see `strips_first_space`); bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.bytes_of[token] for token in ids).decode("utf-8", errors="replace")
 
+    def written(self, ids: Iterable[int]) -> bytes:
+        """The whole text of `ids`, from its start, with the names of special tokens: what encode() would read again."""
+        text, begun = bytearray(), not self.strips_first_space
+        for token in ids:
+            if name := self.specials.get(token):
+                text += name.encode()
+            else:
+                data = self.token_bytes(token)
+                text += data if begun else data.removeprefix(b" ")
+                begun = begun or bool(data)
+        return bytes(text)
+
     def token_bytes(self, token: int) -> bytes:
         """bytes_of[token]; nothing for an id that only the model's vocabulary has (padded to a round number)."""
         return self.bytes_of[token] if token < len(self.bytes_of) else b""
+
+    @cached_property
+    def specials(self) -> dict[int, str]:
+        """The special tokens: id -> how a text names it."""
+        added = self._rust.get_added_tokens_decoder()
+        return {token: added[token].content for token in added if added[token].special} | {
+            token: self.piece(token) for token in self._silent
+        }
 
     @cached_property
     def bytes_of(self) -> list[bytes]:
@@ -173,8 +200,8 @@ class Tokenizer:
         pieces = (self._rust.id_to_token(token) for token in range(self.vocab_size))
         table = [b"" if piece is None else self._pieces.bytes_of(piece) for piece in pieces]
         for token, added in self._rust.get_added_tokens_decoder().items():
-            table[token] = b"" if added.special else self._pieces.bytes_of_added(added.content)
-        for token in self._silent:
+            table[token] = self._pieces.bytes_of_added(added.content)
+        for token in self.specials:
             table[token] = b""
         return table
 
@@ -190,32 +217,3 @@ class Tokenizer:
 
 def _reason(error: BaseException) -> str:
     return one_line(str(error)[:200]) or type(error).__name__
-
-
-def _check_ids(rust: RustTokenizer) -> None:
-    ids = rust.get_vocab(with_added_tokens=False).values()
-    if len(set(ids)) < len(ids):
-        raise ValueError("two tokens have the same id, and each needs its own")
-    if not rust.get_vocab(with_added_tokens=True):
-        raise ValueError("the vocabulary is empty")
-
-
-def _unknown(model: dict[str, Any]) -> str | None:
-    """The token for text that no other token writes."""
-    if model["type"] == "Unigram":
-        return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
-    return model.get("unk_token")
-
-
-def _put_first(rust: RustTokenizer) -> int | None:
-    """The id that the tokenizer itself puts before every text. Fails where it cannot encode every text."""
-    whole, processor = rust.encode(_PROBE), rust.post_processor
-    rust.post_processor = None
-    plain = rust.encode(_PROBE)
-    rust.post_processor = processor
-    marked = list(zip(whole.ids, whole.special_tokens_mask, strict=True))
-    if [token for token, is_added in marked if not is_added] != plain.ids:
-        raise ValueError("the post_processor does not keep the text as it is")
-    if unknown := [token for token, is_added in marked if is_added and rust.id_to_token(token) is None]:
-        raise ValueError(f"the post_processor adds a token with id {unknown[0]}, which the vocabulary does not have")
-    return marked[0][0] if marked and marked[0][1] else None

@@ -8,40 +8,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, Server
-from wire import whole
 
 
 def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "app", *arguments]
     return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_complete_streams_the_same_text_as_the_service(server: Server) -> None:
-    flags = ("--max-tokens", "20", "--seed", "5", "--temperature", "0.8", "--stop", "zq")
-    result = _run("complete", "The moon", "--url", server.url, *flags)
-    expected = whole(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")
-    assert result.returncode == 0
-    assert result.stdout == expected["choices"][0]["text"] + "\n"
-    assert _run("complete", "-", "--url", server.url, *flags, stdin="The moon").stdout == result.stdout
-
-
-def test_complete_shows_the_services_own_error(server: Server) -> None:
-    result = _run("complete", "a", "--url", server.url, "--temperature", "99")
-    assert result.returncode == 1
-    assert "temperature" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_complete_needs_a_prompt_or_a_source(server: Server) -> None:
-    assert "say what to continue" in _run("complete", "--url", server.url).stderr
-    result = _run("complete", "--source", "a", "--url", server.url)
-    assert (result.returncode, "no encoder" in result.stderr) == (1, True)
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "ftp://x", "nonsense"])
-def test_complete_without_a_service_says_so(url: str) -> None:
-    result = _run("complete", "a", "--url", url)
-    assert result.returncode == 2
-    assert "serve" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
@@ -59,6 +30,7 @@ def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
         "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
         "BPE, 320 of 320 tokens, gives text back exactly",
         '0 "<|endoftext|>", not added',
+        "no template",
         "no golden.json",
     ):
         assert fact in result.stdout, fact

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,25 @@ def test_ids_may_have_gaps_and_the_size_counts_them(tmp_path: Path, last: int) -
     loaded = Tokenizer.load(save(TOKENIZER_FILE, tmp_path, raw))
     assert loaded.vocab_size == len(loaded.bytes_of) == last + 1
     assert (loaded.bytes_of[last], loaded.bytes_of[last - 1], loaded.token_bytes(last + 1)) == (b"zzzz", b"", b"")
+
+
+def test_others_go_on_while_a_long_text_is_encoded() -> None:
+    """The event loop is one of them. Control: the library's own encode(), which holds the interpreter."""
+    text = TEXT * 60
+
+    def turns(work: Callable[[], object]) -> int:
+        begun, count = threading.Event(), 0
+        thread = threading.Thread(target=lambda: (begun.set(), work()))
+        thread.start()
+        begun.wait()
+        while thread.is_alive():
+            time.sleep(0.001)
+            count += 1
+        return count
+
+    assert turns(lambda: TOKENIZER.encode(text)) > 10
+    assert turns(lambda: TOKENIZER.encode_spans(text)) > 10
+    assert turns(lambda: TOKENIZER_FILE.encode(text)) < 10
 
 
 def test_a_stored_length_neither_cuts_nor_fills_a_prompt(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from starlette.requests import ClientDisconnect
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.shelf import Shelf
+from app.chat_template import ChatTemplate
+from app.long_texts import LongTexts
 from app.service import Service
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -27,6 +29,16 @@ def _metrics(request: Request) -> Metrics:
     return metrics
 
 
+def _long_texts(request: Request) -> LongTexts:
+    long_texts: LongTexts = request.app.state.long_texts
+    return long_texts
+
+
+def _chat_template(request: Request) -> ChatTemplate | None:
+    template: ChatTemplate | None = request.app.state.chat_template
+    return template
+
+
 def _shelf(request: Request) -> Shelf:
     shelf: Shelf = request.app.state.shelf
     return shelf
@@ -39,6 +51,8 @@ def owner_of(request: Request) -> str:
 
 ServiceDep = Annotated[Service, Depends(_service)]
 MetricsDep = Annotated[Metrics, Depends(_metrics)]
+LongTextsDep = Annotated[LongTexts, Depends(_long_texts)]
+ChatTemplateDep = Annotated[ChatTemplate | None, Depends(_chat_template)]
 ShelfDep = Annotated[Shelf, Depends(_shelf)]
 
 

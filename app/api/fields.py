@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from app.wish import Prompt, Wish
+from app.wish import Wish, one_by_one
 
 MAX_IDS, MAX_PROMPTS = 1 << 20, 1024
 SAMPLING = (
@@ -30,7 +30,7 @@ Prompts = (
     | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 )
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-_Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
+Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
 _BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -98,8 +98,8 @@ class CompletionFields(BaseModel):
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="Keep only so many tokens of the end of the prompt."
     )
-    user: _Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
-    request_id: _Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
     stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
 
     @model_validator(mode="after")
@@ -116,10 +116,10 @@ class CompletionFields(BaseModel):
 
     def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> Wish:
         """What was asked for, with this door's own default of max_tokens and its own fields."""
-        is_batch = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+        prompts, is_batch = one_by_one(prompt)
         stops = self.stop or []
         return Wish(
-            prompts=cast("list[Prompt]", prompt if is_batch else [prompt]),
+            prompts=prompts,
             is_batch=is_batch,
             suffix=self.suffix,
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,

@@ -16,6 +16,7 @@ from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
 from app.api.errors import ApiError, request_id_of
 from app.api.job import Collected, Job
 from app.api.openai_fields import CompletionsRequest
+from app.api.openai_schemas import CompletionsResponse
 from app.api.schemas import ErrorResponse
 from app.choice import Delta, Ended, TokenDetail
 from app.completion import News
@@ -28,7 +29,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 router = APIRouter(responses=_ERRORS)
 
 
-@router.post("/v1/completions", openapi_extra=body_schema(CompletionsRequest))
+@router.post("/v1/completions", response_model=CompletionsResponse, openapi_extra=body_schema(CompletionsRequest))
 async def completions(request: Request, service: ServiceDep, metrics: MetricsDep) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
     body = await read_body(request, CompletionsRequest, service.settings.max_body_bytes)

@@ -5,23 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from app.api.dependencies import MetricsDep, ServiceDep
+from app.api.errors import ApiError
 from app.api.metrics import CONTENT_TYPE
+from app.api.openapi import declared
+from app.api.operation_schemas import Health, Model, ModelList
 from app.engine.errors import NotReady
+from app.service import Service
 
-router = APIRouter()
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Loading or shutting down."}}
+router = APIRouter(tags=["operations"])
 
 
-@router.get("/health/live")
+@router.get("/health/live", response_model=Health, response_model_exclude_none=True)
 async def live() -> dict[str, str]:
     """200 as long as the process answers."""
     return {"status": "live"}
 
 
-@router.get("/health")
-@router.get("/health/ready")
+@router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
+@router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 async def ready(service: ServiceDep) -> JSONResponse:
     """200 when completions are served; 503 with the phase of the start, or while draining."""
     try:
@@ -32,7 +37,7 @@ async def ready(service: ServiceDep) -> JSONResponse:
     return JSONResponse({"status": "ready", "phase": "ready"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(metrics: MetricsDep) -> Response:
     """Prometheus text."""
     return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -44,11 +49,24 @@ async def metrics_head() -> Response:
     return Response(headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model=ModelList, responses=declared(503))
 async def models(service: ServiceDep) -> dict[str, Any]:
     """The one model that is served, and its facts."""
+    return {"object": "list", "data": [_facts(service)]}
+
+
+@router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(404, 503))
+async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
+    """The facts of one model."""
+    if model_id != service.model_name:
+        shown = model_id[:100]
+        raise ApiError(404, f"there is no model {shown!r}, only {service.model_name!r}", code="model_not_found")
+    return _facts(service)
+
+
+def _facts(service: Service) -> dict[str, Any]:
     ready, _ = service.require_ready()
-    facts = {
+    return {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
@@ -62,4 +80,3 @@ async def models(service: ServiceDep) -> dict[str, Any]:
         "weights_version": ready.weights_version,
         "sampling_defaults": ready.sampling_defaults,
     }
-    return {"object": "list", "data": [facts]}

@@ -1,4 +1,4 @@
-"""The page in the browser: static files under a strict content security policy."""
+"""The pages in the browser, / and /docs: static files under a strict content security policy."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ router = APIRouter(include_in_schema=False)
 async def page() -> FileResponse:
     """The completion notebook."""
     return _file("index.html")
+
+
+@router.get("/docs")
+async def docs() -> FileResponse:
+    """The API, to be read and tried."""
+    return _file("docs.html")
 
 
 @router.get("/web/{name}")

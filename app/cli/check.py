@@ -11,6 +11,7 @@ import torch
 
 from app.cli.try_tokenizer import TriedTokenizer, try_tokenizer
 from app.engine.defaults import sampling_defaults
+from model.chat_template import read_chat_template
 from model.checkpoint import Checkpoint, load
 from model.describe import Line, memory_lines, shape_lines
 from model.files import CheckpointError, one_line
@@ -51,6 +52,7 @@ def _check(directory: Path) -> list[Line]:
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
         *_tokenizer_lines(checkpoint, tried),
+        ("chat", "no template" if read_chat_template(directory) is None else "a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
         ("golden", golden),
         ("version", checkpoint.version),

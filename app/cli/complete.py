@@ -3,85 +3,97 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
+from app.api.native_fields import CompleteRequest
+from app.cli.client import CLIENT_KEY, Client, NoAnswer, Refused, error_message
+from app.cli.request_flags import add_flags, given_fields
 
-class _Refused(Exception):
-    """The service's error message."""
+# What a model writes must not steer a terminal.
+_HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 refused or broken off, 2 bad arguments or nobody answers, 130 Ctrl+C."""
-    parser = _parser()
+    parser, names = _parser()
     options = parser.parse_args(argv)
-    if options.prompt is None and options.source is None:
-        parser.error("say what to continue")
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    names = ("source", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    given = {name: v for name in names if (v := getattr(options, name)) is not None}
-    body = {"prompt": prompt or "", **given}
+    body = {"prompt": _prompt(options, parser), **given_fields(options, names)}
     try:
-        for text in _stream(options.url, body):
-            print(text, end="", flush=True)
-        print()
-    except _Refused as error:
+        client = Client(options.url, options.api_key or os.environ.get(CLIENT_KEY, ""))
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        parser.error("the arguments are not UTF-8")
+    except ValueError as error:
+        parser.error(str(error))
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        if options.json:
+            print(json.dumps(client.whole(body)))
+        else:
+            _print_text(client, body)
+    except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        print(f"error: no answer from {options.url} ({error}): is `inkstream serve` running?", file=sys.stderr)
+    except NoAnswer as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print()
-        return 130
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser = argparse.ArgumentParser(prog="inkstream complete", description="Continue a text.", allow_abbrev=False)
-    parser.add_argument("prompt", nargs="?", help="the text, or - for standard input; may be left out with --source")
+    parser.add_argument("prompt", nargs="?", help="the text; - or nothing reads it from standard input")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
-    parser.add_argument("--source", metavar="TEXT", help="what the encoder reads, for models that have one")
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    return parser
+    parser.add_argument("--api-key", metavar="KEY", help=f"if it asks for one; better in the variable {CLIENT_KEY}")
+    parser.add_argument("--json", action="store_true", help="print the whole answer as one JSON object")
+    fields = parser.add_argument_group("fields of the request")
+    return parser, add_flags(fields, CompleteRequest.model_json_schema(), without={"prompt", "stream"})
 
 
-def _stream(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """The texts of the token events. Raises _Refused for an error of the service."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("the address must look like http://127.0.0.1:8000")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=60)
-    path = f"{parts.path.rstrip('/')}/complete"
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise _Refused(_message(response.read()))
-    name = ""
-    for line in response:
-        if line.startswith(b"event: "):
-            name = line[7:].strip().decode()
-        elif line.startswith(b"data: ") and name == "token":
-            yield json.loads(line[6:])["text"]
-        elif line.startswith(b"data: ") and name == "error":
-            raise _Refused(_message(line[6:]))
-    if name != "done":
-        raise _Refused("the stream broke off")
-
-
-def _message(body: bytes) -> str:
+def _prompt(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    if options.prompt not in (None, "-"):
+        return str(options.prompt)
+    if options.prompt is None and options.source is not None:
+        return ""
+    if options.prompt is None and sys.stdin.isatty():
+        parser.error("say what to continue")
     try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace")
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        parser.error("standard input is not UTF-8")
+    if options.prompt is None and not text:
+        parser.error("say what to continue: standard input is empty")
+    return text
+
+
+def _print_text(client: Client, body: dict[str, Any]) -> None:
+    """The first text as it comes, others behind it when it is at its end. Raises Refused and NoAnswer."""
+    later: dict[int, list[str]] = {}
+    count = body.get("n", 1)
+    begun = False
+    try:
+        for name, data in client.events(body):
+            if name == "start" and count > 1:
+                _write(f"[1 of {count}]\n")
+            elif name == "token" and data["index"] == 0:
+                begun = True
+                _write(data["text"])
+            elif name == "token":
+                later.setdefault(data["index"], []).append(data["text"])
+            elif name == "error":
+                raise Refused(error_message(data) or "the service failed")
+    finally:
+        if begun:
+            _write("\n")
+    if not begun:
+        _write("\n")
+    for index in range(1, count):
+        _write(f"\n[{index + 1} of {count}]\n{''.join(later.get(index, []))}\n")
+
+
+def _write(text: str) -> None:
+    print(text.translate(_HARMLESS) if sys.stdout.isatty() else text, end="", flush=True)

@@ -15,9 +15,9 @@ from app.engine.admission import QueueLimits
 from app.engine.errors import EngineFailed, NotReady
 from app.engine.frames import Cancel, Fatal, Phase, Ready, Submit, Up, WorkerConfig
 from app.engine.process import WORKER, EngineProcess
-from app.engine.waiting_line import WaitingLine
 from app.engine.stream import Stream
 from app.engine.types import Counters, PromptScores, Request, Started, StepReport, TokenEvent
+from app.engine.waiting_line import WaitingLine
 
 _log = logging.getLogger("inkstream")
 _MAX_CRASHES, _CRASH_WINDOW_SECONDS = 3, 600.0

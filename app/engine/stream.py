@@ -133,7 +133,7 @@ class Stream:
             if item.finish:
                 del self._open[request_id]
         elif isinstance(item, PromptScores):
-            self._scored[index] = item.start + len(item.tokens)
+            self._scored[index] = item.start - 1 + len(item.tokens)
         elif isinstance(item, EngineError):
             del self._open[request_id]
         self._arrivals.append(Arrival(at, index, item))

@@ -1,0 +1,141 @@
+"""The OpenAPI document: what FastAPI finds out by itself, and what it cannot know. Knows no route's work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from app.api.event_schemas import EVENTS
+from app.api.schemas import ErrorResponse
+
+TAGS = [
+    {"name": "completion", "description": "Text that goes on."},
+    {"name": "tokens", "description": "What the model reads in place of text."},
+    {"name": "operations", "description": "The model's facts, health and figures."},
+]
+_ERRORS = {
+    400: "A value that cannot be, alone or beside another; `param` names the field.",
+    401: "No key, or an unknown one.",
+    403: "The key may not do this.",
+    404: "Unknown model, unknown request, or somebody else's.",
+    405: "Another method is wanted.",
+    413: "The body is too large.",
+    415: "The body is not said to be JSON.",
+    422: "A part of the address cannot be.",
+    429: "The key's own quota is used up: try again after `Retry-After` seconds.",
+    500: "Our fault; the request id names it in the server's log.",
+    503: "Loading, shutting down, or too many wait already: try again after `Retry-After` seconds.",
+    504: "The request's time was over before its first token.",
+}
+_HEADERS = {
+    "X-Request-Id": {"description": "Names this request, also in the server's log.", "schema": {"type": "string"}}
+}
+_RETRY_AFTER = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
+_REF = "#/components/schemas/{model}"
+_CHUNKS = """One JSON object or, where `stream` is true, a stream of frames without names: `data: ` and one line of
+JSON of the same shape, with what is new in `text`; an error as `{"error": ...}`; `data: [DONE]` is the last."""
+_STREAM_EXAMPLE = """id: req-1:0
+event: start
+data: {"id": "req-1", "model": "weights", "seed": 7, "prompt_tokens": 4, "cached_tokens": 0, ...}
+
+id: req-1:1
+event: token
+data: {"index": 0, "text": " there was"}
+
+id: req-1:2
+event: done
+data: {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": null}], "usage": {...}, ...}
+
+"""
+
+
+def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: the errors it may answer with."""
+    return {status: {"model": ErrorResponse} for status in statuses}
+
+
+class DescribedApp(FastAPI):
+    """FastAPI with a document that leaves nothing to guess."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once."""
+        if self.openapi_schema is None:
+            self.openapi_schema = _described(super().openapi())
+        return self.openapi_schema
+
+
+def _described(document: dict[str, Any]) -> dict[str, Any]:
+    schemas = document["components"]["schemas"]
+    _, events = models_json_schema([(model, "serialization") for model in EVENTS.values()], ref_template=_REF)
+    schemas |= events["$defs"]
+    document["servers"] = [{"url": "/", "description": "This service."}]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            _describe_body(operation, schemas)
+            for status, response in operation["responses"].items():
+                _describe_response(int(status), response)
+            if (path == "/complete" and method == "post") or path.endswith("/events"):
+                _describe_stream(operation["responses"]["200"])
+            elif path == "/v1/completions":
+                _describe_chunks(operation["responses"]["200"])
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    document["components"]["schemas"] = dict(sorted(schemas.items()))
+    return document
+
+
+def _describe_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    """A body that is read by hand stands in its route; here it gets a name, and its parts theirs."""
+    if "requestBody" not in operation:
+        return
+    content = operation["requestBody"]["content"]["application/json"]
+    schema = content["schema"]
+    if "title" in schema:
+        schemas |= schema.pop("$defs", {})
+        schemas[schema["title"]] = schema
+        content["schema"] = {"$ref": _REF.format(model=schema["title"])}
+
+
+def _describe_response(status: int, response: dict[str, Any]) -> None:
+    if status in _ERRORS and "schema" in response.get("content", {}).get("application/json", {}):
+        schema = response["content"]["application/json"]["schema"]
+        if schema.get("$ref", "").endswith("/HTTPValidationError"):
+            schema["$ref"] = _REF.format(model="ErrorResponse")
+        if schema.get("$ref", "").endswith("/ErrorResponse"):
+            response["description"] = _ERRORS[status]
+    response["headers"] = dict(_HEADERS)
+    if status in (429, 503):
+        response["headers"]["Retry-After"] = _RETRY_AFTER
+
+
+def _describe_stream(response: dict[str, Any]) -> None:
+    """OpenAPI 3.1 has no words for the events of a stream: they are told as text, and as an extension."""
+    content = response.setdefault("content", {})
+    if not content.get("application/json", {}).get("schema"):
+        content.pop("application/json", None)
+    named = {name: {"$ref": _REF.format(model=model.__name__)} for name, model in EVENTS.items()}
+    lines = [f"- {(model.__doc__ or '').strip()}" for model in EVENTS.values()]
+    response["description"] = "\n".join(
+        [
+            f"{'One JSON object, or a' if content else 'A'} stream of events. Each has an `id`, a name and one line of",
+            "JSON in ASCII; exactly one `done` or `error` is the last. Comments (`: ping`) are signs of life.",
+            "",
+            *lines,
+        ]
+    )
+    content["text/event-stream"] = {
+        "schema": {"type": "string", "description": "Server-sent events."},
+        "example": _STREAM_EXAMPLE,
+        "x-events": named,
+    }
+
+
+def _describe_chunks(response: dict[str, Any]) -> None:
+    response["description"] = _CHUNKS
+    shape = response["content"]["application/json"]["schema"]
+    response["content"]["text/event-stream"] = {
+        "schema": {"type": "string", "description": "Server-sent events."},
+        "x-events": {"data": shape},
+    }

@@ -1,0 +1,115 @@
+"""POST /score: how likely given texts are to the model, token by token. Generates nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from app.api import shapes, sse
+from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
+from app.api.errors import request_id_of
+from app.api.fields import Name, Prompts
+from app.api.job import Collected, Job
+from app.api.schemas import ErrorResponse, Token, Usage
+from app.wish import Wish, one_by_one
+
+router = APIRouter(
+    responses={status: {"model": ErrorResponse} for status in (400, 413, 415, 500, 503, 504)},
+)
+
+
+class ScoreRequest(BaseModel):
+    """Body of POST /score. An unknown field is an error."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    prompt: Prompts = Field(
+        description="Text, token ids, or a list of either.", examples=["The quick brown fox jumps over the lazy dog."]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="This many of the most likely tokens in each place (0)."
+    )
+    deadline_ms: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="The answer may take so long; at most the server's own limit."
+    )
+    user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+
+
+class Score(BaseModel):
+    """One text."""
+
+    index: int
+    logprob: float = Field(description="Of the whole text after its first token: the sum over its tokens.")
+    n_scored: int = Field(description="Tokens in the sum.")
+    perplexity: float | None = Field(description="exp(-logprob / n_scored); null where nothing was scored.")
+    bits_per_byte: float | None = Field(description="-logprob / ln 2, by the bytes of the scored tokens.")
+    tokens: list[Token] = Field(description="The first has no logprob: nothing stands before it.")
+
+
+class ScoreResponse(BaseModel):
+    """Answer of POST /score."""
+
+    id: str
+    model: str
+    weights_version: str
+    scores: list[Score]
+    usage: Usage
+    user: str | None = None
+    request_id: str | None = None
+
+
+@router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest))
+async def score(request: Request, service: ServiceDep, metrics: MetricsDep) -> Response:
+    """Log-probabilities of the tokens of given texts, from the model's raw logits."""
+    body = await read_body(request, ScoreRequest, service.settings.max_body_bytes)
+    prompts, is_batch = one_by_one(body.prompt)
+    wish = Wish(
+        prompts=prompts,
+        is_batch=is_batch,
+        max_tokens=0,
+        echo=True,
+        logprobs=body.logprobs or 0,
+        deadline_ms=body.deadline_ms,
+    )
+    job = await Job.begin(request_id_of(request), wish, service, metrics)
+    try:
+        collected = await sse.until_disconnect(job.collect(), request.receive)
+    finally:
+        job.close()
+    if collected is None:
+        return Response(status_code=499)
+    names = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
+    answer = {
+        "id": job.name,
+        "model": service.model_name,
+        "weights_version": job.admitted.weights_version,
+        "scores": [_score(job, index, one) for index, one in enumerate(collected)],
+        "usage": job.completion.usage(),
+        **names,
+    }
+    return JSONResponse(answer, headers={"X-Request-Id": job.name})
+
+
+def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
+    tokenizer = job.admitted.tokenizer
+    scored = [detail for detail in one.tokens if detail.logprob is not None]
+    total = math.fsum(detail.logprob or 0.0 for detail in scored)
+    n_bytes = sum(len(tokenizer.token_bytes(detail.id)) for detail in scored)
+    return {
+        "index": index,
+        "logprob": total,
+        "n_scored": len(scored),
+        "perplexity": _exp(-total / len(scored)) if scored else None,
+        "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
+        "tokens": shapes.tokens(tokenizer, one.tokens),
+    }
+
+
+def _exp(exponent: float) -> float | None:
+    """JSON has no infinity."""
+    return math.exp(exponent) if exponent < 700 else None

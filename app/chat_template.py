@@ -1,0 +1,58 @@
+"""The messages of a chat as one text, by the template that the weights bring. Knows no route and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from app.chat_frames import Chat, Rendered
+from app.engine.errors import InvalidRequest
+from app.killable import KillableHelper, Killed
+from model.chat_template import ChatTemplateFile, read_chat_template
+from model.files import one_line
+
+_SECONDS = 5.0
+_answers = msgspec.msgpack.Decoder(Rendered)
+
+
+class ChatTemplate:
+    """Runs the template in a process of its own, which starts with the first chat. Whoever loads it closes it."""
+
+    def __init__(self, file: ChatTemplateFile, *, seconds: float = _SECONDS) -> None:
+        self.source = file.source
+        """In the language of Jinja, for clients that render by themselves."""
+        self._names = file.names
+        self._helper = KillableHelper("app.chat_renderer", seconds=seconds)
+
+    @classmethod
+    def load(cls, weights: Path) -> ChatTemplate | None:
+        """None where the weights bring no template. Raises CheckpointError for one that cannot be read."""
+        file = read_chat_template(weights)
+        return None if file is None else cls(file)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text that the model is to continue. Raises InvalidRequest, and Busy where too many chats wait."""
+        # As transformers does: a template asks whether a field is there, and null is not there.
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        variables = {
+            **self._names,
+            "messages": given,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            answer = await self._helper.ask(msgspec.msgpack.encode(Chat(source=self.source, variables=variables)))
+        except Killed as error:
+            raise InvalidRequest(f"the model's chat template {error} for these messages", "messages") from None
+        rendered = _answers.decode(answer)
+        if rendered.error:
+            raise InvalidRequest(f"the model's chat template {one_line(rendered.error[:200])}", "messages")
+        return rendered.text
+
+    async def close(self) -> None:
+        """Ends the process; any number of times."""
+        await self._helper.close()

@@ -1,0 +1,31 @@
+"""Work on texts that takes a while, off the event loop and one at a time. Knows no tokenizer.
+
+A megabyte of text may become a million tokens, which take half a second and some hundred megabytes on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_LONG = 20_000
+_T = TypeVar("_T")
+
+
+class LongTexts:
+    """One thread, owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts")
+
+    async def run(self, length: int, work: Callable[[], _T]) -> _T:
+        """The result of `work` on something of that many characters or tokens: at once where it is short."""
+        if length <= _LONG:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """What waits is dropped; what runs ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,114 @@
+// A form that sends one request of a route and shows the answer as it comes, with the same request for a shell.
+// Knows the route from its description, and nothing of the service.
+
+import { element, put } from "./elements.js";
+
+/** The form of one operation; `schema` is that of its body, if it has one. */
+export function tryIt(method, path, operation, schema) {
+  const form = element("form", element("h3", "Try it"));
+  const inputs = (operation.parameters ?? []).map((parameter) => input(form, parameter));
+  const body = schema && area(form, JSON.stringify(example(schema), null, 2));
+  const [send, stop] = [element("button", "Send"), element("button", "Stop")];
+  stop.type = "button";
+  stop.disabled = true;
+  const [curl, status, answer] = [element("pre"), element("p"), element("pre")];
+  curl.className = "curl";
+  status.className = "status";
+  answer.className = "answer";
+  status.setAttribute("role", "status");
+  put(form, element("p", send, " ", stop), curl, status, answer);
+
+  const request = () => ({ method, address: address(path, inputs), body: body?.value });
+  const draw = () => (curl.textContent = command(request()));
+  form.addEventListener("input", draw);
+  draw();
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const abort = new AbortController();
+    stop.onclick = () => abort.abort();
+    [send.disabled, stop.disabled] = [true, false];
+    await run(request(), status, answer, abort.signal);
+    [send.disabled, stop.disabled] = [false, true];
+  });
+  return form;
+}
+
+async function run({ method, address, body }, status, answer, signal) {
+  const began = performance.now();
+  answer.textContent = "";
+  status.textContent = "waiting";
+  try {
+    const response = await fetch(address, { method: method.toUpperCase(), headers: headers(body), body, signal, cache: "no-store" });
+    const code = `${response.status} ${response.statusText}`.trim();
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
+      status.textContent = `${code}, receiving`;
+      answer.append(piece.value);
+      answer.scrollTop = answer.scrollHeight;
+    }
+    pretty(answer, response.headers.get("content-type") ?? "");
+    status.textContent = `${code}, ${Math.round(performance.now() - began)} ms`;
+  } catch (error) {
+    status.textContent = error.name === "AbortError" ? "stopped" : "The service cannot be reached, or broke off.";
+  }
+}
+
+function headers(body) {
+  const key = document.getElementById("key").value;
+  return { ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+// Not where a number has more digits than JavaScript keeps: a seed must be shown as it is.
+function pretty(place, kind) {
+  const text = place.textContent;
+  if (!kind.startsWith("application/json") || text.length > 1e6 || /\d{16}/.test(text)) return;
+  place.textContent = JSON.stringify(JSON.parse(place.textContent), null, 2);
+}
+
+// The required fields with their examples: enough to be sent.
+function example(schema) {
+  const names = schema.required ?? [];
+  return Object.fromEntries(names.map((name) => [name, schema.properties[name].examples?.[0] ?? null]));
+}
+
+function input(form, parameter) {
+  const field = element("input");
+  field.name = parameter.name;
+  field.required = parameter.required ?? false;
+  field.autocomplete = "off";
+  form.append(element("p", element("label", `${parameter.name} `, field), ` ${parameter.description ?? ""}`));
+  return { parameter, field };
+}
+
+function area(form, text) {
+  const field = element("textarea");
+  field.value = text;
+  field.rows = Math.min(12, text.split("\n").length + 2);
+  field.spellcheck = false;
+  field.setAttribute("aria-label", "Body");
+  form.append(field);
+  return field;
+}
+
+function address(path, inputs) {
+  let filled = path.slice(1);
+  const query = new URLSearchParams();
+  for (const { parameter, field } of inputs) {
+    // A slash in a name is a part of it.
+    if (parameter.in === "path") filled = filled.replace(`{${parameter.name}}`, encodeURIComponent(field.value));
+    else if (parameter.in === "query" && field.value) query.set(parameter.name, field.value);
+  }
+  return query.size ? `${filled}?${query}` : filled;
+}
+
+function command({ method, address, body }) {
+  const url = quoted(new URL(address, document.baseURI).href);
+  const verb = method === "get" || method === "post" ? "" : ` -X ${method.toUpperCase()}`;
+  return body === undefined
+    ? `curl${verb} ${url}`
+    : `curl -N${verb} ${url} -H 'content-type: application/json' -d ${quoted(body)}`;
+}
+
+function quoted(text) {
+  return `'${text.replaceAll("'", `'\\''`)}'`;
+}

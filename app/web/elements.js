@@ -1,0 +1,12 @@
+// Two words for making a document by hand. Text stays text, whatever it looks like.
+
+/** A new element with these children: elements or text. */
+export function element(name, ...children) {
+  return put(document.createElement(name), ...children);
+}
+
+/** Appends the children, and returns the parent. */
+export function put(parent, ...children) {
+  parent.append(...children);
+  return parent;
+}
