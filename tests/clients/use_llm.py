@@ -34,8 +34,9 @@ def check_stream_and_whole_are_the_same_text() -> None:
 def check_log_probabilities_and_usage_are_logged() -> None:
     llm("prompt", "-m", "ink", "-o", "max_tokens", "5", "-o", "logprobs", "2", "-o", "temperature", "0", PROMPT)
     (entry,) = json.loads(llm("logs", "-n", "1", "--json"))
-    assert entry["output_tokens"] == 5 and entry["input_tokens"] > 0
-    assert llm("prompt", "-m", "ink", "-o", "max_tokens", "5", "-o", "temperature", "0", "--usage", PROMPT)
+    told = entry["response_json"]
+    assert told["usage"]["completion_tokens"] == len(told["logprobs"]) == 5
+    assert entry["response"] == "".join(token["text"] for token in told["logprobs"])
 
 
 def check_a_conversation_goes_on() -> None:
