@@ -22,7 +22,7 @@ RUN python3 -m venv /opt/inkstream
 # The dependencies have a layer of their own: a change of the code does not fetch torch again.
 COPY pyproject.toml constraints.txt ./
 RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
-    && /opt/inkstream/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > needs.txt \
+    && /opt/inkstream/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['guided'], sep='\n')" > needs.txt \
     && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt --requirement needs.txt
 COPY README.md LICENSE ./
 COPY app app

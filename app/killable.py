@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from app.confined import LENGTH
-from app.engine.errors import Unavailable
+from app.engine.errors import EngineFailed, Unavailable
 
 _START_SECONDS = 30.0
 _ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ class KillableHelper:
         return self._process.pid if self._process else None
 
     async def ask(self, question: bytes, most_bytes: int = 16 << 20) -> bytes:
-        """The child's answer, of at most that many bytes. Raises Killed and Busy."""
+        """The child's answer, of at most that many bytes. Raises Killed, Busy, EngineFailed."""
         if self._waiting >= self._most_waiting:
             raise Busy("too many requests of this kind are being looked at: try again in a moment", 1)
         self._waiting += 1
@@ -68,6 +68,8 @@ class KillableHelper:
             await process.wait()
 
     async def _answer(self, question: bytes, most_bytes: int) -> bytes:
+        if self._process and self._process.returncode is not None:  # it died while nobody asked
+            await self.close()
         try:
             process = self._process or await self._start()
             assert process.stdin and process.stdout
@@ -96,8 +98,11 @@ class KillableHelper:
             start_new_session=True,  # Ctrl+C on the terminal is for us
         )
         assert process.stdout
-        async with asyncio.timeout(_START_SECONDS):
-            await _frame(process.stdout, 0)  # it has imported what it needs
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await _frame(process.stdout, 0)  # it has imported what it needs
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise EngineFailed(f"the process of {self._command[3]} does not start") from error
         return process
 
 

@@ -48,7 +48,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
             if chat_template:
                 await chat_template.close()
             shelf.clear()
-            await client.stop()
+            await asyncio.gather(client.stop(), service.guides.close())
 
     app = DescribedApp(
         title="inkstream",

@@ -12,6 +12,8 @@ from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
+from app.guide import guide_of
+from app.guide_checker import GuideChecker
 from app.prompts import Reader
 from app.settings import Settings
 from app.wish import Wish
@@ -36,6 +38,7 @@ class Service:
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.settings = settings
         self.engine = engine
+        self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         self.created = int(time.time())
@@ -95,7 +98,7 @@ class Service:
         reads = await reader.prompts(wish)
         source = await reader.source(wish.source)
         batch = Batch(name, wish, ready, tokenizer)
-        requests = batch.requests(reads, source)
+        requests = batch.requests(reads, source, await self._guide(wish))
         stream = self.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)
         return Admitted(
@@ -106,6 +109,14 @@ class Service:
             weights_version=ready.weights_version,
             truncated=any(read.truncated for read in reads),
         )
+
+    async def _guide(self, wish: Wish) -> str:
+        """The grammar that the text must follow, which can be followed; empty for none."""
+        guide = guide_of(*wish.guide) if wish.guide else None
+        if guide is None:
+            return ""
+        await self.guides.check(guide)
+        return guide.grammar
 
     def _patience(self, wish: Wish, heartbeat: float) -> Patience:
         longest = self.settings.request_timeout

@@ -53,6 +53,12 @@ class Settings(BaseSettings):
     engine_silence: float = Field(
         30.0, ge=1, le=3600, description="Seconds without a sign of life until the engine restarts."
     )
+    guide_seconds: float = Field(
+        2.0,
+        gt=0,
+        le=60,
+        description="Seconds that a regex, schema or grammar may take to prepare; longer ones get 400.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
 
     @model_validator(mode="after")

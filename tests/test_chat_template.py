@@ -11,6 +11,7 @@ import pytest
 from kinds import llama2, save
 from transformers import PreTrainedTokenizerFast
 
+from app.__main__ import main
 from app.chat_frames import Chat
 from app.chat_renderer import render
 from app.chat_template import ChatTemplate
@@ -120,6 +121,16 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path, name: str, cont
     with pytest.raises(CheckpointError, match=reason) as caught:
         ChatTemplate.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+def test_a_service_does_not_start_with_a_template_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    assert main(["serve", "--weights", str(tmp_path)]) == 2
+    assert "chat_template.jinja: is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

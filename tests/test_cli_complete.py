@@ -80,8 +80,13 @@ def played() -> Iterator[Played]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            """The client has left."""
+
+    server = Quiet(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     service.url = f"http://127.0.0.1:{server.server_port}"
@@ -232,6 +237,18 @@ def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> N
     played.plays(("start", {}), *tokens, ("done", DONE))
     assert run("x", "--n", "3", "--url", played.url) == (0, "[1 of 3]\naa\n\n\n[2 of 3]\nbb\n\n[3 of 3]\nc\n", "")
     assert played.seen == [{"prompt": "x", "n": 3}]
+
+
+def test_every_flag_reaches_the_service(server: Server, run: Run) -> None:
+    """Among them what only a guide, a penalty or a bias can show; two continuations of the same prompt."""
+    flags = "--n 2 --seed 3 --max-tokens 6 --typical-p 0.9 --frequency-penalty 0.5 --logit-bias 70=-100 --echo --user u"
+    fields = {"n": 2, "seed": 3, "max_tokens": 6, "typical_p": 0.9, "frequency_penalty": 0.5, "echo": True, "user": "u"}
+    expected = whole(server.url, prompt="The moon", logit_bias={"70": -100}, **fields)
+    first, second = (choice["text"] for choice in expected["choices"])
+    code, text, error = run("The moon", "--url", server.url, *flags.split())
+    assert (code, text, error) == (0, f"[1 of 2]\n{first}\n\n[2 of 2]\n{second}\n", "")
+    code, text, _ = run("The moon", "--url", server.url, *flags.split(), "--json")
+    assert json.loads(text)["receipt"] == expected["receipt"]
 
 
 def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: Played, run: Run) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 from conftest import Server
-from wire import whole
+from wire import chunks, whole
 
 SOME: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 12, "temperature": 1.1, "seed": 7, "ignore_eos": True}
 
@@ -25,13 +24,7 @@ def _whole(server: Server, **body: Any) -> dict[str, Any]:
 
 
 def _chunks(server: Server, **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream, which must be nothing but data lines with `[DONE]` at the end."""
-    response = _post(server, **body, stream=True)
-    assert response.status_code == 200, response.text
-    blocks = response.text.split("\n\n")
-    assert blocks[-2:] == ["data: [DONE]", ""]
-    assert all(block.startswith("data: {") and "\n" not in block for block in blocks[:-2])
-    return [json.loads(block[6:]) for block in blocks[:-2]]
+    return chunks(server.url, **body)
 
 
 def test_the_answer_has_the_shape_that_clients_read(server: Server) -> None:
@@ -45,21 +38,21 @@ def test_the_answer_has_the_shape_that_clients_read(server: Server) -> None:
 
 
 def test_a_stream_is_data_only_and_says_what_the_answer_says(server: Server) -> None:
-    chunks = _chunks(server, **SOME, n=2)
+    parts = _chunks(server, **SOME, n=2)
     answer = _whole(server, **SOME, n=2)
-    assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
+    assert len({(c["id"], c["created"], c["model"]) for c in parts}) == 1
     for index in range(2):
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        mine = [c["choices"][0] for c in parts if c["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in mine) == answer["choices"][index]["text"]
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
         assert all(choice["text"] for choice in mine[:-1])
-    assert all("usage" not in chunk for chunk in chunks)
+    assert all("usage" not in chunk for chunk in parts)
 
 
 def test_usage_comes_in_a_chunk_of_its_own_where_asked(server: Server) -> None:
-    chunks = _chunks(server, **SOME, stream_options={"include_usage": True})
-    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12
+    parts = _chunks(server, **SOME, stream_options={"include_usage": True})
+    assert [c["usage"] for c in parts[:-1]] == [None] * (len(parts) - 1)
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"]["completion_tokens"] == 12
     counted = _chunks(server, **SOME, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [c["usage"]["completion_tokens"] for c in counted]
     assert counts == sorted(counts) and counts[-1] == 12 and counts[0] < 12
@@ -83,11 +76,11 @@ def test_logprobs_have_the_legacy_shape_and_add_up_in_streams(server: Server, ec
     assert choice["text"] == data.decode("utf-8", "replace")
     for name, offset in zip(shape["tokens"], shape["text_offset"], strict=True):
         assert name.startswith("bytes:") or choice["text"].startswith(name, offset)
-    chunks = [c["choices"][0] for c in _chunks(server, **body)]
+    parts = [c["choices"][0] for c in _chunks(server, **body)]
     for key, values in shape.items():
-        assert [v for c in chunks if c["logprobs"] for v in c["logprobs"][key]] == values
-    assert "".join(c["text"] for c in chunks) == choice["text"]
-    assert all(c["text"] for c in chunks[:-1])
+        assert [v for c in parts if c["logprobs"] for v in c["logprobs"][key]] == values
+    assert "".join(c["text"] for c in parts) == choice["text"]
+    assert all(c["text"] for c in parts[:-1])
 
 
 def test_what_lm_eval_sends_scores_the_prompt_and_one_token(server: Server) -> None:

@@ -87,8 +87,10 @@ def test_bodies_are_components_with_examples(document: dict[str, Any]) -> None:
 
 def test_the_stream_and_its_events_are_told(document: dict[str, Any]) -> None:
     answer = document["paths"]["/complete"]["post"]["responses"]["200"]
-    told = answer["content"]["text/event-stream"]["x-events"]
-    assert list(told) == list(EVENTS)
+    told = [event["properties"] for event in answer["content"]["text/event-stream"]["schema"]["anyOf"]]
+    assert [event["event"]["const"] for event in told] == list(EVENTS)
+    named = [f"#/components/schemas/{model.__name__}" for model in EVENTS.values()]
+    assert [event["data"]["contentSchema"]["$ref"] for event in told] == named
     assert all(f"`{name}`" in answer["description"] for name in EVENTS)
 
 
@@ -105,7 +107,10 @@ def test_events_are_what_is_told_of_them(server: Server) -> None:
 
 def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, document: dict[str, Any]) -> None:
     told = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
-    assert told["content"]["text/event-stream"]["x-events"]["data"] == told["content"]["application/json"]["schema"]
+    chunk, error, done = told["content"]["text/event-stream"]["schema"]["anyOf"]
+    assert chunk["properties"]["data"]["contentSchema"] == told["content"]["application/json"]["schema"]
+    assert error["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+    assert done["properties"]["data"] == {"const": "[DONE]"}
     asked = {"prompt": "The moon", "max_tokens": 3, "logprobs": 2, "echo": True, "user": "u", "other": 1}
     for stream_it in (False, True):
         body = {**asked, "stream": stream_it, "stream_options": {"include_usage": True} if stream_it else None}

@@ -10,7 +10,8 @@ from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
 from app.engine.params import SamplingParams
-from app.engine.sampler import SamplingRow, sample
+from app.engine.sampler import sample
+from app.engine.sampling_row import SamplingRow
 from app.engine.types import Request, Started, TokenEvent
 from model.reference import generate
 from model.transformer import Decoder
@@ -22,7 +23,7 @@ SHAPES = [(6, 2, 64, 192), (8, 1, 32, 128), (3, 3, 32, 96), (8, 2, 128, 256), (4
 
 def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
     """Prompts of many lengths, half of them with a common beginning; greedy and seeded draws; log-probabilities."""
-    rng = random.Random(seed)
+    rng, more = random.Random(seed), random.Random(seed + 1000)
     common = [rng.randrange(1, 320) for _ in range(70)]
     made = []
     for i in range(count):
@@ -32,6 +33,12 @@ def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
             top_k=rng.choice([0, 0, 5, 50]),
             top_p=rng.choice([1.0, 0.9]),
             min_p=rng.choice([0.0, 0.05]),
+            typical_p=more.choice([1.0, 0.8]),
+            repetition_penalty=more.choice([1.0, 1.3]),
+            presence_penalty=more.choice([0.0, 0.5]),
+            frequency_penalty=more.choice([0.0, 0.4]),
+            logit_bias=((7, 5.0), (9, -100.0)) if i % 3 == 0 else (),
+            choice=i,
             seed=rng.getrandbits(63),
             logprobs=3,
         )
@@ -103,10 +110,13 @@ def test_the_engine_draws_the_tokens_of_the_oracle(seed: int) -> None:
     decoder, requests = tiny_decoder(seed=seed), _requests(6, seed=seed)
     engine_tokens = run_all(tiny_engine(decoder, blocks=200), requests)
     for request in requests:
+        tokens = list(request.prompt)
 
-        def choose(logits_V: Tensor, position: int, params: SamplingParams = request.params) -> int:
-            token = sample(logits_V[None], [SamplingRow(params, position)])[0].token
+        def choose(logits_V: Tensor, position: int, request: Request = request, tokens: list[int] = tokens) -> int:
+            assert position == len(tokens)
+            token = sample(logits_V[None], [SamplingRow(request.params, tokens, len(request.prompt))])[0].token
             assert token is not None
+            tokens.append(token)
             return token
 
         expected = generate(decoder, list(request.prompt), request.max_tokens, choose=choose)

@@ -11,8 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
-CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler"]
+CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler", "philox"]
+SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
+DEVICE = ["kv_cache", "source_cache", "guides", *SAMPLING]
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
+EVENT_LOOP += ["app.guide", "app.guide_checker", "app.guide_process"]
 
 
 def _name(path: Path) -> str:
@@ -53,12 +56,12 @@ def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
         assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
 
 
-@pytest.mark.parametrize("name", ["kv_cache", "source_cache", "logprobs", "sampler", "runner"])
+@pytest.mark.parametrize("name", [*DEVICE, "runner"])
 def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> None:
     path = ROOT / "app/engine" / f"{name}.py"
     assert _tops(path) <= sys.stdlib_module_names | {"torch", "app", "model"}, path
     ours = {m.split(".")[2] for m in _imports(path) if m.startswith("app.engine.")}
-    assert ours <= {"params", "types", "kv_cache", "source_cache", "logprobs", "sampler"}, path
+    assert ours <= {"params", "types", "philox", "matcher", *DEVICE}, path
 
 
 def test_the_worker_is_the_only_file_with_torch_and_the_pipe() -> None:
@@ -71,14 +74,22 @@ def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer() -> None:
         names = _imports(path)
         assert "torch" not in _tops(path), path
         assert {n for n in names if n.startswith("model")} <= {"model.tokenizer", "model.tokenizer.Tokenizer"}, path
-        internals = {"scheduler", "blocks", "runner", "sampler", "kv_cache", "engine", "worker", "process", "frames"}
+        internals = {"scheduler", "blocks", "runner", "engine", "worker", "process", "frames", *DEVICE}
         assert not {n.split(".")[2] for n in names if n.startswith("app.engine.")} & internals, path
 
 
 @pytest.mark.parametrize("module", EVENT_LOOP)
 def test_the_api_process_never_imports_torch(module: str) -> None:
-    program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    heavy = ["torch", "numpy"] if module == "app.guide_process" else ["torch", "numpy", "llguidance"]
+    program = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_llguidance_has_one_door() -> None:
+    """It may be missing, so only the file that asks first may name it as a module."""
+    assert not [path for path in FILES if "llguidance" in _tops(path)]
+    named = [path for path in FILES if 'import_module("llguidance")' in path.read_text()]
+    assert named == [ROOT / "app/engine/matcher.py"]
 
 
 def test_imports_have_no_cycle() -> None:

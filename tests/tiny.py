@@ -9,6 +9,7 @@ import torch
 
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine
+from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
@@ -58,7 +59,13 @@ def tiny_weights(directory: Path, **changes: Any) -> Path:
 
 
 def tiny_engine(
-    decoder: Decoder, *, blocks: int = 64, block_size: int = 16, tokens_per_step: int = 128, max_running: int = 32
+    decoder: Decoder,
+    *,
+    blocks: int = 64,
+    block_size: int = 16,
+    tokens_per_step: int = 128,
+    max_running: int = 32,
+    guides: Guides | None = None,
 ) -> Engine:
     """An engine around `decoder`, in this process."""
     dtype = decoder.embedding.dtype
@@ -66,7 +73,7 @@ def tiny_engine(
     limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
     if not decoder.config.n_encoder_layers:
-        return Engine(scheduler, Runner(decoder, cache))
+        return Engine(scheduler, Runner(decoder, cache, guides=guides))
     room = {"slots": max_running, "context": decoder.config.context, "dtype": dtype, "device": decoder.embedding.device}
     return Engine(scheduler, Runner(decoder, cache, SourceCache(decoder, **room)))
 

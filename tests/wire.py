@@ -50,3 +50,13 @@ def whole(url: str, **body: Any) -> dict[str, Any]:
 def text_of(events: list[Event]) -> str:
     """The text of a stream."""
     return "".join(event.data["text"] for event in events if event.name == "token")
+
+
+def chunks(url: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream of /v1/completions: strictly nothing but data lines, with `[DONE]` at the end."""
+    response = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}, timeout=60)
+    assert response.status_code == 200, response.text
+    blocks = response.text.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    assert all(block.startswith("data: {") and "\n" not in block for block in blocks[:-2])
+    return [json.loads(block[6:]) for block in blocks[:-2]]

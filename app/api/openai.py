@@ -108,10 +108,12 @@ class _Answer:
             return [self._chunk(news.index, "", self._pending.pop(news.index, ()), news)]
         if not isinstance(news, Delta):
             return []
-        if not news.text:  # tokens without text come last, and go with the end
-            self._pending[news.index] = news.tokens
+        tokens = (*self._pending.pop(news.index, ()), *news.tokens)
+        if not news.text:  # tokens without text go with the next that have some, or with the end
+            self._pending[news.index] = tokens
             return []
-        return [self._chunk(part.index, part.text, part.tokens) for part in shapes.one_by_one(news)]
+        parts = shapes.one_by_one(Delta(news.index, news.text, tokens))
+        return [self._chunk(part.index, part.text, part.tokens) for part in parts]
 
     def _chunk(self, index: int, text: str, tokens: tuple[TokenDetail, ...], ended: Ended | None = None) -> bytes:
         chunk = {**self._head, "choices": [self._choice(index, text, tokens, ended)], **self._extra}

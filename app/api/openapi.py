@@ -111,11 +111,9 @@ def _describe_response(status: int, response: dict[str, Any]) -> None:
 
 
 def _describe_stream(response: dict[str, Any]) -> None:
-    """OpenAPI 3.1 has no words for the events of a stream: they are told as text, and as an extension."""
     content = response.setdefault("content", {})
     if not content.get("application/json", {}).get("schema"):
         content.pop("application/json", None)
-    named = {name: {"$ref": _REF.format(model=model.__name__)} for name, model in EVENTS.items()}
     lines = [f"- {(model.__doc__ or '').strip()}" for model in EVENTS.values()]
     response["description"] = "\n".join(
         [
@@ -125,17 +123,23 @@ def _describe_stream(response: dict[str, Any]) -> None:
             *lines,
         ]
     )
-    content["text/event-stream"] = {
-        "schema": {"type": "string", "description": "Server-sent events."},
-        "example": _STREAM_EXAMPLE,
-        "x-events": named,
-    }
+    events = [
+        _event(_REF.format(model=model.__name__), {"id": {"type": "string"}, "event": {"const": name}})
+        for name, model in EVENTS.items()
+    ]
+    content["text/event-stream"] = {"schema": {"anyOf": events}, "example": _STREAM_EXAMPLE}
 
 
 def _describe_chunks(response: dict[str, Any]) -> None:
     response["description"] = _CHUNKS
-    shape = response["content"]["application/json"]["schema"]
-    response["content"]["text/event-stream"] = {
-        "schema": {"type": "string", "description": "Server-sent events."},
-        "x-events": {"data": shape},
-    }
+    shape = response["content"]["application/json"]["schema"]["$ref"]
+    error = _REF.format(model=ErrorResponse.__name__)
+    done = {"type": "object", "properties": {"data": {"const": "[DONE]"}}, "required": ["data"]}
+    frames = [_event(shape, {}), _event(error, {}), done]
+    response["content"]["text/event-stream"] = {"schema": {"anyOf": frames}}
+
+
+def _event(shape: str, others: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI 3.1 has no words for a stream of events: the schema is that of one event, its data JSON in a string."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"$ref": shape}}
+    return {"type": "object", "properties": {**others, "data": data}, "required": [*others, "data"]}

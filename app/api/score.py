@@ -43,7 +43,7 @@ class ScoreRequest(BaseModel):
 class Score(BaseModel):
     """One text."""
 
-    index: int
+    index: int = Field(description="Which prompt.")
     logprob: float = Field(description="Of the whole text after its first token: the sum over its tokens.")
     n_scored: int = Field(description="Tokens in the sum.")
     perplexity: float | None = Field(description="exp(-logprob / n_scored); null where nothing was scored.")
@@ -54,13 +54,13 @@ class Score(BaseModel):
 class ScoreResponse(BaseModel):
     """Answer of POST /score."""
 
-    id: str
-    model: str
-    weights_version: str
-    scores: list[Score]
+    id: str = Field(description="Of this request.")
+    model: str = Field(description="The model's name.")
+    weights_version: str = Field(description="SHA-256 of the weights.")
+    scores: list[Score] = Field(description="One for each prompt.")
     usage: Usage
-    user: str | None = None
-    request_id: str | None = None
+    user: str | None = Field(None, description="As it was sent.")
+    request_id: str | None = Field(None, description="As it was sent.")
 
 
 @router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest))

@@ -7,10 +7,12 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.logprobs import top_logprobs
 from app.engine.params import SamplingParams
-from app.engine.sampler import SamplingRow, sample
+from app.engine.sampler import sample
+from app.engine.sampling_row import SamplingRow
 from app.engine.source_cache import SourceCache
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
 from model.layers import seal
@@ -21,13 +23,19 @@ _PIECE_BYTES = 8 << 20
 
 
 class Runner:
-    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read."""
+    """Owns the decoder, the KV cache and, where there is an encoder, the cache of what it read.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None) -> None:
+    Without `guides` there must be no guided request.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, sources: SourceCache | None = None, guides: Guides | None = None
+    ) -> None:
         seal(decoder)
         self.decoder = decoder
         self.cache = cache
         self.sources = sources
+        self.guides = guides
         self.device = cache.data.device
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
@@ -83,8 +91,10 @@ class Runner:
         if not drawing:
             return {}
         logits_SV = self._logits(hidden_TD, ends)
-        rows = [SamplingRow(sequence.request.params, len(sequence.tokens)) for sequence in drawing]
+        allowed = self.guides.allowed(drawing) if self.guides else [None] * len(drawing)
+        rows = [_row(sequence, words) for sequence, words in zip(drawing, allowed, strict=True)]
         drawn = sample(logits_SV, rows)
+        drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
 
     def _score(self, chunks: Items[Chunk], hidden_TD: Tensor) -> dict[str, tuple[TokenScore, ...] | None]:
@@ -119,6 +129,11 @@ class Runner:
         """Of these rows, by as many rows as the law asks for."""
         padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]
         return self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(rows)]
+
+
+def _row(sequence: Sequence, allowed: Tensor | None) -> SamplingRow:
+    request = sequence.request
+    return SamplingRow(request.params, sequence.tokens, len(request.prompt), request.stop_ids, allowed)
 
 
 def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:

@@ -121,6 +121,10 @@ class Scheduler:
             self._allocator.publish(sequence)
             scored = result.scores[name] if places else ()
             drawn = result.drawn[name] if chunk.samples else None
+            if drawn and drawn.failure and scored is not None:
+                failed.append(Failed(name, drawn.failure))
+                self._end(sequence)
+                continue
             if scored is None or (drawn and drawn.token is None):
                 failed.append(Failed(name, "the model's output for this request is not finite"))
                 self._allocator.spoil(sequence)

@@ -35,7 +35,7 @@ class Request(Struct, frozen=True, kw_only=True):
     leader: str | None = None
     """A request with the same prompt, submitted before, whose keys and values this one takes over (n above 1)."""
     guide: str = ""
-    """The grammar that the text must follow, in llguidance's form; empty for none."""
+    """The grammar that the text must follow, in Lark as llguidance reads it; empty for none."""
     salt: str = ""
     """Requests share cached prompt blocks only under the same salt."""
 
@@ -229,6 +229,8 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
     complete: bool = False
     """The request's guide leaves nothing to follow this token: the text ends with it."""
+    failure: str = ""
+    """Why there is no token, for the user, where that is not the model's doing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from app.engine.blocks import BlockPool
 from app.engine.defaults import sampling_defaults
+from app.engine.door import Door
 from app.engine.engine import Engine
 from app.engine.frames import (
     HEADER_BYTES,
@@ -36,6 +37,7 @@ from app.engine.frames import (
     decode_down,
     encode_frame,
 )
+from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
 from app.engine.memory import CacheRoom, choose_context, free_memory
 from app.engine.runner import Runner
@@ -44,6 +46,7 @@ from app.engine.source_cache import SourceCache
 from app.engine.types import Started, StepReport
 from model.checkpoint import Checkpoint, load
 from model.device import choose_device, choose_dtype, describe
+from model.tokenizer import Tokenizer
 
 Send = Callable[[Up], None]
 
@@ -97,9 +100,9 @@ def main(descriptor: int) -> int:
 
     try:
         config = _first_frame(inbox)
-        engine, ready = _build(config, send)
+        engine, guides, ready = _build(config, send)
         send(ready)
-        _serve(engine, inbox, send, config.heartbeat_seconds)
+        _serve(engine, Door(guides.prepare, guides.forget), inbox, send, config.heartbeat_seconds)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except StartError as error:
@@ -111,7 +114,7 @@ def main(descriptor: int) -> int:
         return 1
 
 
-def _serve(engine: Engine, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
+def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
     def report(step: StepReport) -> None:
         send(replace(step, at=time.monotonic()))
 
@@ -119,18 +122,21 @@ def _serve(engine: Engine, inbox: Inbox, send: Send, heartbeat_seconds: float) -
         report(StepReport(started=started, counters=engine.scheduler.counters))
 
     while True:
-        for frame in inbox.receive(0.0 if engine.has_work else heartbeat_seconds):
+        for frame in inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)):
             if isinstance(frame, Submit):
-                engine.add(frame.request)
+                (door.enter if frame.request.guide else engine.add)(frame.request)
             elif isinstance(frame, Cancel):
                 engine.cancel(frame.request_id)
+                door.cancel(frame.request_id)
+        for request in door.leave():
+            engine.add(request)
         if engine.has_work:
             report(engine.step(announce))
         else:
             report(StepReport(counters=engine.scheduler.counters))
 
 
-def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
+def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Guides, Ready]:
     """Loads the weights, takes the cache's memory, warms up. Raises StartError."""
     send(Phase("loading weights"))
     try:
@@ -153,12 +159,15 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Ready]:
     cache = KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     has_encoder = shape.n_encoder_layers > 0
     sources = SourceCache(decoder, slots=slots, context=context, dtype=dtype, device=device) if has_encoder else None
-    runner = Runner(decoder, cache, sources)
+    guides = Guides(
+        lambda: Tokenizer.load(Path(config.weights)).bytes_of, vocab_size=shape.vocab_size, most=config.max_running
+    )
+    runner = Runner(decoder, cache, sources, guides)
     send(Phase("warming up"))
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, block_size)
     ready = _ready(checkpoint, context, defaults, dtype, device, pool)
-    return Engine(Scheduler(limits, pool, checkpoint.version), runner), ready
+    return Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready
 
 
 def _ready(

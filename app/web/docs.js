@@ -64,8 +64,12 @@ function answers(responses) {
   for (const [status, response] of Object.entries(responses)) {
     const content = element("span");
     for (const [kind, told] of Object.entries(response.content ?? {})) {
-      put(content, element("small", kind), " ", type(told.schema ?? {}), element("br"));
-      for (const [event, data] of Object.entries(told["x-events"] ?? {})) put(content, `${event}: `, type(data), element("br"));
+      const events = kind === "text/event-stream" ? told.schema.anyOf : [];
+      put(content, element("small", kind), " ", events.length ? "" : type(told.schema ?? {}), element("br"));
+      for (const { properties } of events) {
+        const data = properties.data.contentSchema ?? properties.data;
+        put(content, `${properties.event?.const ?? "data"}: `, type(data), element("br"));
+      }
     }
     table.append(row("td", status, content, prose(element("span"), response.description)));
   }

@@ -1,0 +1,45 @@
+"""Where requests wait while their guide is compiled, so that the steps of all others go on. Knows no queue, no pipe."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from app.engine.types import Request
+
+_POLL_SECONDS = 0.002
+
+
+class Door:
+    """Owns one thread. Guided requests leave in the order in which they came; others do not wait for them."""
+
+    def __init__(self, prepare: Callable[[Request], None], forget: Callable[[str], None]) -> None:
+        self._prepare = prepare
+        self._forget = forget
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: deque[tuple[Request, Future[None]]] = deque()
+
+    def wait_seconds(self, otherwise: float) -> float:
+        """How long the engine may sleep: not for long while somebody waits here."""
+        return min(otherwise, _POLL_SECONDS) if self._waiting else otherwise
+
+    def enter(self, request: Request) -> None:
+        """Takes a request in."""
+        self._waiting.append((request, self._thread.submit(self._prepare, request)))
+
+    def leave(self) -> list[Request]:
+        """Those that are ready now, and nobody before them waits."""
+        ready = []
+        while self._waiting and self._waiting[0][1].done():
+            request, prepared = self._waiting.popleft()
+            prepared.result()  # what went wrong there is the engine's end
+            ready.append(request)
+        return ready
+
+    def cancel(self, request_id: str) -> None:
+        """Forgets a request, here and where its guide is kept; no error where there is none."""
+        for entry in [entry for entry in self._waiting if entry[0].id == request_id]:
+            entry[1].cancel()
+            self._waiting.remove(entry)
+        self._forget(request_id)

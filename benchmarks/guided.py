@@ -1,0 +1,175 @@
+"""What a JSON schema costs: tokens per second of the engine without and with one, `python -m benchmarks.guided`.
+
+The engine runs in this process, without service and pipe. The two ways are timed in turn, so that a slow moment of the
+machine meets both; figures are medians. The schema's compilation, which in the service holds up nobody but its own
+request, is told apart. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.guides import Guides
+from app.engine.kv_cache import KVCache
+from app.engine.params import SamplingParams
+from app.engine.runner import Runner
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import Drawn, Request
+from app.engine.types import Sequence as EngineSequence
+from app.guide import guide_of
+from benchmarks.result import Machine, this_machine
+from model.checkpoint import load
+from model.tokenizer import Tokenizer
+
+_BLOCK = 16
+_PROMPT = "Once upon a time there was"
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 2, "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "mood": {"enum": ["merry", "sad", "asleep"]},
+        "friends": {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,12}$"}, "maxItems": 4},
+    },
+    "required": ["name", "age", "mood", "friends"],
+    "additionalProperties": False,
+}
+_SCHEMA = {"type": "array", "items": _PERSON, "minItems": 100}
+"""Longer than any of the texts, so that both ways draw as many tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedResult:
+    """All that was found."""
+
+    date: str
+    machine: Machine
+    torch: str
+    threads: int
+    weights: str
+    streams: int
+    max_tokens: int
+    repeats: int
+    compile_ms: float
+    free_tokens_per_second: float
+    guided_tokens_per_second: float
+    cost_percent: float
+    """Median over the pairs."""
+    guides_ms_per_step: float
+    """Of a step of all streams, in app/engine/guides.py: masks and matchers."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.guided", description=__doc__.partition("\n")[0])
+    parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
+    parser.add_argument("--streams", type=int, default=8, help="requests at once (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per request (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=9, help="pairs of runs (%(default)s)")
+    flags = parser.parse_args(argv)
+    result = measure(flags.weights, streams=flags.streams, max_tokens=flags.max_tokens, repeats=flags.repeats)
+    print(msgspec.json.encode({"benchmark": "guided", **msgspec.to_builtins(result)}).decode(), flush=True)
+    return 0
+
+
+def measure(weights: Path, *, streams: int, max_tokens: int, repeats: int) -> GuidedResult:
+    """Prints each pair as it is found."""
+    tokenizer = Tokenizer.load(weights)
+    guide = guide_of("json_schema", _SCHEMA)
+    assert guide
+    guides = _TimedGuides(tokenizer, streams)
+    engine = _engine(weights, guides, streams, max_tokens)
+    prompt = tuple(tokenizer.encode(_PROMPT))
+    pairs, compiled, per_step = [], [], []
+    print(f"{'free':>10}  {'guided':>10}  tokens/s")
+    for number in range(1 + repeats):
+        free = _tokens_per_second(engine, _requests(prompt, "", streams, max_tokens))
+        requests = _requests(prompt, guide.grammar, streams, max_tokens)
+        started = time.perf_counter()
+        for request in requests:
+            guides.prepare(request)
+        compiled.append((time.perf_counter() - started) * 1e3 / streams)
+        guides.seconds = 0.0
+        guided = _tokens_per_second(engine, requests)
+        if number:  # the first pair is not counted
+            pairs.append((free, guided))
+            per_step.append(guides.seconds * 1e3 / max_tokens)
+            print(f"{free:10.1f}  {guided:10.1f}", flush=True)
+    return GuidedResult(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=this_machine(),
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        weights=str(weights),
+        streams=streams,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        compile_ms=statistics.median(compiled),
+        free_tokens_per_second=statistics.median(free for free, _ in pairs),
+        guided_tokens_per_second=statistics.median(guided for _, guided in pairs),
+        cost_percent=statistics.median((1 - guided / free) * 100 for free, guided in pairs),
+        guides_ms_per_step=statistics.median(per_step),
+    )
+
+
+class _TimedGuides(Guides):
+    """Guides that know what they cost."""
+
+    def __init__(self, tokenizer: Tokenizer, streams: int) -> None:
+        super().__init__(lambda: tokenizer.bytes_of, vocab_size=tokenizer.vocab_size, most=streams)
+        self.seconds = 0.0
+
+    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | None]:
+        started = time.perf_counter()
+        result = super().allowed(sequences)
+        self.seconds += time.perf_counter() - started
+        return result
+
+    def follow(self, sequences: Sequence[EngineSequence], drawn: Sequence[Drawn]) -> list[Drawn]:
+        started = time.perf_counter()
+        result = super().follow(sequences, drawn)
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+def _engine(weights: Path, guides: Guides, streams: int, max_tokens: int) -> Engine:
+    decoder = load(weights, device=torch.device("cpu"), dtype=torch.float32).decoder
+    blocks = streams * (-(-max_tokens // _BLOCK) + 4)
+    cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=torch.device("cpu"))
+    limits = SchedulerLimits(tokens_per_step=max(256, streams), max_running=streams)
+    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache, guides=guides))
+
+
+def _requests(prompt: tuple[int, ...], guide: str, streams: int, max_tokens: int) -> list[Request]:
+    params = [SamplingParams(temperature=0.8, seed=i) for i in range(streams)]
+    return [
+        Request(id=f"{i}", prompt=prompt, max_tokens=max_tokens, params=params[i], guide=guide) for i in range(streams)
+    ]
+
+
+def _tokens_per_second(engine: Engine, requests: Sequence[Request]) -> float:
+    for request in requests:
+        engine.add(request)
+    tokens, started = 0, time.perf_counter()
+    while engine.has_work:
+        report = engine.step()
+        assert not report.failed, report.failed
+        tokens += len(report.events)
+    assert tokens == sum(request.max_tokens for request in requests)
+    return tokens / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""What drawing a token costs beside computing it: `python -m benchmarks.sampling`.
+
+Three ways to draw, each by an engine of its own in this process (real weights, no service, no pipe): greedy, plain
+(temperature 0.8), and with every filter and penalty and log-probabilities at once. The engines take their steps in
+turn, each turn in another order, so that a slow moment of the machine meets all three; figures are medians over rounds
+of the medians over steps. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.kv_cache import KVCache
+from app.engine.params import SamplingParams
+from app.engine.runner import Runner
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import Request
+from benchmarks.result import Machine, this_machine
+from model.checkpoint import Checkpoint, load
+from model.device import choose_device, choose_dtype
+
+_BLOCK = 16
+WAYS = {
+    "greedy": SamplingParams(temperature=0),
+    "plain": SamplingParams(temperature=0.8),
+    "filters": SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        typical_p=0.95,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.2,
+        logit_bias=tuple((token, -1.0) for token in range(100, 110)),
+        logprobs=5,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How many rows, behind how long a text, and how often."""
+
+    rows: tuple[int, ...] = (1, 8, 32)
+    prompt: int = 200
+    rounds: int = 7
+    steps: int = 30
+    """Of each way in a round."""
+
+
+_QUICK = Sizes(rows=(1, 3), prompt=20, rounds=1, steps=3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingTimes:
+    """One step of the engine, with so many rows."""
+
+    rows: int
+    greedy_ms: float
+    plain_ms: float
+    filters_ms: float
+    plain_percent: float
+    """What it costs more than greedy: the median over the rounds."""
+    filters_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingResult:
+    """All that was found."""
+
+    date: str
+    machine: Machine
+    torch: str
+    threads: int
+    dtype: str
+    weights_version: str
+    prompt: int
+    rounds: int
+    steps: int
+    times: tuple[SamplingTimes, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__.partition("\n")[0])
+    parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
+    flags = parser.parse_args(argv)
+    result = measure(flags.weights, _QUICK if flags.quick else Sizes())
+    print(msgspec.json.encode({"benchmark": "sampling", **msgspec.to_builtins(result)}).decode(), flush=True)
+    return 0
+
+
+def measure(weights: Path, sizes: Sizes) -> SamplingResult:
+    """Prints each row as it is found."""
+    device = choose_device("auto")
+    dtype = choose_dtype("auto", device)
+    checkpoint = load(weights, device=device, dtype=dtype)
+    print(f"{'rows':>5}  {'greedy':>8}  {'plain':>8}  {'filters':>8}  ms a step  {'plain':>8}  {'filters':>8}  % more")
+    found = []
+    for rows in sizes.rows:
+        times = _times(checkpoint, rows, sizes)
+        ms = f"{times.greedy_ms:8.3f}  {times.plain_ms:8.3f}  {times.filters_ms:8.3f}"
+        print(f"{rows:5}  {ms}             {times.plain_percent:8.1f}  {times.filters_percent:8.1f}", flush=True)
+        found.append(times)
+    return SamplingResult(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=this_machine(),
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        dtype=str(dtype).removeprefix("torch."),
+        weights_version=checkpoint.version,
+        prompt=sizes.prompt,
+        rounds=sizes.rounds,
+        steps=sizes.steps,
+        times=tuple(found),
+    )
+
+
+def _times(checkpoint: Checkpoint, rows: int, sizes: Sizes) -> SamplingTimes:
+    rng = random.Random(rows)
+    rounds: list[dict[str, float]] = []
+    for _ in range(sizes.rounds):
+        prompts = [tuple(rng.choices(range(checkpoint.decoder.config.vocab_size), k=sizes.prompt)) for _ in range(rows)]
+        rounds.append(_round(checkpoint, prompts, sizes.steps, rng))
+    greedy, plain, filters = ([round_[way] for round_ in rounds] for way in WAYS)
+    return SamplingTimes(
+        rows=rows,
+        greedy_ms=statistics.median(greedy),
+        plain_ms=statistics.median(plain),
+        filters_ms=statistics.median(filters),
+        plain_percent=statistics.median(100 * (b / a - 1) for a, b in zip(greedy, plain, strict=True)),
+        filters_percent=statistics.median(100 * (b / a - 1) for a, b in zip(greedy, filters, strict=True)),
+    )
+
+
+def _round(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], steps: int, rng: random.Random) -> dict[str, float]:
+    """Milliseconds of a step, for each way: the median."""
+    engines = {way: _engine(checkpoint, prompts, steps + 3, way) for way in WAYS}
+    spent: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(steps):
+        for way in rng.sample(list(WAYS), len(WAYS)):
+            start = time.perf_counter()
+            report = engines[way].step()
+            spent[way].append((time.perf_counter() - start) * 1000)
+            assert len(report.events) == len(prompts), "a step was meant to continue every text"
+    return {way: statistics.median(values) for way, values in spent.items()}
+
+
+def _engine(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], max_tokens: int, way: str) -> Engine:
+    """An engine that has read its prompts, and so has only tokens to add. No token ends a text."""
+    decoder, rows, length = checkpoint.decoder, len(prompts), len(prompts[0]) + max_tokens
+    blocks = rows * -(-length // _BLOCK) + 1
+    embedding = decoder.embedding
+    cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=embedding.dtype, device=embedding.device)
+    limits = SchedulerLimits(tokens_per_step=rows * length, max_running=rows)
+    engine = Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache))
+    for i, prompt in enumerate(prompts):
+        params = msgspec.structs.replace(WAYS[way], seed=i)
+        engine.add(Request(id=str(i), prompt=prompt, max_tokens=max_tokens, params=params))
+    while len(engine.step().events) < rows:
+        pass
+    engine.step()
+    return engine
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Requests wait for their guide at the door, and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from app.engine.door import Door
+from app.engine.types import Request
+
+
+def _request(name: str) -> Request:
+    return Request(id=name, prompt=(1,), max_tokens=1, guide='start: "a"')
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+def test_requests_leave_in_their_order_once_their_guide_is_compiled() -> None:
+    go_on, prepared = threading.Event(), list[str]()
+
+    def prepare(request: Request) -> None:
+        go_on.wait(5)
+        prepared.append(request.id)
+
+    door = Door(prepare, lambda _name: None)
+    assert door.wait_seconds(1.0) == 1.0
+    for name in "abc":
+        door.enter(_request(name))
+    assert door.leave() == []
+    assert door.wait_seconds(1.0) < 0.1, "the engine looks again soon"
+    go_on.set()
+    _wait_for(lambda: prepared == ["a", "b", "c"])
+    left: list[str] = []
+    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["a", "b", "c"])
+    assert door.wait_seconds(1.0) == 1.0
+
+
+def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
+    go_on, forgotten = threading.Event(), list[str]()
+    door = Door(lambda _request: go_on.wait(5) and None, forgotten.append)
+    for name in "ab":
+        door.enter(_request(name))
+    door.cancel("a")
+    door.cancel("nobody")
+    go_on.set()
+    left: list[str] = []
+    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["b"])
+    assert forgotten == ["a", "nobody"]
+
+
+def test_a_mishap_in_the_thread_is_not_swallowed() -> None:
+    def prepare(_request: Request) -> None:
+        raise RuntimeError("out of luck")
+
+    door = Door(prepare, lambda _name: None)
+    door.enter(_request("a"))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _wait_for(lambda: bool(door.leave()))

@@ -1,0 +1,107 @@
+"""A request's fields as one guide, and what is refused before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from app.engine.errors import InvalidRequest
+from app.guide import MOST_BYTES, MOST_LEVELS, Guide, guide_of
+
+
+def _schema(guide: Guide | None) -> dict[str, Any]:
+    assert guide
+    text = guide.grammar.removeprefix("start: %json ").partition("\n%llguidance")[0]
+    schema: dict[str, Any] = json.loads(text)
+    assert "whitespace_pattern" in schema.pop("x-guidance")
+    return schema
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_any_text_is_no_guide() -> None:
+    assert guide_of("response_format", {"type": "text"}) is None
+
+
+def test_every_way_to_write_a_schema_means_the_same() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for guide in (
+        guide_of("json_schema", schema),
+        guide_of("json_schema", json.dumps(schema)),
+        guide_of("response_format", wrapped),
+    ):
+        found = _schema(guide)
+        assert found == schema
+        assert list(found["properties"]) == ["b", "a"], "the order of properties is the order of the text"
+    assert _schema(guide_of("json_schema", True)) == _schema(guide_of("json_schema", "true")) == {}
+    assert _schema(guide_of("response_format", {"type": "json_object"})) == {"type": "object"}
+
+
+def test_white_space_is_the_schemas_own_where_it_says_so() -> None:
+    guide = guide_of("json_schema", {"x-guidance": {"whitespace_pattern": "", "lenient": True}})
+    assert guide
+    assert '"x-guidance": {"whitespace_pattern": "", "lenient": true}' in guide.grammar
+
+
+def test_a_regex_stays_inside_its_slashes() -> None:
+    guide = guide_of("regex", "a/b\\/c\\\\/\n")
+    assert guide == Guide("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
+
+
+@pytest.mark.parametrize(
+    "text", ['start: "<[0]> @a stop="', "start: /<[0]> stop= %llguidance/", 'start: "a" # <[0]> @b\n']
+)
+def test_what_only_looks_like_a_token_is_text(text: str) -> None:
+    assert guide_of("grammar", text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"regex": "a\\"}, "regex", "middle of an escape"),
+        ({"regex": "\ud800"}, "regex", "half a character"),
+        ({"regex": "a" * (MOST_BYTES + 1)}, "regex", f"at most {MOST_BYTES}"),
+        ({"grammar": "#" * (MOST_BYTES + 1)}, "grammar", f"at most {MOST_BYTES}"),
+        ({"grammar": 'start: <[0]> "a"'}, "grammar", "tokens cannot be named"),
+        ({"grammar": "start: <|endoftext|>"}, "grammar", "tokens cannot be named"),
+        ({"grammar": "start: @other"}, "grammar", "another grammar"),
+        ({"grammar": 'start[stop="a"]: /b*/'}, "grammar", "'stop=' is not supported"),
+        ({"grammar": "start[temperature=2]: /b*/"}, "grammar", "'temperature=' is not supported"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "grammar", "%llguidance"),
+        ({"json_schema": '{"a"'}, "json_schema", "not JSON (line 1, column 5)"),
+        ({"json_schema": False}, "json_schema", "true for any JSON"),
+        ({"json_schema": "[]"}, "json_schema", "must be a JSON object"),
+        ({"json_schema": "[" * 60_000}, "json_schema", "nested too deeply"),
+        ({"json_schema": _nested(MOST_LEVELS + 1)}, "json_schema", "nested too deeply"),
+        ({"json_schema": {"enum": ["a" * MOST_BYTES]}}, "json_schema", f"at most {MOST_BYTES}"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema", "JSON cannot write"),
+        ({"json_schema": {"x-guidance": 1}}, "json_schema", "x-guidance must be an object"),
+        ({"json_schema": {"items": {"$ref": "http://elsewhere"}}}, "json_schema", "into the schema itself"),
+        ({"response_format": {}}, "response_format", "must be text, json_object or json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format", "must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "schema is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "shema": 1}}},
+            "response_format",
+            "no field 'shema'",
+        ),
+    ],
+)
+def test_what_cannot_be_a_guide_is_refused_by_name(fields: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        guide_of(*next(iter(fields.items())))
+    assert caught.value.param == field
+    assert message in str(caught.value)
+
+
+def test_as_many_levels_as_are_allowed_pass() -> None:
+    assert guide_of("json_schema", _nested(MOST_LEVELS))
