@@ -29,9 +29,14 @@ CHECKS = (
 
 def check_every_answer_is_as_described() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [Path(sys.executable).parent / "schemathesis", "run", f"{URL}/openapi.json", "--no-color"]
-        command += ["--checks", ",".join(CHECKS), "--mode", "all", "--phases", "examples,coverage,fuzzing"]
-        command += ["--max-examples", str(N_CASES // 5), "--report", "json", "--report-json-path", f"{folder}/r.json"]
+        command = [
+            Path(sys.executable).parent / "schemathesis",
+            "--config-file",
+            Path(__file__).with_name("schemathesis.toml"),
+        ]
+        command += ["run", f"{URL}/openapi.json", "--no-color", "--checks", ",".join(CHECKS)]
+        command += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(N_CASES // 5)]
+        command += ["--report", "json", "--report-json-path", f"{folder}/r.json"]
         done = subprocess.run([*command, "--generation-database", "none"], capture_output=True, text=True, cwd=folder)
         report: dict[str, Any] = json.loads(Path(folder, "r.json").read_text())
     print(f"     {report['test_cases']['generated']} cases over {report['operations']['tested']} operations")
