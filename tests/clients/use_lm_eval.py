@@ -5,6 +5,7 @@ Argument: the service, in float32. Variables: CLIENT_WEIGHTS, and CLIENT_ORACLE,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -137,9 +138,11 @@ def evaluate(kinds: tuple[str, ...], way: tuple[int, bool, str, int]) -> dict[st
         **({"tokenizer": WEIGHTS} if backend == "huggingface" else {}),
     }
     tasks = [task(kind) for kind in kinds]
-    results = simple_evaluate(
-        model="local-completions", model_args=arguments, tasks=tasks, batch_size=batch_size, bootstrap_iters=0
-    )
+    # Its progress bars go to stderr.
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+        results = simple_evaluate(
+            model="local-completions", model_args=arguments, tasks=tasks, batch_size=batch_size, bootstrap_iters=0
+        )
     samples: dict[str, list[dict[str, Any]]] = results["samples"]
     return samples
 

@@ -157,6 +157,25 @@ def check_a_bias_decides() -> None:
     assert len(set(answer.choices[0].logprobs.tokens)) == 1
 
 
+def check_a_schema_is_followed_streamed_or_not() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"enum": [7, 8]}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}}
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": shape}}
+    text = client.completions.create(**wish).choices[0].text
+    assert json.loads(text)["age"] in (7, 8)
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**wish, stream=True)) == text
+
+
+def check_what_is_not_known_is_named() -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={"mirostat": 2})
+    assert "mirostat" in str(answer.model_extra["warnings"])
+
+
 def check_every_null_is_a_default() -> None:
     nulls = ("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty")
     nulls += ("seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user")
