@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from app import VERSION
-from app.api import complete, errors, openai, operations, page, score, tokens
+from app.api import chat, complete, errors, openai, operations, page, score, tokens
 from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
@@ -33,9 +33,9 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = (engine or make_client)(settings)
-        app.state.service = service = Service(settings, client)
-        app.state.metrics = Metrics(client)
         app.state.long_texts = long_texts = LongTexts()
+        app.state.service = service = Service(settings, client, long_texts)
+        app.state.metrics = Metrics(client)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
         loading = asyncio.create_task(service.load_tokenizer())
@@ -63,7 +63,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
     app.add_middleware(RequestIds)
     app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
-    for room in (complete, openai, score):
+    for room in (complete, openai, chat, score):
         app.include_router(room.router, tags=["completion"])
     for room in (tokens, operations, page):
         app.include_router(room.router)

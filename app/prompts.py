@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from app.engine.admission import check_ids
 from app.engine.errors import ContextLengthExceeded, InvalidRequest
 from app.engine.frames import Ready
+from app.long_texts import LongTexts
 from app.wish import Prompt, Wish
 from model.tokenizer import Tokenizer
 
-_LONG_PROMPT_CHARACTERS = 20_000
 _INFILLING = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -34,22 +33,17 @@ class Read:
 class Reader:
     """Turns texts into ids for one model."""
 
-    def __init__(self, ready: Ready, tokenizer: Tokenizer) -> None:
+    def __init__(self, ready: Ready, tokenizer: Tokenizer, long_texts: LongTexts) -> None:
         self.ready = ready
         self.tokenizer = tokenizer
+        self._long_texts = long_texts
 
     async def prompts(self, wish: Wish) -> list[Read]:
         """Every prompt of a wish. Raises InvalidRequest, ContextLengthExceeded; the message names which of several."""
-        read = []
-        for place, prompt in enumerate(wish.prompts):
-            try:
-                read.append(await self._prompt(prompt, wish))
-            except InvalidRequest as error:
-                if not wish.is_batch:
-                    raise
-                error.args = (f"prompt {place}: {error}",)
-                raise
-        return read
+        length = sum(map(len, wish.prompts)) + len(wish.suffix or "")
+        return await self._long_texts.run(
+            length, lambda: [self._read(place, wish) for place in range(len(wish.prompts))]
+        )
 
     async def source(self, source: Prompt | None) -> tuple[int, ...]:
         """What the encoder reads. Raises InvalidRequest, ContextLengthExceeded."""
@@ -57,18 +51,26 @@ class Reader:
             raise InvalidRequest("this model has no encoder: leave out source and put the text into prompt", "source")
         if not self.ready.has_encoder:
             return ()
-        ids = await self._ids(source, "source", None) if source else []
+        ids = await self._long_texts.run(len(source), lambda: self._ids(source, "source")) if source else []
         if not ids:
             raise InvalidRequest("this model answers a source: give the text its encoder reads", "source")
         check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="source")
         return tuple(ids)
 
-    async def _prompt(self, prompt: Prompt, wish: Wish) -> Read:
+    def _read(self, place: int, wish: Wish) -> Read:
+        try:
+            return self._prompt(wish.prompts[place], wish)
+        except InvalidRequest as error:
+            if wish.is_batch:
+                error.args = (f"prompt {place}: {error}",)
+            raise
+
+    def _prompt(self, prompt: Prompt, wish: Wish) -> Read:
         limit = wish.truncate_prompt_tokens
         if wish.suffix is not None:
-            ids = await self._infill(prompt, wish.suffix)
+            ids = self._infill(prompt, wish.suffix, wish)
         else:
-            ids = await self._ids(prompt, "prompt", limit)
+            ids = self._ids(prompt, "prompt", may_be_cut=limit is not None)
         truncated = limit is not None and len(ids) > limit
         ids = ids[-limit:] if truncated and limit else ids
         start_id = self.tokenizer.start_id(self.ready.start_id)
@@ -81,31 +83,28 @@ class Reader:
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
-    async def _infill(self, prompt: Prompt, suffix: str) -> list[int]:
+    def _infill(self, prompt: Prompt, suffix: str, wish: Wish) -> list[int]:
         """The prefix and the suffix between the tokens that the model was taught for it, the prefix first."""
         marks = next((m for m in map(self._mark_ids, _INFILLING) if None not in m), None)
         if marks is None:
             raise InvalidRequest("this model's vocabulary has no fill-in-the-middle tokens: leave out suffix", "suffix")
+        if wish.truncate_prompt_tokens is not None:
+            raise InvalidRequest("suffix cannot be combined with truncate_prompt_tokens: leave one out", "suffix")
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
         start, middle, end = (mark for mark in marks if mark is not None)
-        before, behind = await asyncio.to_thread(self.tokenizer.encode_many, [prompt, suffix])
+        before, behind = self.tokenizer.encode_many([prompt, suffix])
         begin = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
         return [*begin, start, *before, middle, *behind, end]
 
     def _mark_ids(self, names: tuple[str, str, str]) -> list[int | None]:
         return [self.tokenizer.id_of(name) for name in names]
 
-    async def _ids(self, text: Prompt, field: str, limit: int | None) -> list[int]:
+    def _ids(self, text: Prompt, field: str, *, may_be_cut: bool = False) -> list[int]:
         """Token ids of a text; those of a prompt with the special tokens that the tokenizer adds (BOS, say)."""
         if not isinstance(text, str):
             return text
         # What is cut off later may be longer than the context.
-        if limit is None and (least := self.tokenizer.least_tokens(text)) > self.ready.context:
+        if not may_be_cut and (least := self.tokenizer.least_tokens(text)) > self.ready.context:
             raise ContextLengthExceeded(least, self.ready.context, field)
-
-        def encode() -> list[int]:
-            return self.tokenizer.encode(text) if field == "prompt" else self.tokenizer.encode_many([text])[0]
-
-        # Long ones off the event loop, which has other streams to serve.
-        return await asyncio.to_thread(encode) if len(text) > _LONG_PROMPT_CHARACTERS else encode()
+        return self.tokenizer.encode(text) if field == "prompt" else self.tokenizer.encode_many([text])[0]

@@ -14,6 +14,7 @@ from app.engine.frames import Ready
 from app.engine.params import SamplingParams
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
+from app.long_texts import LongTexts
 from app.prompts import Reader
 from app.settings import Settings
 from app.wish import Wish
@@ -35,8 +36,9 @@ class Admitted:
 class Service:
     """Wired once, in app/main.py."""
 
-    def __init__(self, settings: Settings, engine: EngineClient) -> None:
+    def __init__(self, settings: Settings, engine: EngineClient, long_texts: LongTexts) -> None:
         self.settings = settings
+        self._long_texts = long_texts
         self.engine = engine
         self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
         self.tokenizer: Tokenizer | None = None
@@ -94,7 +96,7 @@ class Service:
         ready, tokenizer = self.require_ready()
         self.engine.queue.check(())
         patience = self._patience(wish, heartbeat)
-        reader = Reader(ready, tokenizer)
+        reader = Reader(ready, tokenizer, self._long_texts)
         reads = await reader.prompts(wish)
         source = await reader.source(wish.source)
         batch = Batch(name, wish, ready, tokenizer)

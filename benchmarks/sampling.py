@@ -163,7 +163,8 @@ def _round(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], steps: int, r
 def _engine(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], max_tokens: int, way: str) -> Engine:
     """An engine that has read its prompts, and so has only tokens to add. No token ends a text."""
     decoder, rows, length = checkpoint.decoder, len(prompts), len(prompts[0]) + max_tokens
-    blocks = rows * -(-length // _BLOCK) + 1
+    # With what admission keeps free for those who run.
+    blocks = rows * (-(-length // _BLOCK) + 1)
     embedding = decoder.embedding
     cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=embedding.dtype, device=embedding.device)
     limits = SchedulerLimits(tokens_per_step=rows * length, max_running=rows)

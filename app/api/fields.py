@@ -35,8 +35,8 @@ _BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class CompletionFields(BaseModel):
-    """Fields of both doors, beside the prompt. `null` means the default."""
+class SamplingFields(BaseModel):
+    """Fields of every door: how to draw, when to end. `null` means the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -78,15 +78,6 @@ class CompletionFields(BaseModel):
         None, description="Tokens that end the text, beside the model's own."
     )
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
-    logprobs: int | None = Field(
-        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
-    )
-    echo: bool | None = Field(
-        None, description="Put the prompt before the text; with logprobs, its tokens' log-probabilities too."
-    )
-    suffix: str | None = Field(
-        None, description="What follows the text, for models with fill-in-the-middle tokens in their vocabulary."
-    )
     regex: str | None = Field(None, description="The text must match this regular expression.")
     json_schema: dict[str, Any] | bool | str | None = Field(
         None, description="The text must be JSON that this schema describes (an object, or its text)."
@@ -103,7 +94,7 @@ class CompletionFields(BaseModel):
     stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
 
     @model_validator(mode="after")
-    def _one_guide(self) -> CompletionFields:
+    def _one_guide(self) -> SamplingFields:
         given = [name for name in GUIDES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} cannot be combined: send one of them")
@@ -121,7 +112,6 @@ class CompletionFields(BaseModel):
         return Wish(
             prompts=prompts,
             is_batch=is_batch,
-            suffix=self.suffix,
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             min_tokens=self.min_tokens or 0,
             sampling={name: getattr(self, name) for name in SAMPLING},
@@ -131,10 +121,27 @@ class CompletionFields(BaseModel):
             stops=(stops,) if isinstance(stops, str) else tuple(stops),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            logprobs=self.logprobs,
-            echo=bool(self.echo),
             guide=self.guide,
             deadline_ms=self.deadline_ms,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **others,
         )
+
+
+class CompletionFields(SamplingFields):
+    """Fields of both completion doors, beside the prompt."""
+
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
+    )
+    echo: bool | None = Field(
+        None, description="Put the prompt before the text; with logprobs, its tokens' log-probabilities too."
+    )
+    suffix: str | None = Field(
+        None, description="What follows the text, for models with fill-in-the-middle tokens in their vocabulary."
+    )
+
+    def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> Wish:
+        """See SamplingFields.to_wish."""
+        own = {"logprobs": self.logprobs, "echo": bool(self.echo), "suffix": self.suffix}
+        return super().to_wish(prompt, max_tokens=max_tokens, **own, **others)

@@ -1,38 +1,25 @@
-"""What POST /v1/completions may be asked for: OpenAI's fields, and those of both doors."""
+"""What OpenAI's doors may be asked for: their own fields beside those of every door."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from app.api.fields import GUIDES, CompletionFields, Prompts
+from app.api.fields import GUIDES, CompletionFields, Prompts, SamplingFields
+from app.api.openai_answer import StreamOptions
 from app.wish import Wish
 
 _DEFAULT_MAX_TOKENS = 16
+_WHOLE_CONTEXT = 2**31 - 1
 
 
-class StreamOptions(BaseModel):
-    """What a stream tells beside its text."""
-
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool | None = Field(None, description="A last chunk with the usage and no choices.")
-    continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
-
-
-class CompletionsRequest(CompletionFields):
-    """Body of POST /v1/completions. An unknown field is accepted and named in `warnings`."""
+class OpenAIFields(SamplingFields):
+    """Fields of both OpenAI doors. An unknown field is accepted and named in `warnings`."""
 
     model_config = ConfigDict(extra="allow")
 
-    prompt: Prompts | None = Field(
-        None, description="Text, token ids, or a list of either. Absent: start from nothing.", examples=["Once upon a"]
-    )
     model: str | None = Field(None, description="The id that GET /v1/models tells; may be left out.")
-    best_of: int | None = Field(
-        None, ge=1, le=16, description="Draw so many, answer the n with the best mean log-probability; not in streams."
-    )
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop at the end of the text.")
     stream_options: StreamOptions | None = Field(None, description="For streams.")
     response_format: dict[str, Any] | None = Field(
@@ -40,12 +27,7 @@ class CompletionsRequest(CompletionFields):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> CompletionsRequest:
-        n, best_of = self.n or 1, self.best_of
-        if best_of is not None and best_of < n:
-            raise ValueError(f"best_of ({best_of}) must be at least n ({n})")
-        if best_of is not None and best_of > n and self.stream:
-            raise ValueError("best_of above n cannot be streamed: send stream false")
+    def _one_format(self) -> OpenAIFields:
         if self.response_format is not None and any(getattr(self, name) is not None for name in GUIDES):
             raise ValueError(f"response_format cannot be combined with {', '.join(GUIDES)}: send one of them")
         return self
@@ -54,6 +36,31 @@ class CompletionsRequest(CompletionFields):
     def guide(self) -> tuple[str, Any] | None:
         """What the text must follow: the name of the field, and its value."""
         return super().guide if self.response_format is None else ("response_format", self.response_format)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was sent and has no effect."""
+        return [f"unknown field {name[:60]!r} has no effect" for name in list(self.model_extra or {})[:20]]
+
+
+class CompletionsRequest(OpenAIFields, CompletionFields):
+    """Body of POST /v1/completions. An unknown field is accepted and named in `warnings`."""
+
+    prompt: Prompts | None = Field(
+        None, description="Text, token ids, or a list of either. Absent: start from nothing.", examples=["Once upon a"]
+    )
+    best_of: int | None = Field(
+        None, ge=1, le=16, description="Draw so many, answer the n with the best mean log-probability; not in streams."
+    )
+
+    @model_validator(mode="after")
+    def _best_of_fits(self) -> CompletionsRequest:
+        n, best_of = self.n or 1, self.best_of
+        if best_of is not None and best_of < n:
+            raise ValueError(f"best_of ({best_of}) must be at least n ({n})")
+        if best_of is not None and best_of > n and self.stream:
+            raise ValueError("best_of above n cannot be streamed: send stream false")
+        return self
 
     @property
     def wish(self) -> Wish:
@@ -66,7 +73,64 @@ class CompletionsRequest(CompletionFields):
             use_model_defaults=False,
         )
 
+
+class TextPart(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"] = Field(description="Text is all that this model reads.")
+    text: str = Field(description="The piece.")
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: str = Field(max_length=64, description="system, user, assistant, or what else the template knows.")
+    content: str | list[TextPart] | None = Field(None, description="What was said.")
+    name: str | None = Field(None, max_length=64, description="Who said it, for templates that show it.")
+
     @property
-    def warnings(self) -> list[str]:
-        """What was sent and has no effect."""
-        return [f"unknown field {name[:60]!r} has no effect" for name in list(self.model_extra or {})[:20]]
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates want it: the content in one string."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
+        return {"role": self.role, "content": content, "name": self.name}
+
+
+class ChatRequest(OpenAIFields):
+    """Body of POST /v1/chat/completions. An unknown field is accepted and named in `warnings`."""
+
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=1024,
+        description="The chat so far, the oldest first.",
+        examples=[[{"role": "user", "content": "Tell me a story."}]],
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="Another name of max_tokens; absent, the context is the limit."
+    )
+    logprobs: bool | None = Field(None, description="Report each token's log-probability.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="This many alternatives in each place; needs logprobs."
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are two names of one value: send one of them")
+        return self
+
+    def wish_for(self, prompt: str) -> Wish:
+        """What was asked for, once the template has made one text of the messages."""
+        limit = _WHOLE_CONTEXT if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.to_wish(
+            prompt,
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            include_stop=bool(self.include_stop_str_in_output),
+            use_model_defaults=False,
+        )

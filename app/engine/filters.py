@@ -19,35 +19,33 @@ from app.engine.params import SamplingParams
 COLDEST = 1e-30
 """Temperatures below count as this one, which float32 can still tell from 0."""
 _TRY = 256
-_SUMMED = 64
+_SUMMED = 128
 _NOTHING = float("-inf")
 
 
 def weights(logits_SX: Tensor, best_S1: Tensor, params: Items[SamplingParams]) -> Tensor:
     """[S, X] weights, the best logit's 1, 0 for what is filtered out. best_S1: the best logit of each row, finite."""
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_SX.device)[:, None]
-
+    shares = [(max(p.temperature, COLDEST), p.typical_p, p.top_p, p.min_p) for p in params]
+    shares_S4 = torch.tensor(shares, dtype=torch.float64, device=logits_SX.device)
+    temperature_S1, typical_p_S1, top_p_S1, min_p_S1 = (shares_S4[:, i : i + 1] for i in range(4))
     if any(p.top_k for p in params):
         logits_SX = _keep_top_k(logits_SX, [p.top_k for p in params])
     # The best goes out first: a tiny temperature must not make infinities of finite logits.
-    scaled_SX = (logits_SX - best_S1) / column([max(p.temperature, COLDEST) for p in params]).to(logits_SX.dtype)
-    weights_SX = scaled_SX.exp()
+    scaled_SX = (logits_SX - best_S1) / temperature_S1.to(logits_SX.dtype)
+    weights_SX: Tensor = scaled_SX.exp()
     if any(p.typical_p < 1 for p in params):
-        weights_SX = _keep_typical(weights_SX, scaled_SX, column([p.typical_p for p in params]))
+        weights_SX = _keep_typical(weights_SX, scaled_SX, typical_p_S1)
     if any(p.top_p < 1 for p in params):
-        top_p_S1 = column([p.top_p for p in params])
         least_S1 = _edge(weights_SX, weights_SX, top_p_S1)
         weights_SX = weights_SX.where((weights_SX >= least_S1) | (top_p_S1 >= 1), 0.0)
     if any(p.min_p for p in params):
-        min_p_S1 = column([p.min_p for p in params]).to(weights_SX.dtype)
-        weights_SX = weights_SX.where(weights_SX >= min_p_S1 * weights_SX.amax(-1, keepdim=True), 0.0)
+        least_S1 = min_p_S1.to(weights_SX.dtype) * weights_SX.amax(-1, keepdim=True)
+        weights_SX = weights_SX.where(weights_SX >= least_S1, 0.0)
     return weights_SX
 
 
 def block_sums(weights_SX: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of weights [S, B, 64], and the sums up to and with each block [S, B], which end with the row's sum."""
+    """Blocks of weights [S, B, 128], and the sums up to and with each block [S, B], which end with the row's sum."""
     if spare := -weights_SX.shape[1] % _SUMMED:
         weights_SX = F.pad(weights_SX, (0, spare))
     blocks_SBX = weights_SX.reshape(len(weights_SX), -1, _SUMMED)
@@ -80,6 +78,8 @@ def _edge(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor) -> Tensor:
     """[S, 1] key of the last token needed, highest keys first, until the weights reach this share of their sum."""
     wanted_S1 = block_sums(weights_SX)[1][:, -1:] * share_S1
     least_S1, reached_S1 = _edge_within(key_SX, weights_SX, wanted_S1, min(_TRY, key_SX.shape[1]))
+    if key_SX.shape[1] <= _TRY:
+        return least_S1
     # Few rows are so flat that it takes more tokens than the first try: only those are sorted.
     wide = (~reached_S1 & (share_S1 < 1)).squeeze(1).nonzero().squeeze(1)
     if len(wide):

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens, drawn or given, and the most likely in their place. Pure functions on tensors.
 
-Shape legend: X rows, V vocabulary, N most likely tokens, W rows that are too crowded for a short list. The bits of a row
-depend on that row alone.
+Shape legend: X rows, V vocabulary, N most likely tokens, W rows too crowded for a short list. The bits of a row depend
+on that row alone.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _best(all_XV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values_XN, order_XN = found.values_SX.sort(dim=-1, descending=True, stable=True)
     values_XN, ids_XN = values_XN[:, :count], found.ids_SX.gather(1, order_XN[:, :count])
     # Rows where very many tokens are as good as the last one: common where all logits are equal.
-    crowded = (~found.fits_S).nonzero().squeeze(1)
-    if len(crowded):
+    crowded = [row for row, fits in enumerate(found.fits) if not fits]
+    if crowded:
         values_WV, ids_WV = all_XV[crowded].sort(dim=-1, descending=True, stable=True)
         values_XN[crowded], ids_XN[crowded] = values_WV[:, :count], ids_WV[:, :count]
     return ids_XN, values_XN

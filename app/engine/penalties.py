@@ -31,16 +31,15 @@ def adjust(logits_SV: Tensor, rows: Items[SamplingRow]) -> None:
 
 def _bias(logits_SV: Tensor, rows: Items[SamplingRow]) -> None:
     vocab = logits_SV.shape[1]
-    entries = [
-        (i * vocab + token, bias)
-        for i, row in enumerate(rows)
-        for token, bias in row.params.logit_bias
-        if token < vocab
-    ]
-    if entries:
-        places, biases = zip(*entries, strict=True)
-        place_N = torch.tensor(places, device=logits_SV.device)
-        bias_N = torch.tensor(biases, dtype=torch.float64, device=logits_SV.device)
+    places, biases = array("q"), array("d")
+    for i, row in enumerate(rows):
+        for token, bias in row.params.logit_bias:
+            if token < vocab:
+                places.append(i * vocab + token)
+                biases.append(bias)
+    if places:
+        place_N = torch.frombuffer(places, dtype=torch.int64).to(logits_SV.device)
+        bias_N = torch.frombuffer(biases, dtype=torch.float64).to(logits_SV.device)
         flat = logits_SV.view(-1)
         flat.scatter_(0, place_N, _held(flat[place_N] + bias_N))
 
@@ -74,10 +73,12 @@ def _places(
     for _, tokens, _ in given:
         joined.extend(tokens if isinstance(tokens, array) else array("q", tokens))
     device, vocab = logits_SV.device, logits_SV.shape[1]
-    lengths_S = torch.tensor([len(tokens) for _, tokens, _ in given])
-    table = torch.tensor([(i * vocab, *numbers) for i, _, numbers in given], dtype=torch.float64)
-    offset_N, *numbers_N = table.repeat_interleave(lengths_S, 0, output_size=len(joined)).to(device).unbind(1)
-    return torch.frombuffer(joined, dtype=torch.int64).to(device) + offset_N.long(), tuple(numbers_N)
+    lengths_S = torch.tensor([len(tokens) for _, tokens, _ in given], device=device)
+    row_N = torch.arange(len(given), device=device).repeat_interleave(lengths_S, output_size=len(joined))
+    starts_S = torch.tensor([i * vocab for i, _, _ in given], device=device)
+    numbers_XS = torch.tensor(list(zip(*(numbers for _, _, numbers in given), strict=True)), dtype=torch.float64)
+    place_N = torch.frombuffer(joined, dtype=torch.int64).to(device) + starts_S[row_N]
+    return place_N, tuple(each_S[row_N] for each_S in numbers_XS.to(device))
 
 
 def _held(logit_N: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Items
 
 import torch
@@ -37,6 +38,7 @@ class Runner:
         self.sources = sources
         self.guides = guides
         self.device = cache.data.device
+        self._histories: dict[Sequence, array[int]] = {}
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
     @torch.inference_mode()
@@ -91,11 +93,22 @@ class Runner:
         if not drawing:
             return {}
         logits_SV = self._logits(hidden_TD, ends)
+        # Kept for as long as a sequence draws in every step: it need not be copied from Python's integers each time.
+        self._histories = {sequence: self._history(sequence) for sequence in drawing}
         allowed = self.guides.allowed(drawing) if self.guides else [None] * len(drawing)
-        rows = [_row(sequence, words) for sequence, words in zip(drawing, allowed, strict=True)]
+        rows = [
+            SamplingRow(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, words)
+            for s, words in zip(drawing, allowed, strict=True)
+        ]
         drawn = sample(logits_SV, rows)
         drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
+
+    def _history(self, sequence: Sequence) -> array[int]:
+        """The sequence's tokens as the sampler takes them best. Tokens are only ever added."""
+        history = self._histories.get(sequence) or array("q")
+        history.extend(sequence.tokens[len(history) :])
+        return history
 
     def _score(self, chunks: Items[Chunk], hidden_TD: Tensor) -> dict[str, tuple[TokenScore, ...] | None]:
         scores, start = {}, 0
@@ -129,11 +142,6 @@ class Runner:
         """Of these rows, by as many rows as the law asks for."""
         padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]
         return self.decoder.head(hidden_TD[torch.tensor(padded, device=self.device)])[: len(rows)]
-
-
-def _row(sequence: Sequence, allowed: Tensor | None) -> SamplingRow:
-    request = sequence.request
-    return SamplingRow(request.params, sequence.tokens, len(request.prompt), request.stop_ids, allowed)
 
 
 def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:

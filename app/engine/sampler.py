@@ -10,11 +10,12 @@ Shape legend: S rows, V vocabulary, X tokens to choose from.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from app.engine.candidates import MOST, Candidates, candidates
+from app.engine.candidates import MOST, candidates
 from app.engine.filters import block_sums, weights
 from app.engine.logprobs import top_logprobs
 from app.engine.masks import forbid
@@ -27,16 +28,19 @@ from app.engine.types import Drawn, TokenScore
 def sample(logits_SV: Tensor, rows: Items[SamplingRow]) -> list[Drawn]:
     """One token for each row; greedy ties go to the lowest id; a row that is not finite gives no token."""
     raw_SV = logits_SV.float()
-    finite_S = raw_SV.amax(-1).isfinite() & raw_SV.amin(-1).isfinite()
-    if not finite_S.all():
-        raw_SV = raw_SV.where(finite_S[:, None], 0.0)
+    # Both let NaN through. In plain floats, since isfinite() over all logits takes longer than all else.
+    finite = [
+        isfinite(a) and isfinite(b) for a, b in zip(raw_SV.amax(-1).tolist(), raw_SV.amin(-1).tolist(), strict=True)
+    ]
+    if not all(finite):
+        raw_SV = raw_SV.where(torch.tensor(finite, device=raw_SV.device)[:, None], 0.0)
     adjusted_SV = _adjusted(raw_SV, rows)
     best_S1 = adjusted_SV.amax(-1, keepdim=True)
     # A guide that allows nothing of this vocabulary leaves a row without a finite logit, too.
-    drawable_S = finite_S & best_S1.squeeze(1).isfinite()
+    drawable = [ok and isfinite(best) for ok, (best,) in zip(finite, best_S1.tolist(), strict=True)]
     chosen_S = _choose(adjusted_SV, best_S1.clamp(min=torch.finfo(torch.float32).min), rows)
     scores = _scores(raw_SV, chosen_S, rows)
-    pairs = zip(chosen_S.tolist(), drawable_S.tolist(), strict=True)
+    pairs = zip(chosen_S.tolist(), drawable, strict=True)
     return [Drawn(token, *scores.get(i, ())) if ok else Drawn(None) for i, (token, ok) in enumerate(pairs)]
 
 
@@ -61,27 +65,39 @@ def _choose(logits_SV: Tensor, best_S1: Tensor, rows: Items[SamplingRow]) -> Ten
     chosen_S = torch.zeros(len(rows), dtype=torch.int64, device=logits_SV.device)
     greedy = [i for i, row in enumerate(rows) if row.is_greedy]
     if greedy:
-        chosen_S[greedy] = _only(logits_SV, greedy).argmax(-1)
-    wide = [i for i, row in enumerate(rows) if not row.is_greedy and not _may_be_narrow(row)]
-    hopeful = [i for i, row in enumerate(rows) if not row.is_greedy and _may_be_narrow(row)]
-    if hopeful:
-        found = candidates(_only(logits_SV, hopeful), [rows[i].params.top_k or logits_SV.shape[1] for i in hopeful])
-        fits = found.fits_S.tolist()
-        places = [place for place, fit in enumerate(fits) if fit]
-        narrow = [hopeful[place] for place in places]
-        wide = sorted([*wide, *(i for i, fit in zip(hopeful, fits, strict=True) if not fit)])
-        if narrow:
-            few = Candidates(*(_only(each, places) for each in found))
-            best_N1 = _only(best_S1, narrow).double()
-            place_N = _draw(few.values_SX.double(), best_N1, [rows[i] for i in narrow])
-            chosen_S[narrow] = few.ids_SX.gather(1, place_N[:, None]).squeeze(1)
+        _put(chosen_S, greedy, _only(logits_SV, greedy).argmax(-1))
+    warm = sorted({*range(len(rows))} - {*greedy}) if greedy else list(range(len(rows)))
+    # Not for a guide: inside a JSON string nearly all is allowed, and candidates sought in vain made eight such rows
+    # take 3.0 ms instead of 0.3 (vocabulary 4,096), 59 instead of 5 (131,072); where few are allowed it saved nothing.
+    hopeful = [i for i in warm if 0 < rows[i].params.top_k <= MOST]
+    done = _choose_of_few(chosen_S, logits_SV, best_S1, rows, hopeful) if hopeful else []
+    wide = sorted({*warm} - {*done})
     if wide:
-        chosen_S[wide] = _draw(_only(logits_SV, wide), _only(best_S1, wide), [rows[i] for i in wide])
+        drawn_S = _draw(_only(logits_SV, wide), _only(best_S1, wide), [rows[i] for i in wide])
+        _put(chosen_S, wide, drawn_S)
     return chosen_S
 
 
-def _may_be_narrow(row: SamplingRow) -> bool:
-    return 0 < row.params.top_k <= MOST or row.allowed is not None
+def _choose_of_few(
+    chosen_S: Tensor, logits_SV: Tensor, best_S1: Tensor, rows: Items[SamplingRow], hopeful: list[int]
+) -> list[int]:
+    """Draws for those of the hopeful rows whose candidates are few enough; returns which."""
+    found = candidates(_only(logits_SV, hopeful), [rows[i].params.top_k for i in hopeful])
+    places = [place for place, fits in enumerate(found.fits) if fits]
+    if not places:
+        return []
+    narrow = [hopeful[place] for place in places]
+    values_SX, ids_SX = _only(found.values_SX, places), _only(found.ids_SX, places)
+    place_S = _draw(values_SX.double(), _only(best_S1, narrow).double(), [rows[i] for i in narrow])
+    _put(chosen_S, narrow, ids_SX.gather(1, place_S[:, None]).squeeze(1))
+    return narrow
+
+
+def _put(values_S: Tensor, places: list[int], new_S: Tensor) -> None:
+    if len(places) == len(values_S):
+        values_S.copy_(new_S)
+    else:
+        values_S[places] = new_S
 
 
 def _only(values_S: Tensor, places: list[int]) -> Tensor:
@@ -95,6 +111,8 @@ def _draw(logits_SX: Tensor, best_S1: Tensor, rows: Items[SamplingRow]) -> Tenso
     # top_p 0 is the best token alone, the lowest id among equals.
     numbers = [0.0 if row.params.top_p == 0 else number for row, number in zip(rows, numbers, strict=True)]
     target_S1 = torch.tensor(numbers, dtype=torch.float64, device=logits_SX.device)[:, None] * sums_SB[:, -1:]
+    if sums_SB.shape[1] == 1:
+        return _first_above(blocks_SBX.squeeze(1).cumsum(-1, dtype=torch.float64), target_S1).squeeze(1)
     block_S1 = _first_above(sums_SB, target_S1)
     within_SX = blocks_SBX.gather(1, block_S1[:, :, None].expand(-1, -1, blocks_SBX.shape[2])).squeeze(1)
     before_S1 = sums_SB.gather(1, (block_S1 - 1).clamp(min=0)).where(block_S1 > 0, 0.0)

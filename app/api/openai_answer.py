@@ -1,0 +1,167 @@
+"""What OpenAI's doors have in common: one JSON object or data-only frames, usage, warnings. Knows no route."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from app.api import sse
+from app.api.errors import ApiError
+from app.api.job import Collected, Job
+from app.api.openai_shapes import one_by_one
+from app.choice import Delta, Ended, TokenDetail
+from app.completion import News
+from app.service import Service
+
+PING_SECONDS = 15.0
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = Field(None, description="A last chunk with the usage and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
+
+
+class Body(Protocol):
+    """What every request of these doors may say."""
+
+    stream: bool | None
+    stream_options: StreamOptions | None
+    user: str | None
+    request_id: str | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was sent and has no effect."""
+        ...
+
+
+def check_model(name: str | None, service: Service) -> None:
+    """Raises ApiError 404 for a model that is not here."""
+    if name and name != service.model_name:
+        message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def head_of(job: Job, prefix: str, kind: str) -> dict[str, Any]:
+    """What stands at the beginning of an answer and of every chunk."""
+    return {
+        "id": f"{prefix}-{job.name.removeprefix('req-')}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": job.service.model_name,
+        "system_fingerprint": job.admitted.weights_version[:16],
+        "seed": job.admitted.params.seed,
+    }
+
+
+class Answer:
+    """One request's answer; what a choice looks like is the door's own."""
+
+    def __init__(self, job: Job, body: Body, head: dict[str, Any]) -> None:
+        self.job = job
+        self._stream = bool(body.stream)
+        options = body.stream_options
+        self._tells_usage = bool(options and options.include_usage)
+        self._keeps_telling_usage = bool(options and options.continuous_usage_stats)
+        self._pending: dict[int, tuple[TokenDetail, ...]] = {}
+        self._head = head
+        self._begun: set[int] = set()
+        """Choices of which a chunk was sent."""
+        self._extra = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
+        if job.admitted.truncated:
+            self._extra["truncated"] = True
+        if body.warnings:
+            self._extra["warnings"] = body.warnings
+
+    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+        """A choice of an answer in one object."""
+        raise NotImplementedError
+
+    def part_of_choice(
+        self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None
+    ) -> dict[str, Any]:
+        """What a chunk tells of a choice."""
+        raise NotImplementedError
+
+    async def respond(self, request: Request) -> Response:
+        """The response; the job ends with it."""
+        headers = {"X-Request-Id": self.job.name}
+        if self._stream:
+            return sse.EventStreamResponse(self._frames(), self.job.close, headers)
+        try:
+            whole = await sse.until_disconnect(self._whole(), request.receive)
+        finally:
+            self.job.close()
+        # Nobody reads the answer to a client that has left.
+        return JSONResponse(whole, headers=headers) if whole else Response(status_code=499)
+
+    async def _whole(self) -> dict[str, Any]:
+        """The answer in one object. Raises EngineError."""
+        collected = self._best(await self.job.collect())
+        choices = [self.whole_choice(i, one) for i, one in enumerate(collected)]
+        return {**self._head, "choices": choices, "usage": self.job.completion.usage(), **self._extra}
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        """Data-only frames; a sign of life after long silence; `[DONE]` in the end."""
+        completion, last = self.job.completion, time.monotonic()
+        try:
+            while not completion.is_over:
+                await completion.ready()
+                for frame in self._frames_of(completion.take()):
+                    yield frame
+                    last = time.monotonic()
+                if time.monotonic() - last >= PING_SECONDS:
+                    yield b": ping\n"
+                    last = time.monotonic()
+            if self._tells_usage:
+                yield _frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra})
+        except Exception as error:
+            yield _frame(self.job.failure(error).body(self.job.name))
+        yield b"data: [DONE]\n\n"
+
+    def _frames_of(self, news: News) -> list[bytes]:
+        self.job.note(news)
+        if isinstance(news, Ended):
+            return [self._chunk(news.index, "", self._pending.pop(news.index, ()), news)]
+        if not isinstance(news, Delta):
+            return []
+        tokens = (*self._pending.pop(news.index, ()), *news.tokens)
+        if not news.text:  # tokens without text go with the next that have some, or with the end
+            self._pending[news.index] = tokens
+            return []
+        parts = one_by_one(Delta(news.index, news.text, tokens))
+        return [self._chunk(part.index, part.text, part.tokens) for part in parts]
+
+    def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None = None) -> bytes:
+        chunk = {**self._head, "choices": [self.part_of_choice(index, text, tokens, ended)], **self._extra}
+        if self._keeps_telling_usage:
+            chunk["usage"] = self.job.completion.usage()
+        elif self._tells_usage:
+            chunk["usage"] = None
+        return _frame(chunk)
+
+    def _best(self, collected: list[Collected]) -> list[Collected]:
+        """Of every prompt's continuations the n best, by the mean log-probability of their tokens."""
+        wish, choices = self.job.admitted.wish, self.job.completion.choices
+        if not wish.ranks:
+            return collected
+        best = []
+        for start in range(0, len(collected), wish.n_drawn):
+            places = range(start, start + wish.n_drawn)
+            ranked = sorted(places, key=lambda place: -choices[place].mean_logprob)
+            best += [collected[place] for place in ranked[: wish.n]]
+        return best
+
+
+def _frame(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
