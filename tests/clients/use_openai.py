@@ -214,6 +214,11 @@ def check_what_is_wrong_is_a_bad_request() -> None:
         client.completions.create(model="nowhere", prompt=PROMPT)
 
 
+def check_a_chat_without_a_template_is_refused_in_words() -> None:
+    with raises(openai.BadRequestError, "template"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Who are you?"}])
+
+
 def check_the_raw_response_names_the_request() -> None:
     raw = client.completions.with_raw_response.create(model=MODEL, prompt=PROMPT, max_tokens=1)
     assert raw.headers["x-request-id"] and raw.parse()._request_id == raw.headers["x-request-id"]
