@@ -100,7 +100,7 @@ def install(client: Client) -> None:
     client.folder.mkdir(parents=True)
     if client.packages:
         subprocess.run([sys.executable, "-m", "venv", client.folder], check=True)
-        pip = [client.folder / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [client.folder / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         for packages in filter(None, (client.first, client.packages)):
             subprocess.run([*pip, *shlex.split(os.environ.get("PIP_ARGS", "")), *packages], check=True)
     if client.npm:
