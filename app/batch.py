@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from app.choice import Choice, TextRules
+from app.echo import Echo
 from app.engine.errors import InvalidRequest
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
@@ -17,6 +18,7 @@ from app.prompts import Read
 from app.wish import Wish
 from model.tokenizer import Tokenizer
 
+_MOST_LOGPROBS = 500_000
 NEUTRAL = {
     "temperature": 1.0,
     "top_k": 0,
@@ -39,10 +41,25 @@ class Batch:
         self._tokenizer = tokenizer
         self._eos_ids = () if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids)
 
+    def _check_size(self, reads: Sequence[Read]) -> None:
+        """Raises InvalidRequest where the answer would hold too many log-probabilities of prompts."""
+        if not self._wish.echo or self._wish.logprobs is None:
+            return
+        each = 1 + self._wish.logprobs
+        size = sum(len(read.ids) for read in reads) * self._wish.n_drawn * each
+        limit = max(_MOST_LOGPROBS, self._ready.context * each)
+        if size > limit:
+            raise InvalidRequest(
+                f"the answer would hold {size} log-probabilities of prompts, at most {limit} are told at once: "
+                "send fewer prompts, a smaller n, or smaller logprobs",
+                "logprobs",
+            )
+
     def requests(self, reads: Sequence[Read], source: tuple[int, ...], guide: str = "") -> list[Request]:
         """What the engine is asked for. Raises InvalidRequest."""
         wish = self._wish
         self._check_vocabulary()
+        self._check_size(reads)
         if wish.min_tokens > wish.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({wish.min_tokens}) must not be above max_tokens ({wish.max_tokens})", "min_tokens"
@@ -75,19 +92,16 @@ class Batch:
 
     def choices(self, requests: Sequence[Request], reads: Sequence[Read]) -> list[Choice]:
         """Who reads what the engine says about `requests`."""
-        wish, eos_ids = self._wish, frozenset(self._eos_ids)
-        made = []
-        for place, request in enumerate(requests):
-            read = reads[place // wish.n_drawn]
-            rules = TextRules(
-                stops=wish.stops,
-                include_stop=wish.include_stop,
-                min_tokens=wish.min_tokens,
-                echo=read.text if wish.echo else None,
-                scores_prompt=wish.echo and wish.logprobs is not None,
-            )
-            made.append(Choice(place, request, self._tokenizer, rules, eos_ids))
-        return made
+        wish = self._wish
+        rules = TextRules(wish.stops, wish.include_stop, wish.min_tokens, frozenset(self._eos_ids))
+        echoes = [self._echo(read) if wish.echo else None for read in reads]
+        return [
+            Choice(place, request, self._tokenizer, rules, echoes[place // wish.n_drawn])
+            for place, request in enumerate(requests)
+        ]
+
+    def _echo(self, read: Read) -> Echo:
+        return Echo(read.text, read.ids, self._tokenizer, is_scored=self._wish.logprobs is not None)
 
     def _params(self) -> SamplingParams:
         """What was asked for, else the model's defaults, else no filter; a random seed where none was given."""

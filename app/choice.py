@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from app.engine.types import FinishReason, PromptScores, Request, TokenEvent
+from app.echo import Echo
+from app.engine.types import FinishReason, Request, TokenEvent
+from app.news import Delta, Ended, TokenDetail
 from app.text import StopMatcher, StreamDecoder
 from model.tokenizer import Tokenizer
-
-Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,62 +19,32 @@ class TextRules:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
-    echo: str | None = None
-    """The prompt's text, where it is to stand before the continuation."""
-    scores_prompt: bool = False
-    """Whether the echo comes with the log-probabilities of the prompt's tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDetail:
-    """One token, its log-probability, and the most likely ones in its place."""
-
-    id: int
-    logprob: float | None
-    """None for the first token of a prompt, which nothing foretells."""
-    top: Top
-    offset: int
-    """Where its text begins, in characters of the whole text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text, with the tokens it ends (empty unless log-probabilities were asked for)."""
-
-    index: int
-    text: str
-    tokens: tuple[TokenDetail, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The regular end of a choice."""
-
-    index: int
-    finish_reason: str
-    stop_reason: str | int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a text by themselves, and are never shown."""
 
 
 class Choice:
     """Takes a sequence's events in and gives text out. After `ended` is set nothing more comes."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, rules: TextRules, eos_ids: frozenset[int]):
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer, rules: TextRules, echo: Echo | None = None
+    ) -> None:
         self.index = index
+        self.echo = echo
+        """The prompt, where it is to stand before the text."""
         self.n_tokens = 0
         self.logprob_sum = 0.0
         self.ended: Ended | None = None
         self._request = request
         self._tokenizer = tokenizer
         self._rules = rules
-        self._eos_ids = eos_ids
         self._decoder = StreamDecoder()
         # A prompt of special tokens alone is no text yet, and what follows is its beginning.
         nothing_yet = not any(tokenizer.token_bytes(token) for token in request.prompt)
         self._strips_space = nothing_yet and tokenizer.strips_first_space
         self._matcher = StopMatcher(rules.stops)
-        self._echo = deque([rules.echo] if rules.echo is not None else [])
-        self._base = len(rules.echo or "")
-        self._scores: list[tuple[float, Top]] = []
+        self._has_begun = False
+        self._base = len(echo.text) if echo else 0
         self._decoded = self._sent = 0
         self._held: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
 
@@ -83,19 +53,13 @@ class Choice:
         """Of the tokens drawn, where the engine reported them; what best_of ranks by."""
         return self.logprob_sum / max(1, self.n_tokens)
 
-    def take_scores(self, scores: PromptScores) -> None:
-        """Log-probabilities of prompt tokens, for the echo."""
-        self._scores += scores.tokens
-
     def take(self, event: TokenEvent) -> list[Delta]:
         """The text that a token completes, and the end if it is the last."""
         deltas = self._begin()
         text = self._matched(self._decode(event))
         deltas += self._delta(text, final=False)
         if self._matcher.matched is not None:
-            stop = self._matcher.matched
-            deltas += self._delta(stop if self._rules.include_stop else "", final=True)
-            self.ended = Ended(self.index, "stop", stop)
+            deltas += self._end_at_stop(self._matcher.matched)
         elif event.finish:
             deltas += self.end(str(event.finish), self._stop_reason(event))
         return deltas
@@ -104,25 +68,26 @@ class Choice:
         """Ends the text where it stands: gives what was held back."""
         deltas = self._begin()
         deltas += self._delta(self._matcher.feed(self._decoder.flush()) + self._matcher.flush(), final=False)
-        deltas += self._delta("", final=True)
         if self._matcher.matched is not None:
-            finish_reason, stop_reason = "stop", self._matcher.matched
+            return [*deltas, *self._end_at_stop(self._matcher.matched)]
         self.ended = Ended(self.index, finish_reason, stop_reason)
-        return deltas
+        return [*deltas, *self._delta("", final=True)]
+
+    def _end_at_stop(self, stop: str) -> list[Delta]:
+        self.ended = Ended(self.index, "stop", stop)
+        return self._delta(stop if self._rules.include_stop else "", final=True)
 
     def _begin(self) -> list[Delta]:
         """The echo, once."""
-        if not self._echo:
-            return []
-        details = self._prompt_details() if self._rules.scores_prompt else ()
-        return [Delta(self.index, self._echo.popleft(), details)]
+        first, self._has_begun = not self._has_begun, True
+        return self.echo.deltas(self.index) if self.echo and first else []
 
     def _matched(self, text: str) -> str:
         # Stops are not taken before min_tokens: what came so far is text whatever it says.
         return text if self.n_tokens <= self._rules.min_tokens else self._matcher.feed(text)
 
     def _stop_reason(self, event: TokenEvent) -> int | None:
-        told = event.finish is FinishReason.STOP and event.token not in self._eos_ids
+        told = event.finish is FinishReason.STOP and event.token not in self._rules.eos_ids
         return event.token if told and event.token in self._request.stop_ids else None
 
     def _decode(self, event: TokenEvent) -> str:
@@ -145,7 +110,7 @@ class Choice:
         """A token that ends the text is none of it, whatever the tokenizer would show for it."""
         assert event.token is not None
         ends = event.finish is FinishReason.STOP and event.token in self._request.stop_ids
-        hidden = ends and not (self._rules.include_stop and event.token not in self._eos_ids)
+        hidden = ends and not (self._rules.include_stop and event.token not in self._rules.eos_ids)
         return b"" if hidden else self._tokenizer.token_bytes(event.token)
 
     def _delta(self, text: str, *, final: bool) -> list[Delta]:
@@ -164,12 +129,3 @@ class Choice:
             ready.append(detail)
             self._held.popleft()
         return [Delta(self.index, text, tuple(ready))] if text or ready else []
-
-    def _prompt_details(self) -> tuple[TokenDetail, ...]:
-        decoder, offset, details = StreamDecoder(), 0, []
-        scores: list[tuple[float | None, Top]] = [(None, ()), *self._scores]
-        for token, (logprob, top) in zip(self._request.prompt, scores, strict=True):
-            data = self._tokenizer.token_bytes(token)
-            details.append(TokenDetail(token, logprob, top, offset + decoder.broken_by(data)))
-            offset += len(decoder.feed(data))
-        return tuple(details)

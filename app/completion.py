@@ -10,32 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.choice import Choice, Delta, Ended
+from app.choice import Choice
 from app.engine.errors import DeadlineExceeded, EngineError, WaitedTooLong
 from app.engine.stream import Arrival, Cancelled, Stream
 from app.engine.types import PromptScores, Request, Started, TokenEvent
+from app.news import Begun, Idle, News, Queued
 
 _QUEUE_NEWS_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """Still waiting, behind `position` others."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Nothing new for a while; the connection should show a sign of life."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The engine has begun with the first choice."""
-
-
-News = Queued | Idle | Begun | Delta | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +54,7 @@ class Completion:
         self._last_tokens: dict[int, float] = {}
         self._news: deque[News] = deque()
         self._failure: EngineError | None = None
-        self._last_news = time.monotonic()
+        self._last_news = self._queued_at = time.monotonic()
         if stream.queue_position:
             self._tell(Queued(stream.queue_position))
 
@@ -95,6 +76,10 @@ class Completion:
     def close(self) -> None:
         """Frees what the engine holds for this request; any number of times."""
         self.stream.close()
+
+    def go_on(self) -> None:
+        """A paused stream was submitted again: it waits for its turn from now on."""
+        self._queued_at = time.monotonic()
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the engine: EOS and tokens behind a stop string count."""
@@ -160,15 +145,15 @@ class Completion:
         limit = self.clock.submitted + self._patience.deadline
         if self.stream.queue_position is None:
             return limit
-        return min(limit, self.clock.submitted + self._patience.queue)
+        return min(limit, self._queued_at + self._patience.queue)
 
     def _check_limits(self) -> None:
         if self._failure or self._limit() > time.monotonic():
             return
-        if not self.n_tokens and time.monotonic() >= self.clock.submitted + self._patience.deadline:
-            self._fail(DeadlineExceeded("the deadline passed before the first token: raise deadline_ms, or try later"))
-        elif not self.n_tokens:
+        if self.stream.queue_position is not None and time.monotonic() < self.clock.submitted + self._patience.deadline:
             self._fail(WaitedTooLong("the request waited too long for its turn: try again in a moment", 5))
+        elif not self.n_tokens:
+            self._fail(DeadlineExceeded("the deadline passed before the first token: raise deadline_ms, or try later"))
         else:
             self._end_all("timeout")
             self.stream.close()
@@ -196,8 +181,8 @@ class Completion:
         elif isinstance(item, Started):
             self._note_start(arrival, item)
         elif isinstance(item, PromptScores):
-            for other in self._of_prompt(arrival.choice):
-                other.take_scores(item)
+            assert choice.echo, "nobody asked for the scores of this prompt"
+            choice.echo.add(item)  # shared by all choices of the prompt
         elif not choice.ended:
             self._note_token(arrival, item)
             self._tell(*choice.take(item))
@@ -228,12 +213,3 @@ class Completion:
 
     def _leaders(self) -> list[Request]:
         return [self.stream.requests[place] for place in self._leader_places()]
-
-    def _of_prompt(self, leader: int) -> list[Choice]:
-        """The choices of one prompt, by the place of its first."""
-        name = self.stream.requests[leader].id
-        return [
-            choice
-            for choice, request in zip(self.choices, self.stream.requests, strict=True)
-            if name in (request.id, request.leader)
-        ]

@@ -106,5 +106,5 @@ class Reader:
             return text
         # What is cut off later may be longer than the context.
         if not may_be_cut and (least := self.tokenizer.least_tokens(text)) > self.ready.context:
-            raise ContextLengthExceeded(least, self.ready.context, field)
+            raise ContextLengthExceeded(least, self.ready.context, field, is_least=True)
         return self.tokenizer.encode(text) if field == "prompt" else self.tokenizer.encode_many([text])[0]

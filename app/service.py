@@ -94,7 +94,7 @@ class Service:
         """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
         clock = Clock()
         ready, tokenizer = self.require_ready()
-        self.engine.queue.check(())
+        self.engine.queue.check_count(len(wish.prompts) * wish.n_drawn)
         patience = self._patience(wish, heartbeat)
         reader = Reader(ready, tokenizer, self._long_texts)
         reads = await reader.prompts(wish)

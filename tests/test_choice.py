@@ -8,8 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.choice import Choice, Delta, TextRules
+from app.choice import Choice, TextRules
+from app.echo import Echo
 from app.engine.types import FinishReason, PromptScores, Request, TokenEvent
+from app.news import Delta
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"stop", b"st", b"op", "\u00e9".encode(), "\U0001f98a".encode(), b"\xf0\x9f",
           b"\xa6\x8a", b"\xc3", b"\xff", b"", b"o s"]  # fmt: skip
@@ -25,21 +27,25 @@ class _Table:
         return PIECES[token]
 
 
-def _run(
-    ids: list[int], rules: TextRules, last: FinishReason, prompt: tuple[int, ...] = (0,)
-) -> tuple[Choice, list[Delta]]:
+def _run(ids: list[int], rules: TextRules, last: FinishReason, echo: Echo | None = None) -> tuple[Choice, list[Delta]]:
     table: Any = _Table()
-    scored = 1 if rules.scores_prompt else None
-    request = Request(id="r", prompt=prompt, max_tokens=len(ids), stop_ids=(EOS,), prompt_logprobs=scored)
-    choice, deltas = Choice(0, request, table, rules, frozenset({EOS})), []
-    if rules.scores_prompt:
-        choice.take_scores(PromptScores("r", 1, tuple((-1.0, ((t, -1.0),)) for t in prompt[1:])))
+    request = Request(id="r", prompt=(0,), max_tokens=len(ids), stop_ids=(EOS,))
+    choice, deltas = Choice(0, request, table, rules, echo), []
     for index, token in enumerate(ids):
         if choice.ended:
             break
         finish = last if index == len(ids) - 1 else None
         deltas += choice.take(TokenEvent("r", index, token, -0.5, ((token, -0.5),), finish))
     return choice, deltas
+
+
+def _echo(prompt: list[int], scored: int) -> Echo:
+    """A prompt of which so many tokens have been scored."""
+    table: Any = _Table()
+    text = b"".join(PIECES[t] for t in prompt).decode("utf-8", "replace")
+    echo = Echo(text, tuple(prompt), table, is_scored=True)
+    echo.add(PromptScores("r", 1, tuple((-1.0, ((t, -1.0),)) for t in prompt[1:scored])))
+    return echo
 
 
 def _expected(ids: list[int], rules: TextRules) -> tuple[str, str | None]:
@@ -88,15 +94,12 @@ def test_the_pieces_add_up_to_the_text_before_the_earliest_stop(ids: list[int], 
 
 
 @given(ids=_IDS, rules=_RULES, prompt=_IDS)
-def test_tokens_come_with_their_text_and_say_where_it_begins(
-    ids: list[int], rules: TextRules, prompt: list[int]
-) -> None:
-    echo = b"".join(PIECES[t] for t in prompt).decode("utf-8", "replace")
-    rules = TextRules(rules.stops, rules.include_stop, rules.min_tokens, echo=echo, scores_prompt=True)
-    choice, deltas = _run(ids, rules, FinishReason.LENGTH, tuple(prompt))
+def test_tokens_come_with_their_text_and_its_place(ids: list[int], rules: TextRules, prompt: list[int]) -> None:
+    echo = _echo(prompt, len(prompt))
+    choice, deltas = _run(ids, rules, FinishReason.LENGTH, echo)
     text = "".join(delta.text for delta in deltas)
     details = [detail for delta in deltas for detail in delta.tokens]
-    assert text.startswith(echo)
+    assert text.startswith(echo.text)
     assert [d.id for d in details] == [*prompt, *ids][: len(details)]
     assert [d.logprob for d in details[: len(prompt)]] == [None] + [-1.0] * (len(prompt) - 1)
     assert choice.ended is not None
@@ -114,8 +117,21 @@ def test_tokens_come_with_their_text_and_say_where_it_begins(
 
 @given(ids=_IDS)
 def test_the_token_that_ends_a_text_counts_and_is_not_shown(ids: list[int]) -> None:
-    choice, deltas = _run([*ids, EOS], TextRules(), FinishReason.STOP)
+    choice, deltas = _run([*ids, EOS], TextRules(eos_ids=frozenset({EOS})), FinishReason.STOP)
     assert "".join(d.text for d in deltas) == b"".join(PIECES[t] for t in ids).decode("utf-8", "replace")
     assert choice.n_tokens == len(ids) + 1
     assert [d.id for delta in deltas for d in delta.tokens] == [*ids, EOS]
     assert choice.ended is not None and (choice.ended.finish_reason, choice.ended.stop_reason) == ("stop", None)
+
+
+@given(prompt=st.lists(st.integers(0, EOS - 1), min_size=1, max_size=100), part=st.floats(0, 1))
+def test_an_echo_that_must_end_early_tells_what_was_scored(prompt: list[int], part: float) -> None:
+    scored = max(1, round(part * len(prompt)))
+    echo = _echo(prompt, scored)
+    table: Any = _Table()
+    choice = Choice(3, Request(id="r", prompt=tuple(prompt), max_tokens=1), table, TextRules(), echo)
+    deltas = choice.end("timeout")
+    assert "".join(delta.text for delta in deltas) == echo.text
+    assert [d.id for delta in deltas for d in delta.tokens] == prompt[:scored]
+    assert all(len(delta.tokens) <= 32 and delta.index == 3 for delta in deltas)
+    assert choice.end("timeout") == [], "the echo comes once"

@@ -115,6 +115,27 @@ def test_more_continuations_than_the_queue_holds_are_refused_for_good(server: Se
     assert "1600" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"regex": "a", "grammar": "b"}, "regex"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+    ],
+)
+def test_a_complaint_about_several_fields_names_one(server: Server, body: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_more_log_probabilities_than_an_answer_can_hold_are_refused(server: Server) -> None:
+    body = {"prompt": [[5] * 250] * 60, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": False}
+    response = httpx.post(f"{server.url}/complete", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+    assert "500000" in response.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/complete", json={**body, "n": 1, "logprobs": 0}, timeout=60).status_code == 200
+
+
 def test_min_tokens_above_max_tokens_is_refused(server: Server) -> None:
     response = httpx.post(f"{server.url}/complete", json={"prompt": "a", "min_tokens": 5, "max_tokens": 4})
     assert response.status_code == 400 and response.json()["error"]["param"] == "min_tokens"

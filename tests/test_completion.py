@@ -16,7 +16,7 @@ WITH_A_SPACE_IN_FRONT = ("mistral", "llama2", "words", "unigram")
 
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     request = Request(id="r", prompt=tuple(prompt), max_tokens=9)
-    choice, text = Choice(0, request, tokenizer, TextRules(), frozenset()), ""
+    choice, text = Choice(0, request, tokenizer, TextRules()), ""
     for index, token in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
         text += "".join(delta.text for delta in choice.take(TokenEvent("r", index, token, finish=finish)))

@@ -37,6 +37,10 @@ def _first_events(server: Server, count: int, headers: dict[str, str] | None = N
     return parse_events(text[: text.rindex("\n\n") + 2])
 
 
+def _tokens(events: list[Event]) -> list[Any]:
+    return [token for event in events for token in event.data.get("tokens", [])]
+
+
 def _resume(server: Server, name: str, headers: dict[str, str] | None = None, **query: Any) -> httpx.Response:
     return httpx.get(f"{server.url}/complete/{name}/events", headers=headers, params=query, timeout=60)
 
@@ -74,7 +78,7 @@ def test_it_can_break_off_again_and_again_with_several_choices(long_server: Serv
         mine = [e for e in events if e.name == "token" and e.data["index"] == index]
         theirs = [e for e in expected if e.name == "token" and e.data["index"] == index]
         assert text_of(mine) == text_of(theirs)
-        assert [t for e in mine for t in e.data["tokens"]] == [t for e in theirs for t in e.data["tokens"]]
+        assert _tokens(mine) == _tokens(theirs)
     assert events[-1].data["choices"] == expected[-1].data["choices"]
 
 
@@ -146,6 +150,26 @@ def test_a_deadline_ends_the_text_where_it_stands(long_server: Server) -> None:
     assert events[-1].data["choices"][0]["finish_reason"] == "timeout"
     assert 0 < events[-1].data["usage"]["completion_tokens"] < 4000
     assert is_clean(long_server, 2.0)
+
+
+def test_a_cancelled_stream_holds_nothing_in_the_engine(long_server: Server) -> None:
+    with httpx.stream("POST", f"{long_server.url}/complete", json={**LONG, "max_tokens": 4000}, timeout=60) as response:
+        parts = response.iter_text()
+        next(parts)
+        name = response.headers["x-request-id"]
+        assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200
+        assert is_clean(long_server, 2.0)
+
+
+def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path) -> None:
+    server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=4096), "--queue-timeout", "1")
+    try:
+        seen = _first_events(server, 3, **LONG)
+        time.sleep(1.2)
+        events = parse_events(_resume(server, seen[0].data["id"], after=2).text)
+        assert events[-1].data["choices"][0]["finish_reason"] == "length"
+    finally:
+        assert stop_server(server) == 0
 
 
 def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from app.api.breather import Breather
 from app.api.chat_schemas import ChatResponse
 from app.api.dependencies import ChatTemplateDep, MetricsDep, ServiceDep, body_schema, read_body
 from app.api.errors import ApiError, request_id_of
@@ -16,7 +18,7 @@ from app.api.openai_answer import PING_SECONDS, Answer, check_model, head_of
 from app.api.openai_fields import ChatRequest
 from app.api.openai_shapes import name_of
 from app.api.openapi import declared
-from app.choice import Ended, TokenDetail
+from app.news import Ended, TokenDetail
 from model.tokenizer import Tokenizer
 
 router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
@@ -42,9 +44,14 @@ async def chat_completions(
 class _ChatAnswer(Answer):
     """Choices with a message, or in a stream with what is new of it."""
 
-    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+    async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+        content, breather = [], Breather()
+        for detail in one.tokens:
+            content.append(msgspec.Raw(msgspec.json.encode(_entry(self.job.admitted.tokenizer, detail))))
+            await breather.breathe()
+        asked = self.job.admitted.wish.logprobs is not None
         message = {"role": "assistant", "content": one.text}
-        return {"index": index, "message": message, **self._facts(one.tokens, one.ended)}
+        return {"index": index, "message": message, **_facts(content if asked else None, one.ended)}
 
     def part_of_choice(
         self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None
@@ -53,25 +60,21 @@ class _ChatAnswer(Answer):
         self._begun.add(index)
         if text:
             delta["content"] = text
-        return {"index": index, "delta": delta, **self._facts(tokens, ended)}
-
-    def _facts(self, tokens: Sequence[TokenDetail], ended: Ended | None) -> dict[str, Any]:
-        asked = self.job.admitted.wish.logprobs is not None and (tokens or ended)
-        return {
-            "logprobs": {"content": _content(self.job.admitted.tokenizer, tokens)} if asked else None,
-            "finish_reason": ended.finish_reason if ended else None,
-            "stop_reason": ended.stop_reason if ended else None,
-        }
+        content = [_entry(self.job.admitted.tokenizer, detail) for detail in tokens]
+        return {"index": index, "delta": delta, **_facts(content or None, ended)}
 
 
-def _content(tokenizer: Tokenizer, tokens: Iterable[TokenDetail]) -> list[dict[str, Any]]:
-    return [
-        {
-            **_token(tokenizer, detail.id, detail.logprob),
-            "top_logprobs": [_token(tokenizer, token, logprob) for token, logprob in detail.top],
-        }
-        for detail in tokens
-    ]
+def _facts(content: Sequence[Any] | None, ended: Ended | None) -> dict[str, Any]:
+    return {
+        "logprobs": None if content is None else {"content": content},
+        "finish_reason": ended.finish_reason if ended else None,
+        "stop_reason": ended.stop_reason if ended else None,
+    }
+
+
+def _entry(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, Any]:
+    top = [_token(tokenizer, token, logprob) for token, logprob in detail.top]
+    return {**_token(tokenizer, detail.id, detail.logprob), "top_logprobs": top}
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:

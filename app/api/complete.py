@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from app.api import shapes, sse
 from app.api.dependencies import MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
@@ -37,7 +37,7 @@ async def complete(request: Request, service: ServiceDep, metrics: MetricsDep, s
     finally:
         job.close()
     # Nobody reads the answer to a client that has left.
-    return JSONResponse(answer, headers={"X-Request-Id": job.name}) if answer else Response(status_code=499)
+    return sse.json_response(answer, job.name) if answer else Response(status_code=499)
 
 
 @router.get("/complete/{request_id}/events")
@@ -89,14 +89,10 @@ async def _whole(job: Job, extra: dict[str, Any]) -> dict[str, Any]:
     """The answer in one object. Raises EngineError."""
     collected = await job.collect()
     asked = job.admitted.wish.logprobs is not None
-    choices = [
-        {
-            **shapes.choice(one.ended),
-            "text": one.text,
-            "tokens": shapes.tokens(job.admitted.tokenizer, one.tokens) if asked else None,
-        }
-        for one in collected
-    ]
+    choices = []
+    for one in collected:
+        tokens = await shapes.encoded_tokens(job.admitted.tokenizer, one.tokens) if asked else None
+        choices.append({**shapes.choice(one.ended), "text": one.text, "tokens": tokens})
     return {
         "id": job.name,
         "model": job.service.model_name,

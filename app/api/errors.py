@@ -102,7 +102,12 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
     if first["type"] == "missing":
         return ApiError(400, f"{name} is required", param=name)
     message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{name}: {message}" if name else message, param=name)
+    if name == "prompt" and first["type"].endswith("_type"):
+        message = "must be text, a list of token ids, or a list of either kind alone"
+    if name is None:  # a complaint about several fields begins with the name of one
+        word = message.partition(" ")[0]
+        return ApiError(400, message, param=word if word in fields else None)
+    return ApiError(400, f"{name}: {message}", param=name)
 
 
 def install(app: FastAPI) -> None:

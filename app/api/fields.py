@@ -31,7 +31,7 @@ Prompts = (
 )
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
-_BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+_BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 

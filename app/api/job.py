@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from app.api.errors import ApiError, from_engine
 from app.api.metrics import Metrics
-from app.choice import Delta, Ended, TokenDetail
 from app.completion import Completion
 from app.engine.errors import EngineError, NotReady, QueueFull
+from app.news import Delta, Ended, TokenDetail
 from app.service import Admitted, Service
 from app.wish import Wish
 

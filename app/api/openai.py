@@ -16,7 +16,7 @@ from app.api.openai_answer import PING_SECONDS, Answer, check_model, head_of
 from app.api.openai_fields import CompletionsRequest
 from app.api.openai_schemas import CompletionsResponse
 from app.api.openapi import declared
-from app.choice import Ended, TokenDetail
+from app.news import Ended, TokenDetail
 
 router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
 
@@ -33,21 +33,24 @@ async def completions(request: Request, service: ServiceDep, metrics: MetricsDep
 class _TextAnswer(Answer):
     """Choices with a text and log-probabilities in the legacy shape; in a stream they look the same."""
 
-    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
-        return self._choice(index, one.text, one.tokens, one.ended, asked=self.job.admitted.wish.logprobs is not None)
+    async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+        asked = self.job.admitted.wish.logprobs is not None
+        logprobs = await shapes.encoded_logprobs(self.job.admitted.tokenizer, one.tokens) if asked else None
+        return self._choice(index, one.text, logprobs, one.ended)
 
     def part_of_choice(
         self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None
     ) -> dict[str, Any]:
-        return self._choice(index, text, tokens, ended, asked=bool(tokens))
+        logprobs = shapes.logprobs(self.job.admitted.tokenizer, tokens) if tokens else None
+        return self._choice(index, text, logprobs, ended)
 
     def _choice(
-        self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None, *, asked: bool
+        self, index: int, text: str, logprobs: dict[str, list[Any]] | None, ended: Ended | None
     ) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,
-            "logprobs": shapes.logprobs(self.job.admitted.tokenizer, tokens) if asked else None,
+            "logprobs": logprobs,
             "finish_reason": ended.finish_reason if ended else None,
             "stop_reason": ended.stop_reason if ended else None,
         }

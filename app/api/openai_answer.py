@@ -9,14 +9,13 @@ from typing import Any, Protocol
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from app.api import sse
 from app.api.errors import ApiError
 from app.api.job import Collected, Job
 from app.api.openai_shapes import one_by_one
-from app.choice import Delta, Ended, TokenDetail
-from app.completion import News
+from app.news import Delta, Ended, News, TokenDetail
 from app.service import Service
 
 PING_SECONDS = 15.0
@@ -83,8 +82,8 @@ class Answer:
         if body.warnings:
             self._extra["warnings"] = body.warnings
 
-    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
-        """A choice of an answer in one object."""
+    async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+        """A choice of an answer in one object; large parts may be JSON text already (msgspec.Raw)."""
         raise NotImplementedError
 
     def part_of_choice(
@@ -95,20 +94,19 @@ class Answer:
 
     async def respond(self, request: Request) -> Response:
         """The response; the job ends with it."""
-        headers = {"X-Request-Id": self.job.name}
         if self._stream:
-            return sse.EventStreamResponse(self._frames(), self.job.close, headers)
+            return sse.EventStreamResponse(self._frames(), self.job.close, {"X-Request-Id": self.job.name})
         try:
             whole = await sse.until_disconnect(self._whole(), request.receive)
         finally:
             self.job.close()
         # Nobody reads the answer to a client that has left.
-        return JSONResponse(whole, headers=headers) if whole else Response(status_code=499)
+        return sse.json_response(whole, self.job.name) if whole else Response(status_code=499)
 
     async def _whole(self) -> dict[str, Any]:
         """The answer in one object. Raises EngineError."""
         collected = self._best(await self.job.collect())
-        choices = [self.whole_choice(i, one) for i, one in enumerate(collected)]
+        choices = [await self.whole_choice(i, one) for i, one in enumerate(collected)]
         return {**self._head, "choices": choices, "usage": self.job.completion.usage(), **self._extra}
 
     async def _frames(self) -> AsyncIterator[bytes]:

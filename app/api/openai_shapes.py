@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
+
+from app.api.breather import Breather
 from app.api.shapes import piece
-from app.choice import Delta, TokenDetail
+from app.news import Delta, TokenDetail
 from model.tokenizer import Tokenizer
 
 
-def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, Any]:
+def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
     """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`; and `top_tokens`, where no two tokens share a name."""
     shape: dict[str, list[Any]] = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [], "top_tokens": [],
@@ -21,6 +24,17 @@ def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, 
         shape["top_logprobs"].append(None if detail.logprob is None else _top_by_name(tokenizer, detail))
         shape["text_offset"].append(detail.offset)
         shape["top_tokens"].append([piece(tokenizer, token, logprob) for token, logprob in detail.top])
+    return shape
+
+
+async def encoded_logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
+    """The same, made a little at a time, with what is large in it as JSON text already."""
+    breather, shape = Breather(), logprobs(tokenizer, ())
+    for detail in details:
+        for key, (value,) in logprobs(tokenizer, [detail]).items():
+            is_large = key in ("top_logprobs", "top_tokens")
+            shape[key].append(msgspec.Raw(msgspec.json.encode(value)) if is_large else value)
+        await breather.breathe()
     return shape
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from app.api import shapes, sse
 from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
@@ -78,24 +78,27 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep) -> R
     )
     job = await Job.begin(request_id_of(request), wish, service, metrics)
     try:
-        collected = await sse.until_disconnect(job.collect(), request.receive)
+        answer = await sse.until_disconnect(_answer(job, body), request.receive)
     finally:
         job.close()
-    if collected is None:
-        return Response(status_code=499)
+    return sse.json_response(answer, job.name) if answer else Response(status_code=499)
+
+
+async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
+    """The answer in one object. Raises EngineError."""
+    collected = await job.collect()
     names = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
-    answer = {
+    return {
         "id": job.name,
-        "model": service.model_name,
+        "model": job.service.model_name,
         "weights_version": job.admitted.weights_version,
-        "scores": [_score(job, index, one) for index, one in enumerate(collected)],
+        "scores": [await _score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),
         **names,
     }
-    return JSONResponse(answer, headers={"X-Request-Id": job.name})
 
 
-def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
+async def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
     tokenizer = job.admitted.tokenizer
     scored = [detail for detail in one.tokens if detail.logprob is not None]
     total = math.fsum(detail.logprob or 0.0 for detail in scored)
@@ -106,7 +109,7 @@ def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
         "n_scored": len(scored),
         "perplexity": _exp(-total / len(scored)) if scored else None,
         "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": shapes.tokens(tokenizer, one.tokens),
+        "tokens": await shapes.encoded_tokens(tokenizer, one.tokens),
     }
 
 

@@ -1,4 +1,4 @@
-"""What the native door writes: tokens, choices, receipts, as JSON objects. Pure."""
+"""What the native door writes: tokens, choices, receipts, as JSON objects. Knows no route."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from app import VERSION
+from app.api.breather import Breather
 from app.api.fields import GUIDES, SAMPLING
-from app.choice import Ended, TokenDetail
+from app.news import Ended, TokenDetail
 from app.service import Admitted
 from app.wish import Prompt
 from model.tokenizer import Tokenizer
@@ -29,6 +32,15 @@ def token(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, Any]:
 def tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[dict[str, Any]]:
     """Tokens of a text in their order."""
     return [token(tokenizer, detail) for detail in details]
+
+
+async def encoded_tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[msgspec.Raw]:
+    """tokens() as JSON text, made a little at a time: an answer may hold hundreds of thousands of alternatives."""
+    breather, encoded = Breather(), []
+    for detail in details:
+        encoded.append(msgspec.Raw(msgspec.json.encode(token(tokenizer, detail))))
+        await breather.breathe()
+    return encoded
 
 
 def choice(ended: Ended) -> dict[str, Any]:

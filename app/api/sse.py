@@ -7,8 +7,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from app.api.breather import Breather
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -41,9 +44,17 @@ class EventStreamResponse(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        breather = Breather()
         async for frame in self._frames:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await breather.breathe()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def json_response(answer: Mapping[str, Any], request_id: str) -> Response:
+    """An answer in one object; parts of it may be JSON text already (msgspec.Raw)."""
+    body = msgspec.json.encode(answer)
+    return Response(body, media_type="application/json", headers={"X-Request-Id": request_id})
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:

@@ -8,8 +8,7 @@ from typing import Any
 from app.api import shapes, sse
 from app.api.job import Job
 from app.api.shelf import Journal, Shelf
-from app.choice import Delta, Ended
-from app.completion import Begun, Idle, News, Queued
+from app.news import Begun, Delta, Ended, Idle, News, Queued
 
 
 class Reader:
@@ -36,6 +35,7 @@ class StreamJob:
         """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
         if self._paused:
             self._job.service.engine.resume(self._job.completion.stream)
+            self._job.completion.go_on()
             self._paused = False
         self._shelf.come_back(self)
         self._reader = Reader()

@@ -100,7 +100,7 @@ _PAIRS = {"logit_bias"}
 _HINTS = {
     "stop": r"May be repeated; \n, \t and \\ are read.",
     "stop_token_ids": "May be repeated.",
-    "logit_bias": "May be repeated: 123=-5.",
+    "logit_bias": "May be repeated: 123=-5. Of one id, the last counts.",
     "json_schema": "Or @FILE.",
     "grammar": "Or @FILE.",
 }

@@ -30,10 +30,10 @@ class InvalidRequest(EngineError):
 class ContextLengthExceeded(InvalidRequest):
     """The prompt, or the source, does not fit into the context."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int, field: str) -> None:
+    def __init__(self, prompt_tokens: int, max_model_len: int, field: str, *, is_least: bool = False) -> None:
+        count = f"at least {prompt_tokens}" if is_least else str(prompt_tokens)
         super().__init__(
-            f"the {field} has {prompt_tokens} tokens, the model reads at most {max_model_len}: shorten the {field}",
-            field,
+            f"the {field} has {count} tokens, the model reads at most {max_model_len}: shorten the {field}", field
         )
         self.prompt_tokens = prompt_tokens
         self.max_model_len = max_model_len

@@ -100,8 +100,10 @@ class Stream:
 
     def cancel(self) -> None:
         """Ends the stream for its reader, too."""
+        names = list(self._open)
         self.fail(Cancelled("the request was cancelled"), 0.0)
-        self.close()
+        if names:
+            self._drop(names)
 
     def pause(self) -> None:
         """The engine drops every sequence that has not ended; what has arrived stays."""

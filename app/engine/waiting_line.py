@@ -26,12 +26,16 @@ class WaitingLine:
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises QueueFull where these would break a bound now, InvalidRequest where they always would."""
+        self.check_count(len(requests), sum(map(_tokens, requests)))
+
+    def check_count(self, adding: int, adding_tokens: int = 0) -> None:
+        """The same for so many requests, before their tokens are known."""
         check_queue(
             self.limits,
             waiting=len(self._waiting),
             waiting_tokens=sum(self._waiting.values()),
-            adding=max(1, len(requests)),
-            adding_tokens=sum(map(_tokens, requests)),
+            adding=adding,
+            adding_tokens=adding_tokens,
             retry_after=self.retry_after,
         )
 
