@@ -31,7 +31,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.echo = echo
-        """The prompt, where it is to stand before the text."""
+        """The prompt, where it is still to be told before the text."""
         self.n_tokens = 0
         self.logprob_sum = 0.0
         self.ended: Ended | None = None
@@ -43,7 +43,6 @@ class Choice:
         nothing_yet = not any(tokenizer.token_bytes(token) for token in request.prompt)
         self._strips_space = nothing_yet and tokenizer.strips_first_space
         self._matcher = StopMatcher(rules.stops)
-        self._has_begun = False
         self._base = len(echo.text) if echo else 0
         self._decoded = self._sent = 0
         self._held: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
@@ -79,8 +78,8 @@ class Choice:
 
     def _begin(self) -> list[Delta]:
         """The echo, once."""
-        first, self._has_begun = not self._has_begun, True
-        return self.echo.deltas(self.index) if self.echo and first else []
+        echo, self.echo = self.echo, None
+        return echo.deltas(self.index) if echo else []
 
     def _matched(self, text: str) -> str:
         # Stops are not taken before min_tokens: what came so far is text whatever it says.

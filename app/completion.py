@@ -37,6 +37,8 @@ class Clock:
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    away: float = 0.0
+    """Seconds between the first token and the last that nobody listened and nothing was done."""
 
 
 class Completion:
@@ -50,6 +52,8 @@ class Completion:
         self.gaps: list[float] = []
         """Seconds between tokens of a choice since the last time somebody took them."""
         self._patience = patience
+        self._deadline = clock.submitted + patience.deadline
+        self._paused_at: float | None = None
         self._started: set[int] = set()
         self._last_tokens: dict[int, float] = {}
         self._news: deque[News] = deque()
@@ -77,9 +81,27 @@ class Completion:
         """Frees what the engine holds for this request; any number of times."""
         self.stream.close()
 
+    @property
+    def duration(self) -> float:
+        """Seconds from the submission until now, or until somebody stopped listening."""
+        return (self._paused_at or time.monotonic()) - self.clock.submitted - self.clock.away
+
+    def pause(self) -> None:
+        """Nobody listens: the engine has nothing to do with it until go_on()."""
+        self.stream.pause()
+        self._paused_at = time.monotonic()
+
     def go_on(self) -> None:
-        """A paused stream was submitted again: it waits for its turn from now on."""
-        self._queued_at = time.monotonic()
+        """The stream was submitted again: it waits for its turn from now on, and the time away does not count."""
+        now, clock = time.monotonic(), self.clock
+        away = now - (self._paused_at or now)
+        self._paused_at, self._queued_at = None, now
+        self._last_tokens.clear()
+        if clock.first_token is not None:
+            clock.away += away
+            return
+        clock.submitted += away
+        clock.started = None if clock.started is None else clock.started + away
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the engine: EOS and tokens behind a stop string count."""
@@ -95,11 +117,11 @@ class Completion:
         clock = self.clock
         started = clock.started or clock.submitted
         first = clock.first_token or started
-        decode = (clock.last_token or first) - first
-        later = self.n_tokens - len(self._last_tokens)
+        decode = (clock.last_token or first) - first - clock.away
+        later = self.n_tokens - sum(choice.n_tokens > 0 for choice in self.choices)
         return {
             "queue_ms": round((started - clock.submitted) * 1e3, 3),
-            "prefill_ms": round((first - started) * 1e3, 3),
+            "prefill_ms": round(max(0.0, first - started) * 1e3, 3),
             "first_token_ms": round((first - clock.submitted) * 1e3, 3),
             "decode_ms": round(decode * 1e3, 3),
             "tokens_per_second": round(later / decode, 2) if decode > 0 else 0.0,
@@ -142,7 +164,7 @@ class Completion:
 
     def _limit(self) -> float:
         """When patience ends, as long as things stay as they are."""
-        limit = self.clock.submitted + self._patience.deadline
+        limit = self._deadline
         if self.stream.queue_position is None:
             return limit
         return min(limit, self._queued_at + self._patience.queue)
@@ -150,7 +172,7 @@ class Completion:
     def _check_limits(self) -> None:
         if self._failure or self._limit() > time.monotonic():
             return
-        if self.stream.queue_position is not None and time.monotonic() < self.clock.submitted + self._patience.deadline:
+        if self.stream.queue_position is not None and time.monotonic() < self._deadline:
             self._fail(WaitedTooLong("the request waited too long for its turn: try again in a moment", 5))
         elif not self.n_tokens:
             self._fail(DeadlineExceeded("the deadline passed before the first token: raise deadline_ms, or try later"))
@@ -181,8 +203,8 @@ class Completion:
         elif isinstance(item, Started):
             self._note_start(arrival, item)
         elif isinstance(item, PromptScores):
-            assert choice.echo, "nobody asked for the scores of this prompt"
-            choice.echo.add(item)  # shared by all choices of the prompt
+            if choice.echo:  # shared by all choices of the prompt; gone where the text had to end
+                choice.echo.add(item)
         elif not choice.ended:
             self._note_token(arrival, item)
             self._tell(*choice.take(item))

@@ -127,6 +127,15 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return complete
 
 
+def test_a_full_disk_is_said_in_one_line(server: Server) -> None:
+    for flags in ([], ["--json"]):
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "app", "complete", "a", "--max-tokens", "3", "--url", server.url, *flags]
+            result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 1
+        assert result.stderr.count("\n") == 1 and "cannot be written" in result.stderr
+
+
 def test_the_text_is_the_services_own(server: Server, run: Run) -> None:
     flags = ("--max-tokens", "20", "--seed", "5", "--temperature", "0.8", "--stop", "zq", "--top-k", "-1")
     expected = whole(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")

@@ -30,7 +30,7 @@ def test_requests_leave_in_their_order_once_their_guide_is_compiled() -> None:
         go_on.wait(5)
         prepared.append(request.id)
 
-    door = Door(prepare, lambda _name: None)
+    door = Door(prepare, lambda _name: None, lambda: 0, most=9)
     assert door.wait_seconds(1.0) == 1.0
     for name in "abc":
         door.enter(_request(name))
@@ -45,7 +45,7 @@ def test_requests_leave_in_their_order_once_their_guide_is_compiled() -> None:
 
 def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
     go_on, forgotten = threading.Event(), list[str]()
-    door = Door(lambda _request: go_on.wait(5) and None, forgotten.append)
+    door = Door(lambda _request: go_on.wait(5) and None, forgotten.append, lambda: 0, most=9)
     for name in "ab":
         door.enter(_request(name))
     door.cancel("a")
@@ -60,7 +60,23 @@ def test_a_mishap_in_the_thread_is_not_swallowed() -> None:
     def prepare(_request: Request) -> None:
         raise RuntimeError("out of luck")
 
-    door = Door(prepare, lambda _name: None)
+    door = Door(prepare, lambda _name: None, lambda: 0, most=9)
     door.enter(_request("a"))
     with pytest.raises(RuntimeError, match="out of luck"):
         _wait_for(lambda: bool(door.leave()))
+
+
+def test_no_more_guides_are_compiled_ahead_than_are_kept() -> None:
+    kept = list[str]()
+    door = Door(lambda request: kept.append(request.id), lambda _name: None, lambda: len(kept), most=2)
+    for name in "abcd":
+        door.enter(_request(name))
+    left: list[str] = []
+    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["a", "b"])
+    time.sleep(0.02)
+    assert kept == ["a", "b"] and door.leave() == []
+    kept.remove("a")  # the engine has begun with it
+    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["a", "b", "c"])
+    door.cancel("d")
+    kept.clear()
+    assert door.leave() == [] and door.wait_seconds(1.0) == 1.0

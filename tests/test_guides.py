@@ -238,7 +238,7 @@ def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
 def test_no_more_matchers_are_kept_than_were_allowed() -> None:
     guides = _guides(most=4)
     for request in _requests([_grammar(regex="a*")] * 9):
-        guides.prepare(request)
+        guides.allowed([EngineSequence(request=request, tokens=[*request.prompt], arrival=0)])
     assert _kept(guides) == 4
 
 

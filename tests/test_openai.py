@@ -122,6 +122,12 @@ def test_unknown_fields_are_accepted_and_named(server: Server) -> None:
     assert "temprature" in warning
 
 
+def test_options_without_effect_are_named(server: Server) -> None:
+    warnings = _whole(server, **SOME, stream_options={"include_usage": True, "colour": 1})["warnings"]
+    assert len(warnings) == 2
+    assert "stream_options.colour" in warnings[0] and "without stream" in warnings[1]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "status"),
     [("model", "other", 404), ("temperature", -1, 400), ("n", 0, 400), ("prompt", [[]], 200), ("stop", [""], 400),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,29 @@ def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
     assert _resume(long_server, name, after=1000).status_code == 400
     assert _resume(long_server, name, after=-2).status_code == 400
     assert _resume(long_server, name, {"Last-Event-ID": "other:3"}).status_code == 400
+
+
+def test_time_away_is_nobodys_time(long_server: Server) -> None:
+    seen = _first_events(long_server, 40, **LONG)
+    time.sleep(1.5)
+    done = parse_events(_resume(long_server, seen[0].data["id"], after=39).text)[-1].data
+    rate = done["timings"]["tokens_per_second"]
+    assert done["timings"]["decode_ms"] == pytest.approx(599 / rate * 1e3, rel=0.01)
+    undisturbed = stream(long_server.url, **LONG)[-1].data["timings"]["decode_ms"]
+    assert done["timings"]["decode_ms"] < undisturbed + 1200
+
+
+def test_a_stream_cancelled_while_its_client_is_away_counts_as_cancelled(long_server: Server) -> None:
+    def cancelled() -> float:
+        name = r'inkstream_requests_total\{finish_reason="cancelled"\} (\S+)'
+        found = re.search(name, httpx.get(f"{long_server.url}/metrics").text)
+        return float(found.group(1)) if found else 0.0
+
+    before = cancelled()
+    name = _first_events(long_server, 3, **LONG)[0].data["id"]
+    assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200
+    assert parse_events(_resume(long_server, name, after=2).text)[-1].name == "done"
+    assert long_server.wait_for(lambda: cancelled() == before + 1, 2.0)
 
 
 def test_streams_are_forgotten_after_a_while_and_counted_then(tmp_path: Path, weights: Path) -> None:

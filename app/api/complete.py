@@ -52,9 +52,10 @@ async def resume(
     stream = shelf.find(request_id, owner_of(request))
     if not isinstance(stream, StreamJob):
         raise ApiError(404, "no stream that can be resumed has this id", code="unknown_request")
-    number = _number(request_id, last_event_id) if after is None else after + 1
+    number = after + 1 if last_event_id is None and after is not None else _number(request_id, last_event_id)
     if number > stream.next_number:
-        raise ApiError(400, f"the stream has sent {stream.next_number} events so far", param="after")
+        param = "after" if last_event_id is None else "Last-Event-ID"
+        raise ApiError(400, f"{param}: the last event that was sent is {stream.next_number - 1}", param=param)
     if not stream.keeps(number):
         raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
     return _respond(stream, number)

@@ -159,7 +159,8 @@ async def _on_framework_validation(request: Request, error: Exception) -> Respon
     """FastAPI's own check of paths and queries."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return respond(request, ApiError(400, str(first["msg"])[:200], param=str(first["loc"][-1])[:60]))
+    name = str(first["loc"][-1])[:60]
+    return respond(request, ApiError(400, f"{name}: {first['msg']}"[:200], param=name))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

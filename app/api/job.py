@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 
 from app.api.errors import ApiError, from_engine
@@ -58,6 +57,10 @@ class Job:
         elif isinstance(news, Ended):
             self._outcome = news.finish_reason
 
+    def note_cancelled(self) -> None:
+        """It was ended from outside, whether or not somebody reads that."""
+        self._outcome = "cancelled"
+
     def failure(self, error: Exception) -> ApiError:
         """What the client is told of an error in mid-stream."""
         self._outcome = "error"
@@ -92,7 +95,7 @@ class Job:
         if not self._closed:
             self._closed = True
             outcome = self._outcome or "disconnected"
-            duration = time.monotonic() - self.completion.clock.submitted
+            duration = self.completion.duration
             self._metrics.ended(self.completion, outcome, duration)
             _log.info(
                 "request %s: %s, %d tokens, %.0f ms", self.name, outcome, self.completion.n_tokens, duration * 1e3

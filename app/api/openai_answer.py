@@ -24,7 +24,7 @@ PING_SECONDS = 15.0
 class StreamOptions(BaseModel):
     """What a stream tells beside its text."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = Field(None, description="A last chunk with the usage and no choices.")
     continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")

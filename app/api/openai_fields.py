@@ -40,7 +40,11 @@ class OpenAIFields(SamplingFields):
     @property
     def warnings(self) -> list[str]:
         """What was sent and has no effect."""
-        return [f"unknown field {name[:60]!r} has no effect" for name in list(self.model_extra or {})[:20]]
+        names = list(self.model_extra or {})
+        if options := self.stream_options:
+            names += [f"stream_options.{name}" for name in options.model_extra or {}]
+        warnings = [f"unknown field {name[:60]!r} has no effect" for name in names[:20]]
+        return [*warnings, *(["stream_options has no effect without stream"] if options and not self.stream else [])]
 
 
 class CompletionsRequest(OpenAIFields, CompletionFields):
@@ -84,9 +88,9 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a chat."""
+    """One turn of a chat; what else it holds is the template's to read."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(max_length=64, description="system, user, assistant, or what else the template knows.")
     content: str | list[TextPart] | None = Field(None, description="What was said.")
@@ -96,7 +100,7 @@ class Message(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """As chat templates want it: the content in one string."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
-        return {"role": self.role, "content": content, "name": self.name}
+        return {**(self.model_extra or {}), "role": self.role, "content": content, "name": self.name}
 
 
 class ChatRequest(OpenAIFields):

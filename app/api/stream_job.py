@@ -49,7 +49,7 @@ class StreamJob:
             if self._finished:
                 self._job.close()
             elif self._job.completion.stream.is_open:
-                self._job.completion.stream.pause()
+                self._job.completion.pause()
                 self._paused = True
             self._shelf.leave(self)
 
@@ -57,6 +57,8 @@ class StreamJob:
         """Ends the text, and its reader is told so; False where it had ended already."""
         running = self._job.completion.stream.is_open
         self._job.completion.stream.cancel()
+        if running:
+            self._job.note_cancelled()
         return running
 
     def close(self) -> None:

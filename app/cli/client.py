@@ -31,6 +31,8 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("--url must look like http://127.0.0.1:8000, where `inkstream serve` listens")
+        if parts.query or parts.fragment or parts.username:
+            raise ValueError("--url must not hold a name, a query or a fragment; a key goes into --api-key")
         if not api_key.isascii() or not api_key.isprintable():
             raise ValueError("the API key has characters that no key has")
         self._url = url

@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("the arguments are not UTF-8")
     except ValueError as error:
         parser.error(str(error))
+    if sys.stdout is None:
+        parser.error("standard output is closed")
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         if options.json:
@@ -41,6 +43,12 @@ def main(argv: Sequence[str]) -> int:
     except NoAnswer as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the verbs' common end: whoever read has read enough
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, and says nothing
+        print(f"error: the text cannot be written ({error.strerror})", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -74,7 +82,7 @@ def _print_text(client: Client, body: dict[str, Any]) -> None:
     """The first text as it comes, others behind it when it is at its end. Raises Refused and NoAnswer."""
     later: dict[int, list[str]] = {}
     count = body.get("n", 1)
-    begun = False
+    begun, reasons = False, set[str]()
     try:
         for name, data in client.events(body):
             if name == "start" and count > 1:
@@ -86,6 +94,8 @@ def _print_text(client: Client, body: dict[str, Any]) -> None:
                 later.setdefault(data["index"], []).append(data["text"])
             elif name == "error":
                 raise Refused(error_message(data) or "the service failed")
+            elif name == "done":
+                reasons |= {choice["finish_reason"] for choice in data["choices"]}
     finally:
         if begun:
             _write("\n")
@@ -93,6 +103,8 @@ def _print_text(client: Client, body: dict[str, Any]) -> None:
         _write("\n")
     for index in range(1, count):
         _write(f"\n[{index + 1} of {count}]\n{''.join(later.get(index, []))}\n")
+    for reason in sorted(reasons - {"stop", "length"}):
+        print(f"note: the text ends early: {reason}", file=sys.stderr)
 
 
 def _write(text: str) -> None:

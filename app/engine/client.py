@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from app.engine.admission import QueueLimits
-from app.engine.errors import EngineFailed, NotReady
+from app.engine.errors import EngineFailed, InvalidRequest, NotReady
 from app.engine.frames import Cancel, Fatal, Phase, Ready, Submit, Up, WorkerConfig
 from app.engine.process import WORKER, EngineProcess
 from app.engine.stream import Stream
@@ -202,5 +202,6 @@ class EngineClient:
                     self._forget([item.request_id])
         for failure in report.failed:
             if stream := self._streams.get(failure.request_id):
-                stream.push(failure.request_id, report.at, EngineFailed(failure.message))
+                error = InvalidRequest(failure.message) if failure.is_asked_for else EngineFailed(failure.message)
+                stream.push(failure.request_id, report.at, error)
                 self._forget([failure.request_id])

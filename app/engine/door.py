@@ -14,32 +14,47 @@ _POLL_SECONDS = 0.002
 class Door:
     """Owns one thread. Guided requests leave in the order in which they came; others do not wait for them."""
 
-    def __init__(self, prepare: Callable[[Request], None], forget: Callable[[str], None]) -> None:
+    def __init__(
+        self, prepare: Callable[[Request], None], forget: Callable[[str], None], n_kept: Callable[[], int], *, most: int
+    ) -> None:
+        """`most` guides are kept for requests that have not begun; `n_kept` tells how many of those there are."""
         self._prepare = prepare
         self._forget = forget
+        self._n_kept = n_kept
+        self._most = most
         self._thread = ThreadPoolExecutor(1)
-        self._waiting: deque[tuple[Request, Future[None]]] = deque()
+        self._waiting: deque[Request] = deque()
+        self._compiled: deque[tuple[Request, Future[None]]] = deque()
 
     def wait_seconds(self, otherwise: float) -> float:
         """How long the engine may sleep: not for long while somebody waits here."""
-        return min(otherwise, _POLL_SECONDS) if self._waiting else otherwise
+        return min(otherwise, _POLL_SECONDS) if self._waiting or self._compiled else otherwise
 
     def enter(self, request: Request) -> None:
         """Takes a request in."""
-        self._waiting.append((request, self._thread.submit(self._prepare, request)))
+        self._waiting.append(request)
+        self._compile()
 
     def leave(self) -> list[Request]:
         """Those that are ready now, and nobody before them waits."""
         ready = []
-        while self._waiting and self._waiting[0][1].done():
-            request, prepared = self._waiting.popleft()
+        while self._compiled and self._compiled[0][1].done():
+            request, prepared = self._compiled.popleft()
             prepared.result()  # what went wrong there is the engine's end
             ready.append(request)
+        self._compile()
         return ready
 
     def cancel(self, request_id: str) -> None:
         """Forgets a request, here and where its guide is kept; no error where there is none."""
-        for entry in [entry for entry in self._waiting if entry[0].id == request_id]:
+        for request in [request for request in self._waiting if request.id == request_id]:
+            self._waiting.remove(request)
+        for entry in [entry for entry in self._compiled if entry[0].id == request_id]:
             entry[1].cancel()
-            self._waiting.remove(entry)
+            self._compiled.remove(entry)
         self._forget(request_id)
+
+    def _compile(self) -> None:
+        while self._waiting and self._n_kept() + len(self._compiled) < self._most:
+            request = self._waiting.popleft()
+            self._compiled.append((request, self._thread.submit(self._prepare, request)))

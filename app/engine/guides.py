@@ -77,7 +77,7 @@ class Guides:
         self._size = vocab_size
         self._most = most
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
-        self._prepared: OrderedDict[str, _Followed] = OrderedDict()
+        self._prepared: dict[str, _Followed] = {}
         self._lock = Lock()
         self._ends: dict[tuple[int, ...], Tensor] = {}
 
@@ -86,8 +86,11 @@ class Guides:
         followed = self._build(request, request.generated)
         with self._lock:
             self._prepared[request.id] = followed
-            while len(self._prepared) > self._most:
-                self._prepared.popitem(last=False)
+
+    @property
+    def n_prepared(self) -> int:
+        """Guides of requests that have not begun."""
+        return len(self._prepared)
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept for a request; nothing where it is gone already."""

@@ -122,7 +122,7 @@ class Scheduler:
             scored = result.scores[name] if places else ()
             drawn = result.drawn[name] if chunk.samples else None
             if drawn and drawn.failure and scored is not None:
-                failed.append(Failed(name, drawn.failure))
+                failed.append(Failed(name, drawn.failure, is_asked_for=True))
                 self._end(sequence)
                 continue
             if scored is None or (drawn and drawn.token is None):

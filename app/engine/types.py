@@ -101,6 +101,8 @@ class Failed(Struct, frozen=True, array_like=True):
 
     request_id: str
     message: str
+    is_asked_for: bool = False
+    """What the request asks for is the reason, not we."""
 
 
 class Counters(Struct, frozen=True, kw_only=True):

@@ -102,7 +102,13 @@ def main(descriptor: int) -> int:
         config = _first_frame(inbox)
         engine, guides, ready = _build(config, send)
         send(ready)
-        _serve(engine, Door(guides.prepare, guides.forget), inbox, send, config.heartbeat_seconds)
+        _serve(
+            engine,
+            Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running),
+            inbox,
+            send,
+            config.heartbeat_seconds,
+        )
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except StartError as error:
