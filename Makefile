@@ -2,6 +2,7 @@
 #
 #   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
+#   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 
@@ -12,6 +13,7 @@ WEIGHTS ?=
 OUT ?= out
 DATA ?=
 ARGS ?=
+ONLY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,10 +23,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench lint
+.PHONY: help FORCE install serve test train bench lint clients
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile; echo "targets: install serve test train bench lint"
+	@sed -n '3,7s/^# *//p' Makefile; echo "targets: install serve test train bench lint clients"
 
 install: $(VENV)/installed
 
@@ -59,3 +61,6 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+clients: install
+	PYTHONPATH=tests PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)

@@ -1,0 +1,49 @@
+"""A direct forward pass of the model, for the clients' scripts: a question on each line in, an answer on each line out.
+
+{"texts": [str]} -> ids of every text. {"rows": [[id]]} -> of every row, (log-probability, whether it was the best) of
+every id but the first. {"prompts": [[id]], "n": int} -> the n greedy ids that follow, as text. Knows no service.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.checkpoint import load
+from model.reference import generate, logits
+from model.tokenizer import Tokenizer
+from model.transformer import Decoder
+
+
+def answer(question: dict[str, Any], decoder: Decoder, tokenizer: Tokenizer) -> list[Any]:
+    """What the model says, computed one row at a time."""
+    match question:
+        case {"texts": texts}:
+            return [tokenizer.encode(text) for text in texts]
+        case {"rows": rows}:
+            return [_score(logits(decoder, row), row) for row in rows]
+        case {"prompts": prompts, "n": n}:
+            return [tokenizer.decode(generate(decoder, prompt, n)) for prompt in prompts]
+    raise ValueError(f"no question of ours: {', '.join(question)}")
+
+
+def _score(logits_TV: torch.Tensor, row: list[int]) -> list[tuple[float, bool]]:
+    logprobs_TV = logits_TV[:-1].double().log_softmax(-1)
+    chosen_T = logprobs_TV.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+    return list(zip(chosen_T.tolist(), (chosen_T == logprobs_TV.amax(-1)).tolist(), strict=True))
+
+
+def main(directory: Path) -> None:
+    """Answers until stdin ends."""
+    decoder = load(directory, device=torch.device("cpu"), dtype=torch.float32).decoder
+    tokenizer = Tokenizer.load(directory)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line), decoder, tokenizer)), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""Runs real clients of the completions API against the service, and prints a table: `make clients ONLY="llm"`.
+
+Every client of clients.toml has an environment of its own in .clients/, made on first use. A client passes when its
+script ends with 0; the script prints a line for each of its checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conftest import ROOT, Server, start_server, stop_server
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = ROOT / ".clients"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """A client as clients.toml has it."""
+
+    name: str
+    script: str
+    packages: tuple[str, ...] = ()
+    npm: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    services: tuple[str, ...] = ("--dtype float32",)
+    heavy: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where its environment is."""
+        return ENVIRONMENTS / self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a client fared."""
+
+    client: Client
+    passed: bool
+    checks: int
+    failed: int
+    seconds: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 when every client that was asked for passed."""
+    clients = read_clients()
+    light = [name for name, client in clients.items() if not client.heavy]
+    parser = argparse.ArgumentParser(description="Run real clients against the service.")
+    parser.add_argument("names", nargs="*", metavar="CLIENT", help=f"{', '.join(clients)}; default: all but heavy ones")
+    parser.add_argument("--weights", type=Path, default=ROOT / "weights")
+    parser.add_argument("--list", action="store_true", help="only say which clients there are")
+    options = parser.parse_args(argv)
+    if unknown := [name for name in options.names if name not in clients]:
+        parser.error(f"unknown {', '.join(unknown)}; clients are {', '.join(clients)}")
+    if options.list:
+        print("\n".join(f"{c.name:13} {' '.join(c.packages + c.npm)}{'  (heavy)' * c.heavy}" for c in clients.values()))
+        return 0
+    chosen = [clients[name] for name in options.names or light]
+    for client in chosen:
+        install(client)
+    with Services(options.weights) as services:
+        outcomes = [run(client, services, options.weights) for client in chosen]
+    print(table(outcomes))
+    if services.complaints:
+        print(f"the service logged:\n{services.complaints}")
+    return 0 if all(outcome.passed for outcome in outcomes) and not services.complaints else 1
+
+
+def read_clients() -> dict[str, Client]:
+    """All of clients.toml, by name."""
+    entries = tomllib.loads((HERE / "clients.toml").read_text())
+    return {
+        name: Client(name=name, **{key: tuple(v) if isinstance(v, list) else v for key, v in entry.items()})
+        for name, entry in entries.items()
+    }
+
+
+def install(client: Client) -> None:
+    """Makes the client's environment, where it is not there or of other versions."""
+    made_of = json.dumps([client.first, client.packages, client.npm])
+    stamp = client.folder / "made-of.json"
+    if stamp.exists() and stamp.read_text() == made_of:
+        return
+    print(f"installing {' '.join(client.packages + client.npm)}", flush=True)
+    shutil.rmtree(client.folder, ignore_errors=True)
+    client.folder.mkdir(parents=True)
+    if client.packages:
+        subprocess.run([sys.executable, "-m", "venv", client.folder], check=True)
+        pip = [client.folder / "bin/python", "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        for packages in filter(None, (client.first, client.packages)):
+            subprocess.run([*pip, *shlex.split(os.environ.get("PIP_ARGS", "")), *packages], check=True)
+    if client.npm:
+        npm = shutil.which("npm") or sys.exit(f"error: {client.name} needs Node.js and npm (Debian: apt install npm)")
+        subprocess.run([npm, "install", "--silent", "--prefix", client.folder, *client.npm], check=True)
+    stamp.write_text(made_of)
+
+
+class Services:
+    """The services that run, one for each set of flags, started when a client wants it. Ends them all."""
+
+    def __init__(self, weights: Path) -> None:
+        self.complaints = ""
+        self._weights = weights
+        self._running: dict[str, Server] = {}
+
+    def __enter__(self) -> Services:
+        self._folder = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for flags, server in self._running.items():
+            code = stop_server(server)
+            log = server.log.read_text()
+            if code or "Traceback" in log or " ERROR " in log:
+                self.complaints += f"{flags}: exit code {code}\n{log[-4000:]}\n"
+        self._folder.cleanup()
+
+    def url(self, flags: str) -> str:
+        """The address of the service with these flags."""
+        if flags not in self._running:
+            self._running[flags] = start_server(Path(self._folder.name), self._weights, *flags.split())
+        return self._running[flags].url
+
+
+def run(client: Client, services: Services, weights: Path) -> Outcome:
+    """The client's script, in its environment; what it prints is printed."""
+    print(f"\n== {client.name}", flush=True)
+    environment = {**os.environ, "PYTHONPATH": "", "CLIENT_WEIGHTS": str(weights), "CLIENT_ORACLE": sys.executable}
+    script = HERE / client.script
+    command: list[str | Path] = [client.folder / "bin/python" if client.packages else sys.executable, script]
+    if client.npm:
+        # Node looks for packages from where the script lies.
+        command = ["node", shutil.copy(script, client.folder)]
+    urls = [services.url(flags) for flags in client.services]
+    started = time.monotonic()
+    checks = failed = 0
+    with subprocess.Popen([*command, *urls], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            checks += line.startswith(("ok ", "FAIL "))
+            failed += line.startswith("FAIL ")
+    passed = process.returncode == 0 and checks > 0 and not failed
+    return Outcome(client=client, passed=passed, checks=checks, failed=failed, seconds=time.monotonic() - started)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One line for each client."""
+    lines = [f"\n{'client':13} {'version':45} {'checks':>6} {'seconds':>7}  result"]
+    for outcome in outcomes:
+        version = " ".join(outcome.client.packages[:1] + outcome.client.npm)
+        result = "passed" if outcome.passed else f"FAILED ({outcome.failed} checks)"
+        lines.append(f"{outcome.client.name:13} {version:45} {outcome.checks:6} {outcome.seconds:7.1f}  {result}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""llama-index-llms-openai-like: OpenAILike for a model that completes. Argument: the service."""
+
+from __future__ import annotations
+
+import sys
+
+import httpx
+from checks import raises, run_checks
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+URL = f"{sys.argv[1]}/v1"
+PROMPT = "Once upon a time"
+MODEL = httpx.get(f"{URL}/models").json()["data"][0]["id"]
+WISH = {"model": MODEL, "api_base": URL, "api_key": "none", "is_chat_model": False, "max_retries": 0, "max_tokens": 12}
+llm = OpenAILike(**WISH, temperature=0)
+
+
+def check_complete() -> None:
+    answer = llm.complete(PROMPT)
+    assert answer.text and answer.additional_kwargs["completion_tokens"] == 12
+
+
+def check_a_stream_is_the_text_in_pieces() -> None:
+    answers = list(llm.stream_complete(PROMPT))
+    assert "".join(answer.delta for answer in answers) == answers[-1].text == llm.complete(PROMPT).text
+
+
+async def check_asynchronous_calls() -> None:
+    answers = [answer async for answer in await llm.astream_complete(PROMPT)]
+    assert answers[-1].text == (await llm.acomplete(PROMPT)).text
+
+
+def check_log_probabilities() -> None:
+    told = OpenAILike(**WISH, temperature=0, logprobs=True, top_logprobs=2).complete(PROMPT).logprobs
+    assert len(told) == 12 and all(token.logprob <= 0 for top in told for token in top)
+
+
+def check_a_chat_becomes_a_prompt() -> None:
+    assert llm.chat([ChatMessage(role="user", content="Who are you?")]).message.content
+
+
+def check_fields_of_ours_go_through() -> None:
+    other = OpenAILike(**WISH, additional_kwargs={"seed": 7, "stop": ["."], "extra_body": {"top_k": 3, "min_p": 0.1}})
+    assert other.complete(PROMPT).text == other.complete(PROMPT).text
+
+
+def check_errors_come_through() -> None:
+    with raises(Exception, "top_p"):
+        OpenAILike(**WISH, additional_kwargs={"top_p": 7}).complete(PROMPT)
+
+
+if __name__ == "__main__":
+    run_checks(dict(vars()))

@@ -1,0 +1,61 @@
+"""Simon Willison's llm, the command: a model of extra-openai-models.yaml that completes. Argument: the service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from checks import run_checks
+
+URL = f"{sys.argv[1]}/v1"
+PROMPT = "Once upon a time"
+MODEL = json.load(urllib.request.urlopen(f"{URL}/models"))["data"][0]["id"]
+HOME = Path(tempfile.mkdtemp())
+(HOME / "extra-openai-models.yaml").write_text(
+    f"- model_id: ink\n  model_name: {json.dumps(MODEL)}\n  api_base: {URL}\n  completion: true\n"
+)
+
+
+def check_the_model_is_listed() -> None:
+    assert "OpenAI Completion: ink" in llm("models")
+
+
+def check_stream_and_whole_are_the_same_text() -> None:
+    asked = ("-m", "ink", "-o", "max_tokens", "20", "-o", "seed", "7", PROMPT)
+    text = llm("prompt", *asked)
+    assert len(text) > 10 and llm("prompt", "--no-stream", *asked) == text
+
+
+def check_log_probabilities_and_usage_are_logged() -> None:
+    llm("prompt", "-m", "ink", "-o", "max_tokens", "5", "-o", "logprobs", "2", "-o", "temperature", "0", PROMPT)
+    (entry,) = json.loads(llm("logs", "-n", "1", "--json"))
+    told = entry["response_json"]
+    assert told["usage"]["completion_tokens"] == len(told["logprobs"]) == 5
+    assert entry["response"] == "".join(token["text"] for token in told["logprobs"])
+
+
+def check_a_conversation_goes_on() -> None:
+    assert llm("prompt", "-m", "ink", "-c", "-o", "max_tokens", "5", "And then")
+
+
+def check_an_error_is_told() -> None:
+    told = llm("prompt", "-m", "ink", "-o", "top_p", "1", "-o", "max_tokens", "3", "word " * 9000, fails=True)
+    assert "tokens" in told and "Traceback" not in told
+
+
+def llm(*arguments: str, fails: bool = False) -> str:
+    """What the command printed; where it must fail, on stderr."""
+    environment = {**os.environ, "LLM_USER_PATH": str(HOME), "OPENAI_API_KEY": "none"}
+    command = [Path(sys.executable).parent / "llm", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+    assert (done.returncode != 0) is fails, done.stderr
+    return done.stderr if fails else done.stdout
+
+
+if __name__ == "__main__":
+    run_checks(dict(vars()))

@@ -1,0 +1,304 @@
+"""The openai package, 3.x and 2.x: all that its completions do. Arguments: the service, one that takes two requests."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import openai
+from checks import raises, run_checks
+
+URL, BUSY = sys.argv[1:3]
+PROMPT = "Once upon a time"
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+MODEL = client.models.list().data[0].id
+
+
+def check_the_model_is_listed_and_found() -> None:
+    assert client.models.retrieve(MODEL).id == MODEL
+    with raises(openai.NotFoundError, "nowhere"):
+        client.models.retrieve("nowhere")
+
+
+def check_a_plain_completion() -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0)
+    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == MODEL
+    assert abs(answer.created - time.time()) < 60
+    assert answer.choices[0].text and answer.choices[0].finish_reason == "length" and not answer.choices[0].logprobs
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+
+
+def check_the_default_is_sixteen_tokens() -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 16
+
+
+def check_a_stream_is_the_plain_text_in_pieces() -> None:
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "seed": 7}
+    plain = client.completions.create(**wish)
+    chunks = list(client.completions.create(**wish, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.choices[0].text
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == plain.choices[0].finish_reason
+    assert all(chunk.choices[0].text for chunk in chunks[:-1])
+    assert not any(chunk.usage for chunk in chunks)
+
+
+async def check_an_asynchronous_stream() -> None:
+    async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none") as aclient:
+        stream = await aclient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, seed=7, stream=True)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert text == client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, seed=7).choices[0].text
+
+
+def check_the_usage_of_a_stream_comes_last() -> None:
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    chunks = list(client.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage == client.completions.create(**wish).usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+    assert not any(chunk.usage for chunk in chunks[:-1])
+
+
+def check_continuous_usage_counts_up() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, stream=True, stream_options=options)
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] <= 8 and counts[0] >= 1
+
+
+def check_several_choices_of_several_prompts_keep_their_order() -> None:
+    prompts = [PROMPT, "The moon", "It was"]
+    answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=6, seed=3, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4, 5]
+    for choice in answer.choices:
+        assert choice.text.startswith(prompts[choice.index // 2])
+    assert answer.usage.completion_tokens <= 36
+    texts: dict[int, str] = {}
+    for chunk in client.completions.create(
+        model=MODEL, prompt=prompts, n=2, max_tokens=6, seed=3, echo=True, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    assert [texts[choice.index] for choice in answer.choices] == [choice.text for choice in answer.choices]
+
+
+def check_the_best_of_several() -> None:
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 3}
+    answer = client.completions.create(**wish, n=1, best_of=3)
+    assert len(answer.choices) == 1
+    assert answer.choices[0].text in {choice.text for choice in client.completions.create(**wish, n=3).choices}
+    with raises(openai.BadRequestError, "best_of"):
+        client.completions.create(**wish, n=3, best_of=2)
+    with raises(openai.BadRequestError, "best_of"):
+        client.completions.create(**wish, best_of=3, stream=True)
+
+
+def check_log_probabilities_in_the_shape_of_old() -> None:
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 3}
+    choice = client.completions.create(**wish).choices[0]
+    told = choice.logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == len(told.text_offset)
+    assert "".join(told.tokens) == choice.text and told.text_offset[0] == 0
+    for token, logprob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert logprob <= 0 and top[token] == logprob == max(top.values()) and len(top) <= 4
+    parts = [chunk.choices[0] for chunk in client.completions.create(**wish, stream=True)]
+    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [x for part in parts if part.logprobs for x in getattr(part.logprobs, field)]
+        assert streamed == getattr(told, field), field
+    assert all(len(part.logprobs.tokens) == 1 for part in parts if part.logprobs and part.logprobs.tokens)
+
+
+def check_an_echo_tells_the_prompt_and_its_log_probabilities() -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2, temperature=0, logprobs=2, echo=True)
+    choice, told = answer.choices[0], answer.choices[0].logprobs
+    n = answer.usage.total_tokens
+    assert choice.text.startswith(PROMPT) and "".join(told.tokens) == choice.text
+    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == n
+    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    assert all(math.isfinite(x) and x <= 0 for x in told.token_logprobs[1:])
+    assert [choice.text[i:].startswith(t) for i, t in zip(told.text_offset, told.tokens, strict=True)] == [True] * n
+    scored = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, logprobs=2, echo=True).choices[0]
+    assert scored.text == PROMPT and scored.logprobs.token_logprobs == told.token_logprobs[:-2]
+
+
+def check_prompts_may_be_token_ids() -> None:
+    wish = {"model": MODEL, "max_tokens": 4, "temperature": 0, "echo": True}
+    one, two = ([5, 6, 7], [8, 9])
+    texts = [client.completions.create(**wish, prompt=ids).choices[0].text for ids in (one, two)]
+    assert [choice.text for choice in client.completions.create(**wish, prompt=[one, two]).choices] == texts
+    assert client.completions.create(model=MODEL, prompt=[one, two], max_tokens=1).usage.prompt_tokens == 5
+
+
+def check_a_stop_ends_the_text_before_it() -> None:
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    text = client.completions.create(**wish).choices[0].text
+    stop = text[len(text) // 2 :][:3]
+    choice = client.completions.create(**wish, stop=[stop, "never in this text"]).choices[0]
+    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+    chunks = client.completions.create(**wish, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def check_a_bias_decides() -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=3, temperature=0, logit_bias={"42": 100}, logprobs=0
+    )
+    assert len(set(answer.choices[0].logprobs.tokens)) == 1
+
+
+def check_a_schema_is_followed_streamed_or_not() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"enum": [7, 8]}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    shape = {"type": "json_schema", "json_schema": {"name": "fox", "schema": schema}}
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "seed": 3, "extra_body": {"response_format": shape}}
+    text = client.completions.create(**wish).choices[0].text
+    assert json.loads(text)["age"] in (7, 8)
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**wish, stream=True)) == text
+
+
+def check_what_is_not_known_is_named() -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1, extra_body={"mirostat": 2})
+    assert "mirostat" in str(answer.model_extra["warnings"])
+
+
+def check_every_null_is_a_default() -> None:
+    nulls = ("best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty")
+    nulls += ("seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user")
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, extra_body=dict.fromkeys(nulls))
+    assert 1 <= answer.usage.completion_tokens <= 16
+    assert client.completions.create(model=MODEL, prompt=None, max_tokens=2).choices
+
+
+def check_what_a_benchmark_sends() -> None:
+    extra = {"repetition_penalty": 1.0, "ignore_eos": True, "min_tokens": 5, "top_k": -1, "best_of": 1}
+    wish = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "logprobs": None,
+        "extra_body": extra,
+    }
+    options = {"include_usage": True}
+    chunks = list(client.completions.create(**wish, stream=True, stream_options=options))
+    assert chunks[-1].usage.completion_tokens == 5
+
+
+def check_what_is_wrong_is_a_bad_request() -> None:
+    for wrong in ({"temperature": -1}, {"n": 0}, {"logprobs": 99}, {"max_tokens": "many"}, {"stop": [""]}):
+        with raises(openai.BadRequestError, next(iter(wrong))) as caught:
+            client.completions.create(model=MODEL, prompt=PROMPT, **wrong)
+        assert caught[0].param == next(iter(wrong)) and caught[0].type == "invalid_request_error"
+        assert caught[0].request_id == caught[0].body["request_id"]
+    with raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="word " * 9000)
+    assert caught[0].code == "context_length_exceeded"
+    with raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1, stream=True)
+    with raises(openai.NotFoundError, "nowhere"):
+        client.completions.create(model="nowhere", prompt=PROMPT)
+
+
+def check_a_chat_without_a_template_is_refused_in_words() -> None:
+    with raises(openai.BadRequestError, "template"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Who are you?"}])
+
+
+def check_the_raw_response_names_the_request() -> None:
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt=PROMPT, max_tokens=1)
+    assert raw.headers["x-request-id"] and raw.parse()._request_id == raw.headers["x-request-id"]
+    with client.completions.with_streaming_response.create(model=MODEL, prompt=PROMPT, max_tokens=1) as response:
+        assert response.headers["x-request-id"] and response.json()["choices"]
+
+
+def check_a_client_may_leave_its_stream() -> None:
+    with client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=200, stream=True) as stream:
+        next(iter(stream))
+    assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices
+
+
+def check_a_full_service_refuses_and_is_tried_again() -> None:
+    wish = {"model": MODEL, "prompt": PROMPT}
+    with busy_streams() as end:
+        refused = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
+        with raises(openai.InternalServerError) as caught:
+            refused.completions.create(**wish, max_tokens=1)
+        assert caught[0].status_code == 503 and caught[0].type == "unavailable_error"
+        assert 1 <= int(caught[0].response.headers["retry-after"]) <= 120
+        threading.Timer(0.2, end).start()
+        patient = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=4)
+        raw = patient.completions.with_raw_response.create(**wish, max_tokens=1)
+        assert raw.parse().choices and raw.retries_taken >= 1
+
+
+def check_a_quota_is_tried_again_when_it_says() -> None:
+    with refusing_once(429) as url:
+        started = time.monotonic()
+        other = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=1)
+        assert other.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices
+        assert time.monotonic() - started >= 1
+
+
+@contextmanager
+def busy_streams() -> Iterator[object]:
+    """The busy service has one request running and one waiting; gives what ends both."""
+    filling = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
+    wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "stream": True, "extra_body": {"ignore_eos": True}}
+    first = filling.completions.create(**wish)
+    next(iter(first))
+    # A stream that waits has no first chunk: its headers come, so it is admitted.
+    second = filling.completions.create(**wish)
+    try:
+        yield lambda: (first.close(), second.close())
+    finally:
+        first.close()
+        second.close()
+
+
+@contextmanager
+def refusing_once(status: int) -> Iterator[str]:
+    """A service that refuses the first request with Retry-After: 1, then answers: no key of ours has a quota yet."""
+    answers = [(status, {"error": {"message": "slow down", "type": "rate_limit_error"}})]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            choice = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
+            whole = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
+            code, body = answers.pop() if answers else (200, whole)
+            data = json.dumps(body).encode()
+            self.send_response(code)
+            for name, value in (("Retry-After", "1"), ("Content-Type", "application/json")):
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    run_checks(dict(vars()))
