@@ -19,7 +19,7 @@ def test_the_last_line_is_one_json_object_with_every_way_to_draw(
     result = json.loads(last)
     assert (result["benchmark"], result["prompt"], result["rounds"]) == ("sampling", 20, 1)
     assert [times["rows"] for times in result["times"]] == [1, 3]
-    assert len(table) == 1 + len(result["times"])
+    assert len(table) == 1 + 2 * len(result["times"])
     for times in result["times"]:
-        assert min(times["greedy_ms"], times["plain_ms"], times["filters_ms"]) > 0
+        assert min(times["greedy_ms"], times["plain_ms"], times["filters_ms"], times["everything_ms"]) > 0
         assert times["filters_percent"] == pytest.approx(100 * (times["filters_ms"] / times["greedy_ms"] - 1))

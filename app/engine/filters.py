@@ -28,15 +28,22 @@ def weights(logits_SX: Tensor, best_S1: Tensor, params: Items[SamplingParams]) -
     shares = [(max(p.temperature, COLDEST), p.typical_p, p.top_p, p.min_p) for p in params]
     shares_S4 = torch.tensor(shares, dtype=torch.float64, device=logits_SX.device)
     temperature_S1, typical_p_S1, top_p_S1, min_p_S1 = (shares_S4[:, i : i + 1] for i in range(4))
+    ranked = None
+    if logits_SX.shape[1] <= _TRY and any(p.top_k or p.top_p < 1 for p in params):
+        ranked = logits_SX.sort(dim=-1, descending=True)
     if any(p.top_k for p in params):
-        logits_SX = _keep_top_k(logits_SX, [p.top_k for p in params])
+        logits_SX = _keep_top_k(logits_SX, [p.top_k for p in params], ranked and ranked.values)
     # The best goes out first: a tiny temperature must not make infinities of finite logits.
     scaled_SX = (logits_SX - best_S1) / temperature_S1.to(logits_SX.dtype)
     weights_SX: Tensor = scaled_SX.exp()
     if any(p.typical_p < 1 for p in params):
         weights_SX = _keep_typical(weights_SX, scaled_SX, typical_p_S1)
     if any(p.top_p < 1 for p in params):
-        least_S1 = _edge(weights_SX, weights_SX, top_p_S1)
+        if ranked:  # what typical_p left out is 0 among the others, and adds nothing
+            wanted_S1 = block_sums(weights_SX)[1][:, -1:] * top_p_S1
+            least_S1, _ = _edge_in_order(weights_SX.gather(1, ranked.indices), wanted_S1)
+        else:
+            least_S1 = _edge(weights_SX, weights_SX, top_p_S1)
         weights_SX = weights_SX.where((weights_SX >= least_S1) | (top_p_S1 >= 1), 0.0)
     if any(p.min_p for p in params):
         least_S1 = min_p_S1.to(weights_SX.dtype) * weights_SX.amax(-1, keepdim=True)
@@ -53,11 +60,15 @@ def block_sums(weights_SX: Tensor) -> tuple[Tensor, Tensor]:
     return blocks_SBX, blocks_SBX.sum(-1, dtype=torch.float64).cumsum(-1)
 
 
-def _keep_top_k(logits_SX: Tensor, top_k: list[int]) -> Tensor:
-    """-inf for every token below the k-th best; rows with top_k 0 stay as they are."""
+def _keep_top_k(logits_SX: Tensor, top_k: list[int], best_SX: Tensor | None) -> Tensor:
+    """-inf for every token below the k-th best; rows with top_k 0 stay as they are.
+
+    best_SX: the logits from the best on, where they were sorted already.
+    """
     width = logits_SX.shape[1]
     limits = [k if 0 < k < width else width for k in top_k]
-    best_SX = logits_SX.topk(max((k for k in limits if k < width), default=1), dim=-1).values
+    if best_SX is None:
+        best_SX = logits_SX.topk(max((k for k in limits if k < width), default=1), dim=-1).values
     place_S1 = torch.tensor([min(k, best_SX.shape[1]) - 1 for k in limits], device=logits_SX.device)[:, None]
     off_S1 = torch.tensor([k == width for k in limits], device=logits_SX.device)[:, None]
     return logits_SX.where((logits_SX >= best_SX.gather(1, place_S1)) | off_S1, _NOTHING)
@@ -90,6 +101,12 @@ def _edge(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor) -> Tensor:
 def _edge_within(key_SX: Tensor, weights_SX: Tensor, wanted_S1: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The key of the last token that is needed, and whether `most` of them are enough."""
     order = key_SX.topk(most, dim=-1) if most < key_SX.shape[1] else key_SX.sort(dim=-1, descending=True)
-    sums_SX = weights_SX.gather(1, order.indices).cumsum(-1, dtype=torch.float64)
+    return _edge_in_order(order.values, wanted_S1, weights_SX.gather(1, order.indices))
+
+
+def _edge_in_order(key_SX: Tensor, wanted_S1: Tensor, weights_SX: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The same for keys in their order, with their weights; without any, the keys are weights themselves."""
+    sums_SX = (key_SX if weights_SX is None else weights_SX).cumsum(-1, dtype=torch.float64)
     needed_S1 = (sums_SX < wanted_S1).sum(-1, keepdim=True)
-    return order.values.gather(1, needed_S1.clamp(max=most - 1)), needed_S1 < most
+    most = key_SX.shape[1]
+    return key_SX.gather(1, needed_S1.clamp(max=most - 1)), needed_S1 < most
