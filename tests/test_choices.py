@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -68,6 +69,25 @@ def test_a_receipt_sent_again_gives_the_same_texts(server: Server) -> None:
     again = whole(server.url, prompt=body["prompt"], seed=receipt["seed"], **receipt["settings"])
     assert again["receipt"] == receipt
     assert _texts(again) == _texts(first)
+
+
+def test_receipts_give_the_same_texts_under_load_too(server: Server) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"prompt": "Once", "n": 3, "typical_p": 0.9, "frequency_penalty": 0.3},
+        {"prompt": ["The moon", "An owl"], "top_p": 0.8, "min_p": 0.05, "logprobs": 2, "echo": True},
+        {"prompt": [5, 6, 7], "repetition_penalty": 1.3, "stop": ["e"], "include_stop": True},
+        {"prompt": "Two", "regex": "[a-z ]{5,20}", "n": 2},
+    ]
+    firsts = [whole(server.url, **kind, max_tokens=20, temperature=1.2) for kind in kinds]
+    bodies = [
+        {"prompt": kind["prompt"], "seed": first["receipt"]["seed"], **first["receipt"]["settings"]}
+        for kind, first in zip(kinds, firsts, strict=True)
+    ]
+    with ThreadPoolExecutor(24) as pool:
+        again = list(pool.map(lambda body: whole(server.url, **body), bodies * 6))
+    for place, answer in enumerate(again):
+        assert answer["choices"] == firsts[place % len(kinds)]["choices"]
+        assert answer["receipt"] == firsts[place % len(kinds)]["receipt"]
 
 
 def test_stop_tokens_end_the_text_and_say_so(server: Server) -> None:

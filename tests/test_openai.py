@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import Server
+from conftest import Server, start_server, stop_server
+from tiny import tiny_weights
 from wire import chunks, whole
 
 SOME: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 12, "temperature": 1.1, "seed": 7, "ignore_eos": True}
@@ -140,6 +142,22 @@ def test_errors_have_the_one_shape(server: Server, field: str, value: Any, statu
         error = response.json()["error"]
         assert error["param"] == field
         assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_silence_is_broken_by_a_single_line_that_every_client_skips(tmp_path: Path) -> None:
+    weights = tiny_weights(tmp_path / "tiny", context=4096)
+    sabotage = "import app.api.openai_answer as answer; answer.PING_SECONDS = 0.2"
+    server = start_server(tmp_path, weights, "--max-running", "1", sabotage=sabotage)
+    try:
+        busy = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=busy, timeout=60) as first:
+            parts = first.iter_text()
+            next(parts)
+            with httpx.stream("POST", f"{server.url}/v1/completions", json={**busy, "max_tokens": 2}) as second:
+                text = next(second.iter_text())
+        assert text.replace(": ping\n", "") == "", "nothing but the sign of life while it waits"
+    finally:
+        assert stop_server(server) == 0
 
 
 def test_an_empty_bearer_is_no_key(server: Server) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
 
+from app.engine.filters import weights
 from app.engine.params import SamplingParams
 from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
@@ -173,3 +175,26 @@ def test_tokens_and_neighbours_that_ask_for_more_change_no_report() -> None:
 def test_parameters_outside_their_range_cannot_be_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+def test_few_candidates_are_filtered_as_a_whole_vocabulary_is() -> None:
+    """Short rows are sorted once, longer ones sought in; a tiny top_p is the best of what is typical."""
+    rng, shares = random.Random(0), [5e-324, 1e-300, 0.2, 0.5, 0.9, 1.0]
+    for seed in range(150):
+        generator = torch.Generator().manual_seed(seed)
+        logits_SX = (torch.randn(4, 64, generator=generator) * rng.choice([0.3, 3.0])).round(decimals=1).double()
+        params = [
+            SamplingParams(
+                temperature=rng.choice([1e-300, 0.5, 1.0, 5.0]),
+                top_k=rng.choice([0, 1, 5, 50]),
+                top_p=rng.choice([0.0, *shares]),
+                typical_p=rng.choice(shares),
+                min_p=rng.choice([0.0, 0.1, 1.0]),
+            )
+            for _ in range(4)
+        ]
+        wide_SX = torch.nn.functional.pad(logits_SX, (0, 500), value=float("-inf"))
+        best_S1 = logits_SX.amax(-1, keepdim=True)
+        few_SX, all_SX = weights(logits_SX, best_S1, params), weights(wide_SX, best_S1, params)
+        assert ((few_SX > 0) == (all_SX[:, :64] > 0)).all(), params
+        assert (few_SX > 0).any(-1).all() and not all_SX[:, 64:].any()

@@ -102,7 +102,7 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
     message = first["msg"].removeprefix("Value error, ")
-    if name == "prompt" and first["type"].endswith("_type"):
+    if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):
         message = "must be text, a list of token ids, or a list of either kind alone"
     if name is None:  # a complaint about several fields begins with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])

@@ -21,6 +21,7 @@ COLDEST = 1e-30
 _TRY = 256
 _SUMMED = 128
 _NOTHING = float("-inf")
+_SMALLEST = 5e-324
 
 
 def weights(logits_SX: Tensor, best_S1: Tensor, params: Items[SamplingParams]) -> Tensor:
@@ -39,8 +40,8 @@ def weights(logits_SX: Tensor, best_S1: Tensor, params: Items[SamplingParams]) -
     if any(p.typical_p < 1 for p in params):
         weights_SX = _keep_typical(weights_SX, scaled_SX, typical_p_S1)
     if any(p.top_p < 1 for p in params):
-        if ranked:  # what typical_p left out is 0 among the others, and adds nothing
-            wanted_S1 = block_sums(weights_SX)[1][:, -1:] * top_p_S1
+        if ranked:  # what typical_p left out is 0 among the others, adds nothing, and is never the last one needed
+            wanted_S1 = (block_sums(weights_SX)[1][:, -1:] * top_p_S1).clamp(min=_SMALLEST)
             least_S1, _ = _edge_in_order(weights_SX.gather(1, ranked.indices), wanted_S1)
         else:
             least_S1 = _edge(weights_SX, weights_SX, top_p_S1)
