@@ -76,6 +76,17 @@ def test_requests_are_ready_to_be_sent(page):
     assert json.loads(_sent(cancel))["error"]["code"] == "unknown_request"
 
 
+def test_a_stream_is_resumed_behind_the_event_that_was_named(page):
+    route = _open(page, "complete")
+    route.locator("textarea").fill('{"prompt": "The moon", "max_tokens": 5, "seed": 3}')
+    events = parse_events(_sent(route))
+    again = _open(page, "resume")
+    again.locator("input[name=request_id]").fill(events[0].data["id"])
+    again.locator("input[name=last-event-id]").fill(events[1].id)
+    assert parse_events(_sent(again)) == events[2:]
+    assert f"last-event-id: {events[1].id}" in again.locator(".curl").inner_text()
+
+
 def test_a_key_is_sent_as_one(page):
     page.locator("#key").fill("secret")
     route = _open(page, "tokenizer_info")

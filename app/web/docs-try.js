@@ -18,9 +18,9 @@ export function tryIt(method, path, operation, schema) {
   status.setAttribute("role", "status");
   put(form, element("p", send, " ", stop), curl, status, answer);
 
-  const request = () => ({ method, address: address(path, inputs), body: body?.value });
+  const request = () => ({ method, address: address(path, inputs), headers: headers(body, inputs), body: body?.value });
   const draw = () => (curl.textContent = command(request()));
-  form.addEventListener("input", draw);
+  for (const place of [form, document.getElementById("key")]) place.addEventListener("input", draw);
   draw();
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -33,12 +33,12 @@ export function tryIt(method, path, operation, schema) {
   return form;
 }
 
-async function run({ method, address, body }, status, answer, signal) {
+async function run({ method, address, headers, body }, status, answer, signal) {
   const began = performance.now();
   answer.textContent = "";
   status.textContent = "waiting";
   try {
-    const response = await fetch(address, { method: method.toUpperCase(), headers: headers(body), body, signal, cache: "no-store" });
+    const response = await fetch(address, { method: method.toUpperCase(), headers, body, signal, cache: "no-store" });
     const code = `${response.status} ${response.statusText}`.trim();
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let piece = await reader.read(); !piece.done; piece = await reader.read()) {
@@ -53,9 +53,14 @@ async function run({ method, address, body }, status, answer, signal) {
   }
 }
 
-function headers(body) {
+function headers(body, inputs) {
   const key = document.getElementById("key").value;
-  return { ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const given = inputs.filter(({ parameter, field }) => parameter.in === "header" && field.value);
+  return {
+    ...(body === undefined ? {} : { "content-type": "application/json" }),
+    ...(key ? { authorization: `Bearer ${key}` } : {}),
+    ...Object.fromEntries(given.map(({ parameter, field }) => [parameter.name, field.value])),
+  };
 }
 
 // Not where a number has more digits than JavaScript keeps: a seed must be shown as it is.
@@ -101,12 +106,11 @@ function address(path, inputs) {
   return query.size ? `${filled}?${query}` : filled;
 }
 
-function command({ method, address, body }) {
+function command({ method, address, headers, body }) {
   const url = quoted(new URL(address, document.baseURI).href);
   const verb = method === "get" || method === "post" ? "" : ` -X ${method.toUpperCase()}`;
-  return body === undefined
-    ? `curl${verb} ${url}`
-    : `curl -N${verb} ${url} -H 'content-type: application/json' -d ${quoted(body)}`;
+  const lines = Object.entries(headers).map(([name, value]) => ` -H ${quoted(`${name}: ${value}`)}`);
+  return `curl -N${verb} ${url}${lines.join("")}${body === undefined ? "" : ` -d ${quoted(body)}`}`;
 }
 
 function quoted(text) {
