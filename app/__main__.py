@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -22,11 +23,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     try:
-        return _run(verb, rest)
+        code = _run(verb, rest)
+        if sys.stdout:
+            sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # Whoever read our output has gone (| head); the interpreter must not try to flush it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: the output cannot be written ({error.strerror})", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

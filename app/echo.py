@@ -9,7 +9,7 @@ from app.news import Delta, TokenDetail, Top
 from app.text import StreamDecoder
 from model.tokenizer import Tokenizer
 
-_PIECE = 32
+_PIECE = 8
 """Tokens that are told at once: thousands of them, each with its alternatives, take seconds to write."""
 
 

@@ -133,5 +133,5 @@ def test_an_echo_that_must_end_early_tells_what_was_scored(prompt: list[int], pa
     deltas = choice.end("timeout")
     assert "".join(delta.text for delta in deltas) == echo.text
     assert [d.id for delta in deltas for d in delta.tokens] == prompt[:scored]
-    assert all(len(delta.tokens) <= 32 and delta.index == 3 for delta in deltas)
+    assert all(len(delta.tokens) <= 8 and delta.index == 3 for delta in deltas)
     assert choice.end("timeout") == [], "the echo comes once"

@@ -127,13 +127,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return complete
 
 
-def test_a_full_disk_is_said_in_one_line(server: Server) -> None:
-    for flags in ([], ["--json"]):
+def test_a_full_disk_is_said_in_one_line(server: Server, weights: Path) -> None:
+    asked = ["complete", "a", "--max-tokens", "3", "--url", server.url]
+    for verb in (asked, [*asked, "--json"], ["check", str(weights)]):
         with Path("/dev/full").open("w") as full:
-            command = [sys.executable, "-m", "app", "complete", "a", "--max-tokens", "3", "--url", server.url, *flags]
+            command = [sys.executable, "-m", "app", *verb]
             result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
         assert result.returncode == 1
         assert result.stderr.count("\n") == 1 and "cannot be written" in result.stderr
+
+
+def test_a_closed_standard_input_is_said() -> None:
+    for prompt in ("", "-"):
+        command = f"{sys.executable} -m app complete {prompt} <&-"
+        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 2 and "standard input is closed" in result.stderr
 
 
 def test_the_text_is_the_services_own(server: Server, run: Run) -> None:

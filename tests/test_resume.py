@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from conftest import Server, is_clean, start_server, stop_server
 from tiny import tiny_weights
 from wire import Event, parse_events, stream, text_of
+
+from app.api.shelf import Shelf
 
 LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 600, "temperature": 1.0, "seed": 3, "ignore_eos": True}
 
@@ -117,6 +120,31 @@ def test_a_stream_belongs_to_whoever_began_it(long_server: Server) -> None:
     assert httpx.delete(f"{long_server.url}/complete/{name}", headers=mine).status_code == 200
     events = parse_events(_resume(long_server, name, mine).text)
     assert events[-1].data["choices"][0]["finish_reason"] == "cancelled"
+
+
+def test_streams_that_were_read_to_their_end_make_room_first() -> None:
+    class Left:
+        def __init__(self, name: str, is_finished: bool) -> None:
+            self.name, self.owner, self.is_finished, self.is_closed = name, "", is_finished, False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    async def visit() -> list[Left]:
+        shelf, broken = Shelf(60.0), [Left(f"b{i}", False) for i in range(200)]
+        streams = [*broken, *(Left(f"f{i}", True) for i in range(300))]
+        for one in streams:
+            shelf.put(one)
+            shelf.leave(one)
+        assert sum(not one.is_closed for one in streams) == 256
+        more = [Left(f"m{i}", False) for i in range(256)]
+        for one in more:
+            shelf.put(one)
+            shelf.leave(one)
+        assert not any(one.is_closed for one in more), "the oldest go where all broke off"
+        return [one for one in broken if one.is_closed]
+
+    assert len(asyncio.run(visit())) == 200
 
 
 def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:

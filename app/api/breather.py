@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-_LONGEST = 0.005
+_LONGEST = 0.001
 
 
 class Breather:

@@ -22,6 +22,8 @@ from app.engine.errors import (
     Unavailable,
 )
 
+_NAMES = "may have up to 64 letters, digits, _ and -"
+_PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAMES, "request_id": _NAMES}
 _log = logging.getLogger("inkstream")
 _TYPES = {
     401: "authentication_error",
@@ -104,6 +106,8 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
     message = first["msg"].removeprefix("Value error, ")
     if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):
         message = "must be text, a list of token ids, or a list of either kind alone"
+    if first["type"] == "string_pattern_mismatch":
+        message = _PATTERNS.get(str(name), message)
     if name is None:  # a complaint about several fields begins with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])
     return ApiError(400, f"{name}: {message}", param=name)

@@ -14,7 +14,7 @@ from app.api import sse
 from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
 from app.completion import Completion
-from app.engine.errors import EngineError, EngineFailed, NotReady, QueueFull, Unavailable
+from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
 from app.news import Delta, Ended, TokenDetail
 from app.service import Admitted, Service
 from app.wish import Wish
@@ -77,6 +77,9 @@ class Job:
     def failure(self, error: Exception) -> ApiError:
         """What the client is told of an error in mid-stream."""
         self._outcome = "error"
+        guide = self.admitted.wish.guide
+        if isinstance(error, InvalidRequest) and guide:
+            error.param = error.param or guide[0]
         if isinstance(error, EngineError):
             return from_engine(error)
         _log.error("request %s failed in its stream", self.name, exc_info=error)

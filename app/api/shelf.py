@@ -42,6 +42,7 @@ class Kept(Protocol):
 
     name: str
     owner: str
+    is_finished: bool
 
     def close(self) -> None:
         """Nobody comes back."""
@@ -49,7 +50,10 @@ class Kept(Protocol):
 
 
 class Shelf:
-    """Knows streams by name and owner; closes those whose clients stay away for `seconds`, the oldest first."""
+    """Knows streams by name and owner; closes those whose clients stay away for `seconds`.
+
+    At most 256 are kept for clients that are away, and those that were read to their end make room first.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -72,7 +76,9 @@ class Shelf:
             return
         self._left[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._drop, stream.name)
         if len(self._left) > _MAX_LEFT:
-            self._drop(next(iter(self._left)))
+            # Whoever has read everything is least likely to come back.
+            finished = (name for name in self._left if self._kept[name].is_finished)
+            self._drop(next(finished, next(iter(self._left))))
 
     def come_back(self, stream: Kept) -> None:
         """Its client is here again."""

@@ -27,7 +27,7 @@ class StreamJob:
         self._receipt = shapes.receipt(job.admitted)
         self._journal = Journal(journal_bytes)
         self._ends: dict[int, Ended] = {}
-        self._finished = self._paused = False
+        self.is_finished = self._paused = False
         self._reader: Connection | None = None
         shelf.put(self)
 
@@ -47,11 +47,11 @@ class StreamJob:
         """The connection is over: the engine is free at once; the client may come back for a while."""
         if reader is self._reader:
             self._reader = None
-            if self._finished:
+            if self.is_finished:
                 self._job.close()
-            elif self._job.completion.stream.is_open:
+            else:
+                self._paused = self._job.completion.stream.is_open
                 self._job.completion.pause()
-                self._paused = True
             self._shelf.leave(self)
 
     def cancel(self) -> bool:
@@ -81,7 +81,7 @@ class StreamJob:
             if number < self._journal.next_number:
                 yield self._journal.frame(number)
                 number += 1
-            elif self._finished:
+            elif self.is_finished:
                 return
             elif await self._next(reader):
                 yield sse.PING
@@ -100,7 +100,7 @@ class StreamJob:
                 return True
             self._write(news)
         except Exception as error:
-            self._finished = True
+            self.is_finished = True
             self._append("error", self._job.failure(error).body(self.name))
         return False
 
@@ -118,7 +118,7 @@ class StreamJob:
             case Ended(index):
                 self._ends[index] = news
                 if self._job.completion.is_over:
-                    self._finished = True
+                    self.is_finished = True
                     self._append("done", self._done())
 
     def _append(self, name: str, data: Mapping[str, Any]) -> None:

@@ -43,12 +43,6 @@ def main(argv: Sequence[str]) -> int:
     except NoAnswer as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the verbs' common end: whoever read has read enough
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere, and says nothing
-        print(f"error: the text cannot be written ({error.strerror})", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -67,6 +61,8 @@ def _prompt(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str
         return str(options.prompt)
     if options.prompt is None and options.source is not None:
         return ""
+    if sys.stdin is None:
+        parser.error("standard input is closed: give the text as an argument")
     if options.prompt is None and sys.stdin.isatty():
         parser.error("say what to continue")
     try:
@@ -85,6 +81,8 @@ def _print_text(client: Client, body: dict[str, Any]) -> None:
     begun, reasons = False, set[str]()
     try:
         for name, data in client.events(body):
+            if name == "start" and data.get("truncated"):
+                print("note: of the prompt only the end is read", file=sys.stderr)
             if name == "start" and count > 1:
                 _write(f"[1 of {count}]\n")
             elif name == "token" and data["index"] == 0:

@@ -28,6 +28,11 @@ class Door:
         self._cancelled: set[str] = set()
         """Requests whose guide is being compiled although nobody waits for it any more."""
 
+    @property
+    def n_waiting(self) -> int:
+        """Requests that stand here."""
+        return len(self._waiting) + len(self._compiled)
+
     def wait_seconds(self, otherwise: float) -> float:
         """How long the engine may sleep: not for long while somebody waits here."""
         return min(otherwise, _POLL_SECONDS) if self._waiting or self._compiled else otherwise

@@ -122,7 +122,8 @@ def main(descriptor: int) -> int:
 
 def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
     def report(step: StepReport) -> None:
-        send(replace(step, at=time.monotonic()))
+        waiting = step.counters.waiting + door.n_waiting
+        send(replace(step, at=time.monotonic(), counters=replace(step.counters, waiting=waiting)))
 
     def announce(started: tuple[Started, ...]) -> None:
         report(StepReport(started=started, counters=engine.scheduler.counters))
