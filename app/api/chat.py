@@ -44,6 +44,11 @@ async def chat_completions(
 class _ChatAnswer(Answer):
     """Choices with a message, or in a stream with what is new of it."""
 
+    def __init__(self, job: Job, body: ChatRequest, head: dict[str, Any]) -> None:
+        super().__init__(job, body, head)
+        self._begun: set[int] = set()
+        """Choices of which a chunk was sent."""
+
     async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
         content, breather = [], Breather()
         for detail in one.tokens:

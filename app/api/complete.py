@@ -24,7 +24,7 @@ async def complete(request: Request, service: ServiceDep, metrics: MetricsDep, s
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
     job = await Job.begin(request, body.wish, service, metrics)
-    extra = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
+    extra: dict[str, Any] = {**shapes.echoed(body)}
     if job.admitted.truncated:
         extra["truncated"] = True
     if body.stream is not False:

@@ -15,6 +15,7 @@ from app.api import sse
 from app.api.errors import ApiError
 from app.api.job import Collected, Job
 from app.api.openai_shapes import one_by_one
+from app.api.shapes import echoed
 from app.news import Delta, Ended, News, TokenDetail
 from app.service import Service
 
@@ -74,9 +75,7 @@ class Answer:
         self._keeps_telling_usage = bool(options and options.continuous_usage_stats)
         self._pending: dict[int, tuple[TokenDetail, ...]] = {}
         self._head = head
-        self._begun: set[int] = set()
-        """Choices of which a chunk was sent."""
-        self._extra = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
+        self._extra: dict[str, Any] = {**echoed(body)}
         if job.admitted.truncated:
             self._extra["truncated"] = True
         if body.warnings:

@@ -81,14 +81,13 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep) -> R
 async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
     """The answer in one object. Raises EngineError."""
     collected = await job.collect()
-    names = {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
     return {
         "id": job.name,
         "model": job.service.model_name,
         "weights_version": job.admitted.weights_version,
         "scores": [await _score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),
-        **names,
+        **shapes.echoed(body),
     }
 
 

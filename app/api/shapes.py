@@ -43,6 +43,11 @@ async def encoded_tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -
     return encoded
 
 
+def echoed(body: object) -> dict[str, str]:
+    """The client's own names for a request, where it sent some."""
+    return {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
+
+
 def choice(ended: Ended) -> dict[str, Any]:
     """How a choice ended."""
     return {"index": ended.index, "finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
