@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from app.api.breather import Breather
 from app.api.chat_schemas import ChatResponse
-from app.api.dependencies import ChatTemplateDep, MetricsDep, ServiceDep, body_schema, read_body
+from app.api.dependencies import ChatTemplateDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
 from app.api.errors import ApiError
 from app.api.job import Collected, Job
-from app.api.openai_answer import PING_SECONDS, Answer, check_model, head_of
+from app.api.openai_answer import PING_SECONDS, Answer, head_of
 from app.api.openai_fields import ChatRequest
 from app.api.openai_shapes import name_of
 from app.api.openapi import declared

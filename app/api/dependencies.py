@@ -56,6 +56,13 @@ ChatTemplateDep = Annotated[ChatTemplate | None, Depends(_chat_template)]
 ShelfDep = Annotated[Shelf, Depends(_shelf)]
 
 
+def check_model(name: str | None, service: Service) -> None:
+    """Raises ApiError 404 for a model that is not here."""
+    if name and name != service.model_name:
+        message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
 async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     """The JSON body as `model`. Raises ApiError 400, 413, 415; never holds more than `limit` bytes.
 

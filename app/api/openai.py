@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.api import openai_shapes as shapes
-from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
+from app.api.dependencies import MetricsDep, ServiceDep, body_schema, check_model, read_body
 from app.api.job import Collected, Job
-from app.api.openai_answer import PING_SECONDS, Answer, check_model, head_of
+from app.api.openai_answer import PING_SECONDS, Answer, head_of
 from app.api.openai_fields import CompletionsRequest
 from app.api.openai_schemas import CompletionsResponse
 from app.api.openapi import declared

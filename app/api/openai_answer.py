@@ -12,12 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from app.api import sse
-from app.api.errors import ApiError
 from app.api.job import Collected, Job
 from app.api.openai_shapes import one_by_one
 from app.api.shapes import echoed
 from app.news import Delta, Ended, News, TokenDetail
-from app.service import Service
 
 PING_SECONDS = 15.0
 
@@ -43,13 +41,6 @@ class Body(Protocol):
     def warnings(self) -> list[str]:
         """What was sent and has no effect."""
         ...
-
-
-def check_model(name: str | None, service: Service) -> None:
-    """Raises ApiError 404 for a model that is not here."""
-    if name and name != service.model_name:
-        message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def head_of(job: Job, prefix: str, kind: str) -> dict[str, Any]:

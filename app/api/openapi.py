@@ -23,7 +23,6 @@ _ERRORS = {
     405: "Another method is wanted.",
     413: "The body is too large.",
     415: "The body is not said to be JSON.",
-    422: "A part of the address cannot be.",
     429: "The key's own quota is used up: try again after `Retry-After` seconds.",
     500: "Our fault; the request id names it in the server's log.",
     503: "Loading, shutting down, or too many wait already: try again after `Retry-After` seconds.",
@@ -73,6 +72,7 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
+            operation["responses"].pop("422", None)  # FastAPI's own: here it is a 400 like any other
             _describe_body(operation, schemas)
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)

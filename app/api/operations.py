@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from app.api.dependencies import MetricsDep, ServiceDep
-from app.api.errors import ApiError
+from app.api.dependencies import MetricsDep, ServiceDep, check_model
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.api.operation_schemas import Health, Model, ModelList
@@ -58,9 +57,7 @@ async def models(service: ServiceDep) -> dict[str, Any]:
 @router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(404, 503))
 async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
     """The facts of one model."""
-    if model_id != service.model_name:
-        shown = model_id[:100]
-        raise ApiError(404, f"there is no model {shown!r}, only {service.model_name!r}", code="model_not_found")
+    check_model(model_id, service)
     return _facts(service)
 
 
