@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
@@ -161,7 +162,7 @@ def _engine(decoder: Decoder) -> Engine:
     blocks = -(-config.context // _BLOCK)
     cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=decoder.embedding.device)
     limits = SchedulerLimits(tokens_per_step=config.context, max_running=1)
-    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache))
+    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchCompute(decoder, cache)))
 
 
 def _continue(engine: Engine, tokens: list[int]) -> None:

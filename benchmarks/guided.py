@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
@@ -149,7 +150,7 @@ def _engine(weights: Path, guides: Guides, streams: int, max_tokens: int) -> Eng
     blocks = streams * (-(-max_tokens // _BLOCK) + 4)
     cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=torch.device("cpu"))
     limits = SchedulerLimits(tokens_per_step=max(256, streams), max_running=streams)
-    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache, guides=guides))
+    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchCompute(decoder, cache), guides=guides))
 
 
 def _requests(prompt: tuple[int, ...], guide: str, streams: int, max_tokens: int) -> list[Request]:

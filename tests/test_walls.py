@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler", "philox"]
 SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
-DEVICE = ["kv_cache", "source_cache", "guides", *SAMPLING]
+DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
 EVENT_LOOP += ["app.guide", "app.guide_checker", "app.guide_process"]
 
@@ -64,9 +64,11 @@ def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> No
     assert ours <= {"params", "types", "philox", "matcher", *DEVICE}, path
 
 
-def test_the_worker_is_the_only_file_with_torch_and_the_pipe() -> None:
+def test_only_the_engine_process_has_both_torch_and_the_pipe() -> None:
     both = [p for p in FILES if "torch" in _tops(p) and "app.engine.frames" in _imports(p)]
-    assert both == [ROOT / "app/engine/worker.py"]
+    assert both == [ROOT / "app/engine/assembly.py"]
+    holding = [p for p in FILES if "app.engine.assembly" in _imports(p) and p.relative_to(ROOT).parts[0] == "app"]
+    assert holding == [ROOT / "app/engine/worker.py"]
 
 
 def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer() -> None:

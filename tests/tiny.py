@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
@@ -73,9 +74,9 @@ def tiny_engine(
     limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
     if not decoder.config.n_encoder_layers:
-        return Engine(scheduler, Runner(decoder, cache, guides=guides))
+        return Engine(scheduler, Runner(TorchCompute(decoder, cache), guides=guides))
     room = {"slots": max_running, "context": decoder.config.context, "dtype": dtype, "device": decoder.embedding.device}
-    return Engine(scheduler, Runner(decoder, cache, SourceCache(decoder, **room)))
+    return Engine(scheduler, Runner(TorchCompute(decoder, cache, SourceCache(decoder, **room))))
 
 
 def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[TokenEvent]]:

@@ -24,6 +24,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     weights: str
     device: str = "auto"
     dtype: str = "auto"
+    library: str | None = None
     threads: int = 0
     kv_blocks: int = 0
     max_context: int = 0

@@ -13,14 +13,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
-import torch
 from msgspec.structs import replace
 
-from app.engine.blocks import BlockPool
-from app.engine.defaults import sampling_defaults
+from app.engine.assembly import StartError, assemble
 from app.engine.door import Door
 from app.engine.engine import Engine
 from app.engine.frames import (
@@ -29,7 +26,6 @@ from app.engine.frames import (
     Down,
     Fatal,
     Phase,
-    Ready,
     Submit,
     Up,
     WorkerConfig,
@@ -37,22 +33,9 @@ from app.engine.frames import (
     decode_down,
     encode_frame,
 )
-from app.engine.guides import Guides
-from app.engine.kv_cache import KVCache
-from app.engine.memory import CacheRoom, choose_context, free_memory
-from app.engine.runner import Runner
-from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.source_cache import SourceCache
 from app.engine.types import Started, StepReport
-from model.checkpoint import Checkpoint, load
-from model.device import choose_device, choose_dtype, describe
-from model.tokenizer import Tokenizer
 
 Send = Callable[[Up], None]
-
-
-class StartError(ValueError):
-    """The configuration does not work; the message says what to change."""
 
 
 class Inbox:
@@ -100,10 +83,11 @@ def main(descriptor: int) -> int:
 
     try:
         config = _first_frame(inbox)
-        engine, guides, ready = _build(config, send)
-        send(ready)
+        assembled = assemble(config, lambda phase: send(Phase(phase)))
+        guides = assembled.guides
+        send(assembled.ready)
         _serve(
-            engine,
+            assembled.engine,
             Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running),
             inbox,
             send,
@@ -144,65 +128,6 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
             door.settle(done)
         else:
             report(StepReport(counters=engine.scheduler.counters))
-
-
-def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Guides, Ready]:
-    """Loads the weights, takes the cache's memory, warms up. Raises StartError."""
-    send(Phase("loading weights"))
-    try:
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
-        checkpoint = load(Path(config.weights), device=device, dtype=dtype)
-        defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
-        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
-        shape, block_size = checkpoint.decoder.config, 16 if device.type == "cpu" else 64
-        context = choose_context(shape, config.max_context)
-        room = CacheRoom(
-            shape=shape, context=context, block_size=block_size, max_running=config.max_running, dtype=dtype
-        )
-        blocks = room.blocks(config.kv_blocks, free_memory(device))
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    decoder, slots = checkpoint.decoder, config.max_running
-    cache = KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    has_encoder = shape.n_encoder_layers > 0
-    sources = SourceCache(decoder, slots=slots, context=context, dtype=dtype, device=device) if has_encoder else None
-    guides = Guides(
-        lambda: Tokenizer.load(Path(config.weights)).bytes_of, vocab_size=shape.vocab_size, most=config.max_running
-    )
-    runner = Runner(decoder, cache, sources, guides)
-    send(Phase("warming up"))
-    runner.warm_up(config.max_running)
-    pool = BlockPool(blocks, block_size)
-    ready = _ready(checkpoint, context, defaults, dtype, device, pool)
-    return Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready
-
-
-def _ready(
-    checkpoint: Checkpoint,
-    context: int,
-    defaults: dict[str, float],
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: BlockPool,
-) -> Ready:
-    shape = checkpoint.decoder.config
-    return Ready(
-        context=context,
-        vocab_size=shape.vocab_size,
-        n_params=checkpoint.decoder.n_params,
-        dtype=str(dtype).removeprefix("torch."),
-        device=describe(device),
-        weights_version=checkpoint.version,
-        eos_ids=checkpoint.eos_ids,
-        sampling_defaults=defaults,
-        start_id=checkpoint.bos_id if checkpoint.bos_id is not None else next(iter(checkpoint.eos_ids), None),
-        blocks_total=blocks.total,
-        block_size=blocks.block_size,
-        has_encoder=shape.n_encoder_layers > 0,
-    )
 
 
 def _first_frame(inbox: Inbox) -> WorkerConfig:
