@@ -40,10 +40,12 @@ class NativeCompute:
     block is nobody's.
     """
 
-    def __init__(self, library: Library, decoder: Decoder, threads: Threads, *, blocks: int) -> None:
+    def __init__(
+        self, library: Library, decoder: Decoder, threads: Threads, *, blocks: int, int8: bool = False
+    ) -> None:
         self.config = decoder.config
         self._library, self._threads = library, threads
-        self._program = program = Program(library, decoder)
+        self._program = program = Program(library, decoder, int8=int8)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * head_numbers(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_block = blocks

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.engine.native.arena import Arena
 from app.engine.native.library import Library, Matrix, Operation, Shape
+from app.engine.quantize import quantize
 from model.block import Block
 from model.config import ModelConfig
 from model.transformer import Decoder
@@ -64,10 +65,11 @@ def head_numbers(config: ModelConfig) -> int:
 class Program:
     """Packed weights and operations of one decoder. Whoever runs it keeps it alive: the kernels hold its addresses."""
 
-    def __init__(self, library: Library, decoder: Decoder) -> None:
+    def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
         assert not unsupported(decoder.config)
         self.config, self._library = decoder.config, library
         self.dtype = decoder.embedding.dtype
+        self._int8 = int8
         self._arena = Arena()
         self._kept: list[Any] = []
         self._operations: list[Operation] = []
@@ -181,20 +183,17 @@ class Program:
 
     def _matrix(self, weight: Tensor, bias: Tensor | None, *, gate_rows: int = 0) -> Matrix:
         n_rows, k = weight.shape
+        numbers, scales = quantize(weight) if self._int8 else (weight.detach().contiguous(), None)
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
-        is_bf16, is_int8 = self.dtype == torch.bfloat16, weight.dtype == torch.int8
-        size = self._library.packed_bytes(panels, k, is_bf16, is_int8)
-        address = self._arena.take(size)
-        source = weight.detach().contiguous()
-        self._library.pack(source.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, is_int8, address)
+        is_bf16 = self.dtype == torch.bfloat16
+        address = self._arena.take(self._library.packed_bytes(panels, k, is_bf16, self._int8))
+        self._library.pack(numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address)
         in_order = _order(n_rows, gate_rows, panels)
-        return Matrix(
-            packed=address,
-            bias=0 if bias is None else self._floats(_arrange(bias, in_order)),
-            outputs=panels * PANEL,
-            steps=-(-k // (2 if is_bf16 else 1)),
-            is_int8=is_int8,
+        bias_address, scale_address = (
+            0 if each is None else self._floats(_arrange(each, in_order)) for each in (bias, scales)
         )
+        steps = -(-k // (2 if is_bf16 else 1))
+        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
 
     def _places(self, decoder: Decoder) -> int:
         match self.config.positions:

@@ -38,10 +38,6 @@ struct BF16 {
     static Floats add(Vector w, Vector x, Floats sum) { return dot_pairs(w, x, sum); }
 };
 
-inline Floats widen(const char* at) {
-    return __builtin_convertvector(__builtin_convertvector(load<Bytes>(at), Ints), Floats);
-}
-
 // Whole numbers up to 127 are exact in bfloat16: the scale of each output comes after the sum.
 struct I8 : BF16 {
     static constexpr int kBytes = 32;
