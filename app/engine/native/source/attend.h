@@ -114,7 +114,7 @@ void mix(const Heads& h, const Blocks<W>& blocks, const typename W::Number* weig
         const auto at = [&](int block) {
             return reinterpret_cast<const char*>(blocks.value(first + block) + long(column) * W::kStep);
         };
-        const char *values = at(b), *next = at(std::min(b + 1, n_blocks - 1));
+        const char *values = at(b), *next = at(std::min(b + 4, n_blocks - 1));
         for (int s = 0; s < kBlock / W::kStep; s++) {
             typename W::Vector v[P];
             for (int i = 0; i < P; i++) {
