@@ -61,6 +61,8 @@ def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True, sa
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
     log = folder / f"server-{time.monotonic_ns()}.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")}
+    # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
+    environment["INKSTREAM_KERNELS"] = "torch"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", program, "serve", "--weights", str(weights), "--port", "0", *flags],

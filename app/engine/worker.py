@@ -40,6 +40,7 @@ from app.engine.frames import (
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
 from app.engine.memory import CacheRoom, choose_context, free_memory
+from app.engine.native.choice import Choice, Libraries, choose
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
@@ -163,6 +164,8 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Guides, Ready]:
             shape=shape, context=context, block_size=block_size, max_running=config.max_running, dtype=dtype
         )
         blocks = room.blocks(config.kv_blocks, free_memory(device))
+        libraries = Libraries.of(config.library, config.cache_dir)
+        choice = choose(config.kernels, _name(dtype), device.type, shape, libraries, lambda name: send(Phase(name)))
     except ValueError as error:
         raise StartError(str(error)) from None
     decoder, slots = checkpoint.decoder, config.max_running
@@ -176,7 +179,7 @@ def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Guides, Ready]:
     send(Phase("warming up"))
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, block_size)
-    ready = _ready(checkpoint, context, defaults, dtype, device, pool)
+    ready = _ready(checkpoint, context, defaults, dtype, device, pool, choice)
     return Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready
 
 
@@ -187,13 +190,14 @@ def _ready(
     dtype: torch.dtype,
     device: torch.device,
     blocks: BlockPool,
+    choice: Choice,
 ) -> Ready:
     shape = checkpoint.decoder.config
     return Ready(
         context=context,
         vocab_size=shape.vocab_size,
         n_params=checkpoint.decoder.n_params,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(dtype),
         device=describe(device),
         weights_version=checkpoint.version,
         eos_ids=checkpoint.eos_ids,
@@ -202,7 +206,14 @@ def _ready(
         blocks_total=blocks.total,
         block_size=blocks.block_size,
         has_encoder=shape.n_encoder_layers > 0,
+        numerics=choice.numerics,
+        numerics_reason=choice.reason,
+        waits_for_build=choice.waits_for_build,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _first_frame(inbox: Inbox) -> WorkerConfig:

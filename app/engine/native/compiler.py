@@ -16,9 +16,7 @@ from app.engine.native.errors import BuildError, NoCompiler
 from app.engine.native.leash import leashed
 
 _NAMES = ("g++", "clang++", "c++")
-_HOW_TO_GET_ONE = (
-    "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
-)
+_HOW_TO_GET_ONE = "install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
 _MOST_CHARACTERS = 300
 
 
@@ -41,7 +39,7 @@ def compiler_commands(environment: Mapping[str, str]) -> list[tuple[str, ...]]:
         if not words or shutil.which(words[0], path=path) is None:
             raise NoCompiler(f"CXX names {asked!r}, which is not there: unset CXX, or name a C++ compiler")
         return [tuple(words)]
-    found = [(place,) for name in _NAMES if (place := shutil.which(name, path=path))]
+    found: list[tuple[str, ...]] = [(place,) for name in _NAMES if (place := shutil.which(name, path=path))]
     if not found:
         raise NoCompiler(f"there is no C++ compiler on this machine: {_HOW_TO_GET_ONE}")
     return found

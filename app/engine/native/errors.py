@@ -1,6 +1,10 @@
-"""What may go wrong with a build. Pure."""
+"""Why there are no native kernels. Pure."""
 
 from __future__ import annotations
+
+
+class Unusable(ValueError):
+    """The native kernels are no use here, built or not; the message says why."""
 
 
 class BuildError(ValueError):

@@ -8,6 +8,7 @@ command started. A compiler is a driver and its children, so killing the one pro
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _PATIENCE_SECONDS = 2.0
+_PR_SET_PDEATHSIG = 1
 
 
 def leashed(command: Sequence[str], *, idle: bool = False) -> list[str]:
@@ -25,7 +27,7 @@ def leashed(command: Sequence[str], *, idle: bool = False) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command's exit code, 128 and the number of the signal that ended it, or 127 where there is no such command."""
+    """The command's exit code; 128 and the number of the signal that ended it; 127 where there is none."""
     idle = arguments[0] == "--idle"
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     if idle:
         _be_idle()
     try:
-        child = subprocess.Popen(arguments[1 if idle else 0 :], stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(arguments[1 if idle else 0 :], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     except OSError as error:
         print(f"error: {arguments[1 if idle else 0]}: {error.strerror}", file=sys.stderr)
         return 127
@@ -59,6 +61,12 @@ def _be_idle() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _die_with_parent() -> None:
+    """Even where the leash itself is killed, and can end nobody."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stay(number: int, frame: object) -> None:

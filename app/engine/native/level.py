@@ -1,4 +1,4 @@
-"""For which kind of CPU the kernels are compiled: read from what the CPU says of itself. Pure but for the last function.
+"""For which kind of CPU the kernels are compiled: read from what the CPU says of itself. Pure but for this_level().
 
 A level is a name and the compiler's flags for it. x86-64 has three, so that a library built on one machine runs on
 others of the same level (containers move); elsewhere the only level is the machine's own.
@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.engine.native.errors import Unusable
+
 _AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _NEEDS = {"avx512bf16": _AVX512 | {"avx512_bf16"}, "avx512": _AVX512, "avx2": _AVX2}  # best first
@@ -19,7 +21,7 @@ _NATIVE_FLAGS = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "ppc64le"
 _SAME_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-class NoLevel(ValueError):
+class NoLevel(Unusable):
     """This CPU is too old for the native kernels; the message says what it lacks."""
 
 

@@ -17,7 +17,7 @@ ABI = 1
 SOURCE = Path(__file__).parent / "source"
 UNIT = "inkstream.cpp"
 """The one file that is compiled; it includes those beside it."""
-FLAGS = tuple(["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread"])
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 _KEY_DIGITS = 24
 
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -86,8 +87,8 @@ def workplace(directory: Path) -> Iterator[Path]:
                 f"{directory} belongs to somebody else, or can be written by others (chmod go-w helps): "
                 "give another directory with --cache-dir"
             )
-        with _lock(directory / ".lock"):
-            _sweep(directory)
+        with _lock(directory / ".lock") as is_alone:
+            _sweep(directory, 0.0 if is_alone else _STALE_SECONDS)
             with tempfile.TemporaryDirectory(prefix=".building-", dir=directory, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
     except OSError as error:
@@ -145,25 +146,25 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Waits for whoever holds it. Where the disk knows no locks (some network ones), two builds do the work twice."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Waits for whoever holds it. False where the disk knows no locks, as some network ones."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            is_alone = True
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-        yield
+            is_alone = False
+        yield is_alone
     finally:
         os.close(descriptor)
 
 
-def _sweep(directory: Path) -> None:
-    """What a build left that was killed. Not what is young: where there are no locks it may be in use."""
+def _sweep(directory: Path, least_age: float) -> None:
+    """Removes what builds left that were killed."""
     for folder in directory.glob(".building-*"):
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
-                for path in folder.iterdir():
-                    path.unlink()
-                folder.rmdir()
+            if time.time() - folder.stat().st_mtime >= least_age:
+                shutil.rmtree(folder)
