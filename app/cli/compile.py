@@ -14,7 +14,7 @@ from pathlib import Path
 from app.engine.native.build import build, find, need_cache_directory
 from app.engine.native.compiler import Compiler
 from app.engine.native.errors import BuildError, NoCompiler
-from app.engine.native.level import X86_LEVELS, Level, NoLevel, this_level
+from app.engine.native.level import NoLevel, levels_to_carry, this_level, this_machine
 from app.engine.native.recipe import Recipe
 from app.engine.native.shelf import read_note
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.check:
             return _check(directory)
-        for level in _levels(every=options.all_levels):
+        for level in levels_to_carry(*this_machine()) if options.all_levels else (this_level(),):
             _build(Recipe(level=level), need_cache_directory(directory), quiet=options.quiet)
     except (NoLevel, NoCompiler) as error:
         if not options.quiet:
@@ -57,11 +57,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="build nothing; exit 0 if a start would use them, else 1")
     parser.add_argument("--quiet", action="store_true", help="say nothing but that a build begins, or has failed")
     return parser
-
-
-def _levels(*, every: bool) -> Sequence[Level]:
-    own = this_level()
-    return X86_LEVELS if every and own in X86_LEVELS else (own,)
 
 
 def _build(recipe: Recipe, directory: Path, *, quiet: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.engine.native.compiler import Compiler, find_compiler, run
 from app.engine.native.errors import BuildError
-from app.engine.native.level import X86_LEVELS, NoLevel, runs_on, this_level
+from app.engine.native.level import X86_LEVELS, NoLevel, runs_here, this_level
 from app.engine.native.recipe import ABI, UNIT, Recipe
 from app.engine.native.shelf import PACKAGED, cache_directory, find_library, put_library, tidy, workplace
 
@@ -85,7 +85,7 @@ def _check(built: Path, recipe: Recipe, folder: Path) -> None:
     """That it loads, in a process that may fail, where this machine can run it. Raises BuildError."""
     if not built.is_file():
         raise BuildError("the compiler wrote no library")
-    if not runs_on(recipe.level, this_level()):
+    if not runs_here(recipe.level):
         return
     try:
         abi = run((sys.executable, "-I", "-S", "-c", _TRY, str(built)), folder, _TRY_SECONDS).strip()

@@ -1,4 +1,4 @@
-"""For which kind of CPU the kernels are compiled: read from what the CPU says of itself. Pure but for this_level().
+"""For which kind of CPU the kernels are compiled: read from what the CPU says of itself. Pure but for this_machine().
 
 A level is a name and the compiler's flags for it. x86-64 has three, so that a library built on one machine runs on
 others of the same level (containers move); elsewhere the only level is the machine's own.
@@ -65,19 +65,36 @@ def level_of(machine: str, system: str, cpuinfo: str) -> Level:
     raise NoLevel(f"this CPU has no {', '.join(sorted(_AVX2 - able))}, which the native kernels need")
 
 
-def runs_on(level: Level, machine: Level) -> bool:
-    """Whether a machine whose best level is `machine` runs what was compiled for `level`."""
-    both = [X86_LEVELS.index(one) for one in (level, machine) if one in X86_LEVELS]
-    return level == machine or (len(both) == 2 and both[0] >= both[1])
+def levels_to_carry(machine: str, system: str, cpuinfo: str) -> tuple[Level, ...]:
+    """Every level that other machines of this kind may have, whatever this one has itself. Raises NoLevel."""
+    try:
+        own = level_of(machine, system, cpuinfo)
+    except NoLevel:
+        return X86_LEVELS
+    return X86_LEVELS if own in X86_LEVELS else (own,)
 
 
-def this_level() -> Level:
-    """Of the machine that this runs on. Raises NoLevel."""
+def runs_here(level: Level) -> bool:
+    """Whether this machine runs what was compiled for `level`."""
+    try:
+        own = this_level()
+    except NoLevel:
+        return False
+    return level in (X86_LEVELS[X86_LEVELS.index(own) :] if own in X86_LEVELS else (own,))
+
+
+def this_machine() -> tuple[str, str, str]:
+    """Machine, system and the text of /proc/cpuinfo, where there is one."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
         cpuinfo = ""
-    return level_of(platform.machine(), platform.system(), cpuinfo)
+    return platform.machine(), platform.system(), cpuinfo
+
+
+def this_level() -> Level:
+    """Of the machine that this runs on. Raises NoLevel."""
+    return level_of(*this_machine())
 
 
 def _identity(cpuinfo: str) -> set[str]:
