@@ -28,7 +28,9 @@ FORCE:
 help:
 	@sed -n '3,7s/^# *//p' Makefile; echo "targets: install serve test train bench lint clients"
 
+# The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
+	@$(BIN)/python -m app compile --quiet || true
 
 $(VENV)/torch: FORCE
 	@mkdir -p $(VENV); echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@

@@ -18,6 +18,8 @@ from fastapi import FastAPI
 
 from app.engine.client import EngineGone
 from app.engine.errors import NotReady
+from app.engine.native.choice import check_possible
+from app.kernels import libraries_at_start
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
@@ -88,6 +90,7 @@ def serve(settings: Settings) -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     _check_weights(settings.weights)
+    _check_kernels(settings)
     with bind(settings) as listener:
         gone = asyncio.run(_serve(settings, listener))
     if gone is None:
@@ -115,6 +118,14 @@ def _check_weights(directory: Path) -> None:
     try:
         check_layout(directory)
         read_chat_template(directory)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def _check_kernels(settings: Settings) -> None:
+    """Raises StartError where native kernels are asked for in vain."""
+    try:
+        check_possible(settings.kernels, settings.device, libraries_at_start(settings))
     except ValueError as error:
         raise StartError(str(error)) from None
 

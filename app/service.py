@@ -30,6 +30,7 @@ class Admitted:
     params: SamplingParams
     tokenizer: Tokenizer
     weights_version: str
+    numerics: str
     truncated: bool
 
 
@@ -109,6 +110,7 @@ class Service:
             params=requests[0].params,
             tokenizer=tokenizer,
             weights_version=ready.weights_version,
+            numerics=ready.numerics,
             truncated=any(read.truncated for read in reads),
         )
 

@@ -1,7 +1,7 @@
 """What a number format costs in quality: `python -m benchmarks.quality --text FILE...`, in bits per byte.
 
 Every way reads the same windows of tokens and is asked for the log-probability of each token but the first. Bits per
-byte are comparable between tokenizers and between machines; lower is better. The last line of stdout is one JSON object.
+byte are comparable between tokenizers and between machines; lower is better. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,8 @@ from app.engine.types import Request
 from model.tokenizer import Tokenizer
 
 Window = tuple[int, ...]
+_QUANTIZE: tuple[Literal["none", "int8"], ...] = ("none", "int8")
+_KERNELS: tuple[Literal["torch", "native"], ...] = ("torch", "native")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def bits_per_byte(config: WorkerConfig, tokenizer: Tokenizer, text: str, n_tokens: int) -> float:
     """Of the text's first tokens, each foretold from those before it in its window of a context."""
-    engine = assemble(config).engine
-    length = engine.max_length
+    assembled = assemble(config)
+    length = assembled.ready.context
     ids = tokenizer.encode(text)[:n_tokens]
     windows = [tuple(ids[start : start + length]) for start in range(0, len(ids) - 1, length)]
     bytes_of = tokenizer.bytes_of
-    nats = -sum(_log_probabilities(engine, windows))
+    nats = -sum(_log_probabilities(assembled.engine, windows))
     n_bytes = sum(len(bytes_of[token]) for window in windows for token in window[1:])
     return nats / math.log(2) / n_bytes
 
@@ -73,16 +76,19 @@ def _log_probabilities(engine: Engine, windows: Sequence[Window]) -> Iterator[fl
         engine.add(Request(id=str(number), prompt=window, max_tokens=0, params=SamplingParams(), prompt_logprobs=0))
     while engine.has_work:
         for scores in engine.step().scores:
-            yield from (score.logprob for score in scores.scores)
+            yield from (logprob for logprob, _top in scores.tokens)
 
 
 def _ways(weights: str) -> Iterator[tuple[str, WorkerConfig]]:
     library = str(find_or_build(None))
     for dtype in ("float32", "bfloat16"):
-        for quantize in (None, "int8"):
-            for kernels, path in (("torch", None), ("native", library)):
-                name = f"{kernels} {dtype}{f' {quantize}' if quantize else ''}"
-                yield name, WorkerConfig(weights=weights, dtype=dtype, kernels=kernels, library=path, quantize=quantize)
+        for quantize in _QUANTIZE:
+            for kernels in _KERNELS:
+                name = f"{kernels} {dtype}{f' {quantize}' if quantize != 'none' else ''}"
+                yield (
+                    name,
+                    WorkerConfig(weights=weights, dtype=dtype, kernels=kernels, library=library, quantize=quantize),
+                )
 
 
 if __name__ == "__main__":

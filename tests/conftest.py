@@ -15,7 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from fake_compiler import compiled
 from tiny import tiny_weights
+
+from app.engine.native.build import find_or_build
+from app.engine.native.errors import BuildError
+from app.engine.native.level import NoLevel
+from app.engine.native.recipe import ABI
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,6 +67,8 @@ def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True, sa
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
     log = folder / f"server-{time.monotonic_ns()}.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")}
+    # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
+    environment["INKSTREAM_KERNELS"] = "torch"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", program, "serve", "--weights", str(weights), "--port", "0", *flags],
@@ -101,6 +109,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with the right interface and no kernel in it."""
+    return compiled(tmp_path_factory.mktemp("stub"), f'extern "C" int ink_abi() {{ return {ABI}; }}')
+
+
+@pytest.fixture(scope="session")
+def native_library() -> Path:
+    """The real kernels for this machine, from the cache of whoever runs the tests; built where they are not there."""
+    try:
+        return find_or_build()
+    except (NoLevel, BuildError) as error:
+        pytest.skip(f"no native kernels here: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,9 @@ FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / f
 CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler", "philox"]
 SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
 DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
+BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
-EVENT_LOOP += ["app.guide", "app.guide_checker", "app.guide_process"]
+EVENT_LOOP += ["app.kernels", "app.guide", "app.guide_checker", "app.guide_process"]
 
 
 def _name(path: Path) -> str:
@@ -54,6 +55,15 @@ def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
         assert "asyncio" not in _tops(path), path
         ours = {m for m in _imports(path) if m.startswith("app.")}
         assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
+
+
+def test_the_builder_of_kernels_needs_nothing_but_python() -> None:
+    """A stage of a container compiles them before anything is installed."""
+    paths = [*(ROOT / "app/engine/native").glob("*.py"), ROOT / "app/cli/compile.py"]
+    for path in (path for path in paths if path.name in BUILDER):
+        assert _tops(path) <= sys.stdlib_module_names | {"app"}, path
+        ours = {m.split(".")[-1] for m in _imports(path) & MODULES if m.startswith("app.")}
+        assert {f"{name}.py" for name in ours} <= BUILDER, path
 
 
 @pytest.mark.parametrize("name", [*DEVICE, "runner"])

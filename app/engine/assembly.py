@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from app.engine.blocks import BlockPool
@@ -16,15 +17,19 @@ from app.engine.frames import Ready, WorkerConfig
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
 from app.engine.memory import CacheRoom, choose_context, free_memory
+from app.engine.native.choice import Choice, Libraries, choose
 from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
 from app.engine.native.program import BLOCK, head_numbers
+from app.engine.quantize import round_weights
 from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
 from model.checkpoint import Checkpoint, load
+from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
 from model.tokenizer import Tokenizer
+from model.transformer import Decoder
 
 
 class StartError(ValueError):
@@ -51,11 +56,17 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
-        room = _room(config, checkpoint, dtype, device)
+        libraries = Libraries.of(config.library, config.cache_dir)
+        choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
+        room = _room(config, checkpoint.decoder.config, dtype, device, choice)
         blocks = room.blocks(config.kv_blocks, free_memory(device))
     except ValueError as error:
         raise StartError(str(error)) from None
-    compute = _compute(config, checkpoint, room, blocks, device)
+    int8 = config.quantize == "int8"
+    if choice.library:
+        compute: Compute = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
+    else:
+        compute = _torch(checkpoint.decoder, room, blocks, device, int8=int8)
     guides = Guides(
         lambda: Tokenizer.load(Path(config.weights)).bytes_of,
         vocab_size=room.shape.vocab_size,
@@ -65,16 +76,17 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     announce("warming up")
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, room.block_size)
-    ready = _ready(checkpoint, room.context, defaults, dtype, device, pool)
+    ready = _ready(checkpoint, room, defaults, device, pool, choice)
+    if int8:
+        ready = msgspec.structs.replace(ready, numerics=f"{ready.numerics}-int8")
     return Assembled(Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready)
 
 
-def _room(config: WorkerConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> CacheRoom:
-    shape = checkpoint.decoder.config
-    if config.library:
-        shape = replace(shape, head_dim=head_numbers(shape))
+def _room(
+    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device, choice: Choice
+) -> CacheRoom:
     return CacheRoom(
-        shape=shape,
+        shape=replace(shape, head_dim=head_numbers(shape)) if choice.library else shape,
         context=choose_context(shape, config.max_context),
         block_size=BLOCK if device.type == "cpu" else 64,
         max_running=config.max_running,
@@ -82,17 +94,18 @@ def _room(config: WorkerConfig, checkpoint: Checkpoint, dtype: torch.dtype, devi
     )
 
 
-def _compute(
-    config: WorkerConfig, checkpoint: Checkpoint, room: CacheRoom, blocks: int, device: torch.device
-) -> Compute:
-    decoder = checkpoint.decoder
-    if config.library:
-        library = Library(Path(config.library))
-        return NativeCompute(library, decoder, Threads(library, torch.get_num_threads()), blocks=blocks)
+def _native(library: Path, decoder: Decoder, blocks: int, *, int8: bool) -> NativeCompute:
+    kernels = Library(library)
+    return NativeCompute(kernels, decoder, Threads(kernels, torch.get_num_threads()), blocks=blocks, int8=int8)
+
+
+def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, *, int8: bool) -> TorchCompute:
+    if int8:
+        round_weights(decoder)
     cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)
     if not decoder.config.n_encoder_layers:
         return TorchCompute(decoder, cache)
-    slots, context = config.max_running, room.context
+    slots, context = room.max_running, room.context
     return TorchCompute(
         decoder, cache, SourceCache(decoder, slots=slots, context=context, dtype=room.dtype, device=device)
     )
@@ -100,18 +113,18 @@ def _compute(
 
 def _ready(
     checkpoint: Checkpoint,
-    context: int,
+    room: CacheRoom,
     defaults: dict[str, float],
-    dtype: torch.dtype,
     device: torch.device,
     blocks: BlockPool,
+    choice: Choice,
 ) -> Ready:
     shape = checkpoint.decoder.config
     return Ready(
-        context=context,
+        context=room.context,
         vocab_size=shape.vocab_size,
         n_params=checkpoint.decoder.n_params,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name(room.dtype),
         device=describe(device),
         weights_version=checkpoint.version,
         eos_ids=checkpoint.eos_ids,
@@ -120,4 +133,11 @@ def _ready(
         blocks_total=blocks.total,
         block_size=blocks.block_size,
         has_encoder=shape.n_encoder_layers > 0,
+        numerics=choice.numerics,
+        numerics_reason=choice.reason,
+        waits_for_build=choice.waits_for_build,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

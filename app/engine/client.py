@@ -186,9 +186,9 @@ class EngineClient:
                 self.ready, self.phase = frame, "ready"
                 self._ready_event.set()
                 _log.info(
-                    "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens",
+                    "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
                     *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),
-                    *(frame.blocks_total, frame.block_size),
+                    *(frame.blocks_total, frame.block_size, frame.numerics, frame.numerics_reason),
                 )
             case Fatal():
                 self.phase = frame.message

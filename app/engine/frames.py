@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -24,7 +25,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     weights: str
     device: str = "auto"
     dtype: str = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
     library: str | None = None
+    """The native kernels that the service found at its start."""
+    cache_dir: str | None = None
+    quantize: Literal["none", "int8"] = "none"
     threads: int = 0
     kv_blocks: int = 0
     max_context: int = 0
@@ -67,6 +72,12 @@ class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     blocks_total: int
     block_size: int
     has_encoder: bool
+    numerics: str
+    """What computes: "torch", or "native-" and the level of the CPU."""
+    numerics_reason: str
+    """Why, for the log."""
+    waits_for_build: bool
+    """Native kernels could compute this model here, and were not built when the service started."""
 
 
 class Fatal(Struct, frozen=True, tag="fatal"):

@@ -11,8 +11,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
-ABI = 1
-"""Of the functions here; goes up with every change of their arguments."""
+from app.engine.native.recipe import ABI
 
 
 class Matrix(Structure):

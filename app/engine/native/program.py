@@ -48,15 +48,6 @@ class Register(IntEnum):
     BESIDE = 5
 
 
-def unsupported(config: ModelConfig) -> str:
-    """Why the native kernels cannot compute this decoder; empty where they can."""
-    if config.n_encoder_layers:
-        return "the decoder has an encoder"
-    if config.n_heads * config.head_dim % 2:
-        return "its heads have an odd number of numbers together"
-    return ""
-
-
 def head_numbers(config: ModelConfig) -> int:
     """Numbers of a head in the native cache: whole vectors."""
     return _whole(config.head_dim, LANES)
@@ -66,7 +57,7 @@ class Program:
     """Packed weights and operations of one decoder. Whoever runs it keeps it alive: the kernels hold its addresses."""
 
     def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
-        assert not unsupported(decoder.config)
+        assert not decoder.config.n_encoder_layers, "app/engine/native/choice.py lets none through"
         self.config, self._library = decoder.config, library
         self.dtype = decoder.embedding.dtype
         self._int8 = int8
