@@ -20,7 +20,7 @@ constexpr float LARGEST = std::numeric_limits<float>::max();
 struct List {
     uint32_t* id;
     float* x;  // logits; once weighed, (logit - best) / temperature
-    float* w;
+    float* w;  // weights; 0 for what is filtered out, and up to the end of the last piece
     int64_t n;
 };
 
@@ -53,13 +53,13 @@ struct Room {
         take(room.x, padded);
         take(room.w, padded);
         take(room.block_best, (room.blocks + 15) / 16 * 16);
-        take(room.sums, room.pieces);
+        take(room.sums, room.pieces + 1);
         take(room.counts, vocab);
         take(room.dirty, room.blocks);
-        // One more than there are tokens: a place is written before it is known whether it counts.
-        take(room.list.id, padded + 1);
-        take(room.list.x, padded + 16);
-        take(room.list.w, padded + 16);
+        // More than there are tokens: places are written before it is known whether they count.
+        take(room.list.id, padded + PIECE);
+        take(room.list.x, padded + PIECE);
+        take(room.list.w, padded + PIECE);
         take(room.key, padded + 1);
         take(room.narrowed_key, padded + 1);
         take(room.narrowed_w, padded + 1);

@@ -1,7 +1,8 @@
 // Log-probabilities of the raw logits: the chosen token's, and the most likely tokens. Knows no parameter.
 #pragma once
 
-#include "draw_choose.h"
+#include "draw_select.h"
+#include "draw_weigh.h"
 
 namespace draw {
 
@@ -27,7 +28,7 @@ struct LogSoftmax {
 
 inline LogSoftmax log_softmax(Room& room) {
     const float best = room.best();
-    return {best, std::log(weigh<false>(room, Scale{best, 1}).total)};
+    return {best, std::log(weigh_row<false>(room, Scale{best, 1}).total)};
 }
 
 // Writes the `count` most likely tokens, the lower id among equals; count is at most the vocabulary.
@@ -35,11 +36,11 @@ inline void most_likely(Room& room, const LogSoftmax& softmax, int64_t count, in
     if (!count) return;
     const float edge = kth_best(room, room.block_best, room.blocks, count);
     // What is as likely to the last digit may have a lower logit, and a lower id.
-    collect(room, room.x, room.block_best, softmax.least_logit(softmax.of(edge)));
+    collect(room, room.x, room.block_best, softmax.least_logit(softmax.of(edge)), room.list.x);
     Scored* found = reinterpret_cast<Scored*>(room.key);
     static_assert(sizeof(Scored) == sizeof(uint64_t));
     const List& list = room.list;
-    for (int64_t i = 0; i < list.n; i++) found[i] = {softmax.of(room.x[list.id[i]]), list.id[i]};
+    for (int64_t i = 0; i < list.n; i++) found[i] = {softmax.of(list.x[i]), list.id[i]};
     std::partial_sort(found, found + count, found + list.n, [](const Scored& a, const Scored& b) {
         return a.logprob > b.logprob || (a.logprob == b.logprob && a.id < b.id);
     });

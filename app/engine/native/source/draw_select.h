@@ -60,39 +60,44 @@ inline uint64_t edge(const Room& room, const uint64_t* key, const float* w, int6
     }
 }
 
-// The k-th largest of `count` values, held above -inf.
+DRAW_INLINE float value_of(uint64_t key) {
+    const uint32_t raw = static_cast<uint32_t>(key);
+    return bits<float>(raw & 0x80000000u ? raw & 0x7FFFFFFFu : ~raw);
+}
+
+// The k-th largest of `count` values, held above -inf; whatever is above -inf where there are fewer.
 inline float kth_best(const Room& room, const float* values, int64_t count, int64_t k) {
     if (k > count) return -LARGEST;
     for (int64_t i = 0; i < count; i++) room.key[i] = key_of(values[i]);
-    const uint64_t found = edge(room, room.key, nullptr, count, static_cast<double>(k));
-    const uint32_t raw = static_cast<uint32_t>(found);
-    return std::max(-LARGEST, bits<float>(raw & 0x80000000u ? raw & 0x7FFFFFFFu : ~raw));
+    return std::max(-LARGEST, value_of(edge(room, room.key, nullptr, count, static_cast<double>(k))));
 }
 
-// Lists the tokens whose value is at least `least`, which is above -inf; blocks whose best is below are passed by.
-inline void collect(Room& room, const float* values, const float* block_best, float least) {
+DRAW_INLINE Ints ids_from(int64_t first) {
+    Ints ids;
+    for (int i = 0; i < LANES; i++) ids[i] = i;
+    return ids + static_cast<int32_t>(first);
+}
+
+// Lists the tokens whose value is at least `least`, which is above -inf, and writes their values to `to`, a part of the
+// list; blocks whose best is below are passed by.
+inline void collect(Room& room, const float* values, const float* block_best, float least, float* to) {
     List& list = room.list;
-    int64_t n = 0;
+    list.n = 0;
     for (int64_t block = 0; block < room.blocks; block++) {
         if (!(block_best[block] >= least)) continue;
-        for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i++) {
-            list.id[n] = static_cast<uint32_t>(i);
-            n += values[i] >= least;
-        }
+        for (int64_t i = block * BLOCK; i < (block + 1) * BLOCK; i += LANES)
+            list.n += pick(values + i, ids_from(i), least, to + list.n, list.id + list.n);
     }
-    list.n = n;
 }
 
-// Keeps the tokens of the list for which `keep(place)` holds, in their order.
-template <class Keep>
-DRAW_INLINE void retain(List& list, Keep keep) {
+// Keeps the tokens of the list whose logit is at least `least`, which is above -inf.
+inline void retain(List& list, float least) {
+    std::fill(list.x + list.n, list.x + list.n + LANES, NOTHING);
     int64_t n = 0;
-    for (int64_t i = 0; i < list.n; i++) {
-        const bool kept = keep(i);
-        list.id[n] = list.id[i];
-        list.x[n] = list.x[i];
-        list.w[n] = list.w[i];
-        n += kept;
+    for (int64_t i = 0; i < list.n; i += LANES) {
+        Ints ids;
+        memcpy(&ids, list.id + i, sizeof ids);
+        n += pick(list.x + i, ids, least, list.x + n, list.id + n);
     }
     list.n = n;
 }
