@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from native import Sample, compiled, native_sample
 from tiny import tiny_weights
+
+from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +34,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def nightly(request: pytest.FixtureRequest) -> bool:
     """Whether there is a night's time."""
     return bool(request.config.getoption("--nightly"))
+
+
+@pytest.fixture(scope="session")
+def native_library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    """The native kernels of drawing, compiled from their sources."""
+    if not shutil.which("g++"):
+        pytest.skip("the native sampler needs g++")
+    return compiled(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Both samplers: the same laws hold for each."""
+    if request.param == "torch":
+        return torch_sample
+    return native_sample(request.getfixturevalue("native_library"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,4 @@ void ink_score(void* pool, void* rooms, const float* logits, int64_t stride, int
         draw::most_likely(room, softmax, count, top_ids + row * INK_TOP, top_logprobs + row * INK_TOP);
     });
 }
-
-// The first uniform number of a draw, and Philox itself: for tests.
-double ink_uniform(int64_t seed, int64_t choice, int64_t position) { return draw::uniform(seed, choice, position); }
-void ink_philox(uint32_t* counter, const uint32_t* key) {
-    const draw::Words4 words = draw::philox({counter[0], counter[1], counter[2], counter[3]}, key[0], key[1]);
-    std::copy(words.begin(), words.end(), counter);
-}
 }

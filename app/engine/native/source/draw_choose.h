@@ -28,12 +28,12 @@ inline void list_top_k(Room& room, int64_t k) {
 }
 
 // The fewest tokens that together reach this share of the mass, those first whose surprise is nearest to the entropy.
-// The surprise is ln total - ln w and the entropy its mean, so that ln total cancels out.
+// The surprise is ln total - ln w and the entropy its mean; ln total is in both, and rounds to one what it makes equal.
 inline void keep_typical(Room& room, double share, const Mass& mass) {
     const List& list = room.list;
-    const double mean = mass.moment / mass.total;
+    const double log_total = std::log(mass.total), entropy = log_total - mass.moment / mass.total;
     for (int64_t i = 0; i < list.n; i++)
-        room.key[i] = list.w[i] > 0 ? ~bits<uint64_t>(std::fabs(mean - list.x[i])) : 0;
+        room.key[i] = list.w[i] > 0 ? ~bits<uint64_t>(std::fabs(log_total - list.x[i] - entropy)) : 0;
     const uint64_t least = edge(room, room.key, list.w, list.n, mass.total * share);
     for (int64_t i = 0; i < list.n; i++) list.w[i] = room.key[i] >= least ? list.w[i] : 0;
 }
