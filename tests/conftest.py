@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +18,15 @@ import httpx
 import pytest
 import torch
 from fake_compiler import compiled
+from native import Sample, native_sample
+from native import compiled as compiled_sampler
 from tiny import tiny_weights
 
 from app.engine.native.build import find_or_build
 from app.engine.native.errors import BuildError
 from app.engine.native.level import NoLevel
 from app.engine.native.recipe import ABI
+from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +40,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def nightly(request: pytest.FixtureRequest) -> bool:
     """Whether there is a night's time."""
     return bool(request.config.getoption("--nightly"))
+
+
+@pytest.fixture(scope="session")
+def sampling_library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    """The native kernels of drawing alone, with doors to what only tests look at."""
+    if not shutil.which("g++"):
+        pytest.skip("the native sampler needs g++")
+    return compiled_sampler(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Both samplers: the same laws hold for each."""
+    if request.param == "torch":
+        return torch_sample
+    return native_sample(request.getfixturevalue("sampling_library"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,10 @@ from app.engine.native.choice import Choice, Libraries, choose
 from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
 from app.engine.native.program import BLOCK, head_numbers
+from app.engine.native.sampler import NativeSampler
 from app.engine.quantize import round_weights
-from app.engine.runner import Runner
+from app.engine.runner import Draw, Runner
+from app.engine.sampler import sample
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
 from model.checkpoint import Checkpoint, load
@@ -64,15 +66,15 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         raise StartError(str(error)) from None
     int8 = config.quantize == "int8"
     if choice.library:
-        compute: Compute = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
+        compute, draw = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
     else:
-        compute = _torch(checkpoint.decoder, room, blocks, device, int8=int8)
+        compute, draw = _torch(checkpoint.decoder, room, blocks, device, int8=int8), sample
     guides = Guides(
         lambda: Tokenizer.load(Path(config.weights)).bytes_of,
         vocab_size=room.shape.vocab_size,
         most=config.max_running,
     )
-    runner = Runner(compute, guides=guides)
+    runner = Runner(compute, guides=guides, draw=draw)
     announce("warming up")
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, room.block_size)
@@ -94,12 +96,15 @@ def _room(
     )
 
 
-def _native(library: Path, decoder: Decoder, blocks: int, *, int8: bool) -> NativeCompute:
-    kernels = Library(library)
-    return NativeCompute(kernels, decoder, Threads(kernels, torch.get_num_threads()), blocks=blocks, int8=int8)
+def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[Compute, Draw]:
+    library = Library(path)
+    threads = Threads(library, torch.get_num_threads())
+    compute = NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
+    sampler = NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads.handle, threads=threads.count)
+    return compute, sampler.sample
 
 
-def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, *, int8: bool) -> TorchCompute:
+def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, *, int8: bool) -> Compute:
     if int8:
         round_weights(decoder)
     cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)

@@ -27,7 +27,8 @@ class Threads:
 
     def __init__(self, library: Library, count: int) -> None:
         self._library = library
-        self.handle = library.open_pool(count, _SPINS)
+        self.count = count
+        self.handle: int = library.open_pool(count, _SPINS)
 
     def __del__(self) -> None:
         self._library.close_pool(self.handle)

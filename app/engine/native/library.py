@@ -112,9 +112,9 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         try:
-            library = ctypes.CDLL(str(path))
+            self.loaded = ctypes.CDLL(str(path))
             for name, (result, arguments) in _FUNCTIONS.items():
-                function = getattr(library, f"ink_{name}")
+                function = getattr(self.loaded, f"ink_{name}")
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
         except (OSError, AttributeError) as error:

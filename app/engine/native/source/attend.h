@@ -10,8 +10,11 @@
 namespace ink {
 
 constexpr int kBlock = 16;
-constexpr int kQueryRows = 6;
-constexpr int kBlocksAtOnce = 4;
+#if defined(__AVX512F__)
+constexpr int kQueryRows = 6, kBlocksAtOnce = 4;
+#else
+constexpr int kQueryRows = 2, kBlocksAtOnce = 2;
+#endif
 
 struct Heads {
     int queries, kv, width, padded;  // padded: width in whole vectors

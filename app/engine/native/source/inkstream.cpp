@@ -1,4 +1,5 @@
 // What Python calls. No exception crosses this border, and nothing here knows Python or torch.
+#include "draw.h"
 #include "steps.h"
 
 using namespace ink;

@@ -49,8 +49,12 @@ struct I8F32 : F32 {
     static Vector weights(const char* at) { return widen(at); }
 };
 
-constexpr int kMostRows = 12;
-constexpr int kFewRows = 6;
+// As many sums as there are registers for: 32 of 64 bytes with AVX-512, elsewhere 16 of 32 or fewer.
+#if defined(__AVX512F__)
+constexpr int kMostRows = 12, kFewRows = 6;
+#else
+constexpr int kMostRows = 3, kFewRows = 1;
+#endif
 
 // R rows by P panels: all sums in registers.
 template <class W, int R, int P>

@@ -42,7 +42,7 @@ class Pool {
             return;
         }
         call_ = [](void* f, int task, int thread) { (*static_cast<std::remove_reference_t<F>*>(f))(task, thread); };
-        argument_ = &f;
+        argument_ = const_cast<void*>(static_cast<const void*>(&f));
         n_tasks_ = n_tasks;
         for (int i = 0; i < threads_; i++) shares_[i].next.store(share(i), std::memory_order_relaxed);
         busy_.store(threads_ - 1, std::memory_order_relaxed);
