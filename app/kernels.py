@@ -23,6 +23,8 @@ from app.engine.native.leash import leashed
 from app.settings import Settings
 
 _log = logging.getLogger("inkstream")
+_LIMIT_SECONDS = 6 * 3600.0
+"""At idle priority on a busy machine a minute's work may take hours, and hurts nobody."""
 _PATIENCE_SECONDS = 1.0
 _ROOT = Path(__file__).parents[1]
 
@@ -43,7 +45,7 @@ async def build_for_next_start(engine: EngineClient, cache_dir: Path | None) -> 
     except BuildError as error:
         _log.info("torch computes, native kernels would be faster: %s", error)
         return
-    _log.info("native kernels are being built for the next start (about 20 s); until then torch computes")
+    _log.info("native kernels are being built for the next start (a minute or so); until then torch computes")
     try:
         problem = await _compile(cache_dir)
     except OSError as error:
@@ -57,7 +59,7 @@ async def build_for_next_start(engine: EngineClient, cache_dir: Path | None) -> 
 async def _compile(cache_dir: Path | None) -> str:
     """Empty, or what went wrong."""
     # -P and our own path: a folder called app in the working directory is somebody else's.
-    command = [sys.executable, "-P", "-m", "app", "compile", "--quiet"]
+    command = [sys.executable, "-P", "-m", "app", "compile", "--quiet", "--time-limit", str(_LIMIT_SECONDS)]
     where = ["--cache-dir", str(cache_dir)] if cache_dir else []
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = await asyncio.create_subprocess_exec(

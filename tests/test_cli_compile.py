@@ -103,6 +103,18 @@ def test_a_failed_build_is_one_line_and_exit_code_one(tmp_path: Path, stub_libra
     assert (code, errors) == (1, f"error: {fake.path} failed: a.h:1: error: bad\n")
 
 
+def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
+    code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
+    assert (code, errors) == (1, f"error: {slow.path} took more than 0.5 seconds\n")
+    assert _left(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, limit: str) -> None:
+    code, _, errors = _run(tmp_path / "cache", f"--time-limit={limit}")
+    assert code == 2 and f"above 0 and up to 86400, not '{limit}'" in errors
+
+
 def test_quietly_it_says_only_that_a_build_begins(tmp_path: Path, compiler: FakeCompiler) -> None:
     code, out, errors = _run(tmp_path / "cache", "--quiet", CXX=str(compiler.path))
     assert (code, errors) == (0, "") and out.count("\n") == 1 and "building native kernels" in out

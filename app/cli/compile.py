@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.engine.native.build import build, find, need_cache_directory
+from app.engine.native.build import TIMEOUT_SECONDS, build, find, need_cache_directory
 from app.engine.native.compiler import Compiler
 from app.engine.native.errors import BuildError, NoCompiler
 from app.engine.native.level import NoLevel, levels_to_carry, this_level, this_machine
 from app.engine.native.recipe import Recipe
 from app.engine.native.shelf import read_note
+
+_MOST_SECONDS = 86400
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         if options.check:
             return _check(directory)
         for level in levels_to_carry(*this_machine()) if options.all_levels else (this_level(),):
-            _build(Recipe(level=level), need_cache_directory(directory), quiet=options.quiet)
+            _build(Recipe(level=level), need_cache_directory(directory), options)
     except (NoLevel, NoCompiler) as error:
         if not options.quiet:
             print(f"error: {error}", file=sys.stderr)
@@ -55,21 +57,39 @@ def _parser() -> argparse.ArgumentParser:
         "--all-levels", action="store_true", help="for every kind of x86-64 CPU: for containers that move"
     )
     parser.add_argument("--check", action="store_true", help="build nothing; exit 0 if a start would use them, else 1")
+    parser.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="what the compiler may take for one level (default: %(default)g)",
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing but that a build begins, or has failed")
     return parser
 
 
-def _build(recipe: Recipe, directory: Path, *, quiet: bool) -> None:
+def _seconds(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 and up to {_MOST_SECONDS}, not {text!r}")
+    return seconds
+
+
+def _build(recipe: Recipe, directory: Path, options: argparse.Namespace) -> None:
     """Says what is done. Raises BuildError."""
     level, is_new = recipe.level.name, False
 
     def announce(compiler: Compiler) -> None:
         nonlocal is_new
         is_new = True
-        print(f"building native kernels ({level}, {compiler.version}); this takes about 20 s", flush=True)
+        print(f"building native kernels ({level}, {compiler.version}); this takes a minute or so", flush=True)
 
-    library = build(recipe, directory, announce=announce)
-    if not quiet:
+    library = build(recipe, directory, seconds=options.time_limit, announce=announce)
+    if not options.quiet:
         print(f"{level}: {'built' if is_new else 'is there already'}")
         _describe(library)
 

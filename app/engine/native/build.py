@@ -14,7 +14,7 @@ from app.engine.native.level import X86_LEVELS, NoLevel, runs_here, this_level
 from app.engine.native.recipe import ABI, UNIT, Recipe
 from app.engine.native.shelf import PACKAGED, cache_directory, find_library, put_library, tidy, workplace
 
-TIMEOUT_SECONDS = 300.0
+TIMEOUT_SECONDS = 600.0
 _TRY_SECONDS = 60.0
 _TRY = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).ink_abi())"
 
