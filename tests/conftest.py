@@ -20,7 +20,7 @@ import torch
 from fake_compiler import compiled
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
-from tiny import tiny_weights
+from tiny import WAY, tiny_weights
 
 from app.engine.native.build import find_or_build
 from app.engine.native.errors import BuildError
@@ -56,6 +56,16 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     if request.param == "torch":
         return torch_sample
     return native_sample(request.getfixturevalue("sampling_library"))
+
+
+@pytest.fixture(params=["torch", "native", "int8"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How tiny_engine() computes in this test; modules whose laws hold for every way use it for all their tests."""
+    if request.param != "torch":
+        request.getfixturevalue("native_library")
+    before = WAY.set(request.param)
+    yield request.param
+    WAY.reset(before)
 
 
 @dataclass(frozen=True, slots=True)

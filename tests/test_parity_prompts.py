@@ -20,7 +20,7 @@ from model.reference import logits
 from model.transformer import Decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "way")
 
 
 def _choices(rng: random.Random, name: str, prompt: Iterable[int], count: int) -> list[Request]:

@@ -25,7 +25,7 @@ SCALINGS = [
     RopeScaling(kind="linear", factor=2.5),
     RopeScaling(kind="llama3", factor=8.0, original_context=64),
 ]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "way")
 
 
 @cache

@@ -46,6 +46,7 @@ class TorchCompute:
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
+        """One step: decodes of like length together, every other chunk for itself."""
         if plan.clear:
             self._cache.clear(list(plan.clear))
         if plan.copies:
@@ -59,6 +60,7 @@ class TorchCompute:
         return chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
+        """In the decoder's number format."""
         padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]  # as many rows as the law asks for
         return self._decoder.head(self._hidden_TD[torch.tensor(padded, device=self._hidden_TD.device)])[: len(rows)]
 

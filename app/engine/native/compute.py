@@ -57,6 +57,7 @@ class NativeCompute:
         self._library.close(self._machine)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
+        """One step; rows stand in the order of the plan."""
         if plan.clear:
             self._cache[:, :, list(plan.clear)] = 0
         if plan.copies:
@@ -74,6 +75,7 @@ class NativeCompute:
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
+        """float32, in memory that the next call uses again."""
         if len(rows) > len(self._logits):
             self._logits = torch.empty(len(rows), self._logits.shape[1])
         columns, places = self._logits.shape[1], array("i", rows)
