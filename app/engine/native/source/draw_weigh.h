@@ -70,7 +70,8 @@ inline Mass mass_of_list(Room& room) {
 }
 
 // Weighs the logits of the list.
-inline void weigh_list(List& list, Scale scale) {
+inline void weigh_list(const List& list, Scale scale) {
+    std::fill(list.x + list.n, list.x + list.n + LANES, NOTHING);  // what lay there before may be above the best
     for (int64_t i = 0; i < list.n; i += LANES) {
         const Floats logarithm = scale.of(load(list.x + i));
         store(list.x + i, logarithm);
