@@ -42,9 +42,9 @@ class Decoder(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def make_tables(self) -> None:
-        """The numbers of the positions, which no file holds; for a decoder made on the meta device to be called later.
+        """The numbers of the positions, which no file holds; for a decoder made on the meta device: call it later.
 
-        There to compute, be it only shapes, makes torch import its compiler: a second, and 60 MB for as long as it runs.
+        Computing there, be it only shapes, makes torch import its compiler: a second, and 70 MiB for good.
         """
         kind = self.config.positions
         self.register_buffer("rope_PC", rope_table(self.config) if kind == "rotary" else None, persistent=False)
