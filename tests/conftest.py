@@ -101,10 +101,13 @@ def is_clean(server: Server, seconds: float) -> bool:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Matrices this small cost 20 times as much when two threads share them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from _with_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For laws that must not know how many threads there are; `make test` gives one to all others."""
+    yield from _with_threads(2)
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +122,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
     running = start_server(tmp_path_factory.mktemp("server"), weights, "--dtype", "float32")
     yield running
     assert stop_server(running) == 0, running.log.read_text()
+
+
+def _with_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def _status(url: str) -> int:

@@ -63,7 +63,7 @@ def test_streamed_text_equals_the_plain_answer(server: Server, prompt: str, seed
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_thirty_two_clients_at_once_get_what_each_gets_alone(tmp_path: Path, weights: Path, dtype: str) -> None:
-    server = start_server(tmp_path, weights, "--dtype", dtype)
+    server = start_server(tmp_path, weights, "--dtype", dtype, "--threads", "2")
     try:
         _compare_alone_and_together(server)
     finally:
