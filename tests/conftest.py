@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tiny import tiny_weights
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,12 @@ ROOT = Path(__file__).parent.parent
 # No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# How long an example takes is decided by who else is on the machine. The service is one for all examples of a test.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
