@@ -50,6 +50,7 @@ serve: install
 
 # JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
 # each other's way, and those that spin would starve the others. Tests of what threads change ask for their number.
+# JOBS=0: all in one process, as --pdb needs it.
 test: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
