@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 from fake_compiler import compiled
+from hypothesis import HealthCheck, settings
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
 from tiny import WAY, tiny_weights
@@ -29,6 +30,16 @@ from app.engine.native.recipe import ABI
 from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
+
+# No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# How long an example takes is decided by who else is on the machine. The service is one for all examples of a test.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -136,10 +147,13 @@ def is_clean(server: Server, seconds: float) -> bool:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Matrices this small cost 20 times as much when two threads share them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from _with_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For laws that must not know how many threads there are; `make test` gives one to all others."""
+    yield from _with_threads(2)
 
 
 @pytest.fixture(scope="session")
@@ -169,6 +183,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
     running = start_server(tmp_path_factory.mktemp("server"), weights, "--dtype", "float32")
     yield running
     assert stop_server(running) == 0, running.log.read_text()
+
+
+def _with_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def _status(url: str) -> int:

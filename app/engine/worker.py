@@ -6,6 +6,7 @@ gone, and this process goes with it.
 
 from __future__ import annotations
 
+import gc
 import select
 import signal
 import socket
@@ -112,6 +113,8 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
     def announce(started: tuple[Started, ...]) -> None:
         report(StepReport(started=started, counters=engine.scheduler.counters))
 
+    # What start-up made stays to the end: neither a full collection between two tokens nor the last one has to walk it.
+    gc.freeze()
     while True:
         for frame in inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)):
             if isinstance(frame, Submit):
