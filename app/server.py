@@ -10,13 +10,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
-from app.engine.client import EngineGone
+from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import NotReady
 from app.main import create_app
 from app.service import Service
@@ -82,22 +82,27 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings) -> int:
-    """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration."""
+def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None = None) -> int:
+    """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
+
+    `engine` makes another client of the engine (benchmarks bring a stand-in).
+    """
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     _check_weights(settings.weights)
     with bind(settings) as listener:
-        gone = asyncio.run(_serve(settings, listener))
+        gone = asyncio.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
     print(f"error: {gone}", file=sys.stderr, flush=True)
     return gone.exit_code
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> EngineGone | None:
-    app = create_app(settings)
+async def _serve(
+    settings: Settings, listener: socket.socket, engine: Callable[[Settings], EngineClient] | None
+) -> EngineGone | None:
+    app = create_app(settings, engine)
     # After the drain time-out every stream is told why it ends; those that do not even read that are cut then.
     drain = math.ceil(settings.drain_timeout) + 2
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
