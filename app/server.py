@@ -92,7 +92,9 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
     )
     _check_weights(settings.weights)
     with bind(settings) as listener:
-        gone = asyncio.run(_serve(settings, listener, engine))
+        # uvloop where it exists, asyncio's own loop elsewhere.
+        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
+            gone = runner.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
     print(f"error: {gone}", file=sys.stderr, flush=True)
