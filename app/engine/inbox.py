@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 
-from app.engine.frames import HEADER_BYTES, Down, body_length, decode_down
+from app.engine.frames import Down, Frames, decode_down
 
 
 class Inbox:
@@ -13,7 +13,7 @@ class Inbox:
 
     def __init__(self, pipe: socket.socket) -> None:
         self._pipe = pipe
-        self._buffer = bytearray()
+        self._frames = Frames()
         self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
         self._poll.register(pipe, select.POLLIN)
 
@@ -24,17 +24,5 @@ class Inbox:
             data = self._pipe.recv(1 << 20)
             if not data:
                 raise EOFError
-            self._buffer += data
-            while (frame := self._next()) is not None:
-                frames.append(frame)
+            frames += map(decode_down, self._frames.feed(data))
         return frames
-
-    def _next(self) -> Down | None:
-        if len(self._buffer) < HEADER_BYTES:
-            return None
-        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[HEADER_BYTES:end])
-        del self._buffer[:end]
-        return decode_down(body)
