@@ -91,10 +91,10 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     _check_weights(settings.weights)
-    with bind(settings) as listener:
-        # uvloop where it exists, asyncio's own loop elsewhere.
-        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-            gone = runner.run(_serve(settings, listener, engine))
+    # uvloop where it exists, asyncio's own loop elsewhere.
+    new_loop = uvicorn.Config("").get_loop_factory()
+    with bind(settings) as listener, asyncio.Runner(loop_factory=new_loop) as runner:
+        gone = runner.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
     print(f"error: {gone}", file=sys.stderr, flush=True)
