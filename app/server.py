@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -105,6 +106,8 @@ async def _serve(
     settings: Settings, listener: socket.socket, engine: Callable[[Settings], EngineClient] | None
 ) -> EngineGone | None:
     app = create_app(settings, engine)
+    # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.
+    gc.freeze()
     # After the drain time-out every stream is told why it ends; those that do not even read that are cut then.
     drain = math.ceil(settings.drain_timeout) + 2
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
