@@ -17,6 +17,7 @@ from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
+from app.engine.cores import available_cores
 from app.engine.frames import WorkerConfig
 from app.long_texts import LongTexts
 from app.service import Service
@@ -77,7 +78,7 @@ def make_client(settings: Settings) -> EngineClient:
         weights=str(settings.weights),
         device=settings.device,
         dtype=settings.dtype,
-        threads=settings.threads,
+        threads=settings.threads or available_cores(),
         kv_blocks=settings.kv_blocks,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,

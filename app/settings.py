@@ -23,7 +23,12 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
     )
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0 takes all cores.")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="CPU threads of the engine; 0 takes the cores it may use (affinity, cgroup limit).",
+    )
     kv_blocks: int = Field(
         0, ge=0, le=2**31 - 1, description="Blocks of the KV cache; 0 takes what max_running can fill."
     )
