@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from app import event_loop
 from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import NotReady
 from app.main import create_app
@@ -92,10 +93,8 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     _check_weights(settings.weights)
-    # uvloop where it exists, asyncio's own loop elsewhere.
-    new_loop = uvicorn.Config("").get_loop_factory()
-    with bind(settings) as listener, asyncio.Runner(loop_factory=new_loop) as runner:
-        gone = runner.run(_serve(settings, listener, engine))
+    with bind(settings) as listener:
+        gone = event_loop.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
     print(f"error: {gone}", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from app import event_loop
 from benchmarks.crowd import Crowd, Door
 from benchmarks.statistics import percentile
 
@@ -84,7 +85,7 @@ def _measure(weights: str, door: Door, streams: int, step_ms: float, tokens: int
             if port is None:
                 print(log.read_text(), end="", file=sys.stderr)
                 return None
-            return asyncio.run(_load(service.pid, port, door, streams, step_ms, tokens, seconds))
+            return event_loop.run(_load(service.pid, port, door, streams, step_ms, tokens, seconds))
         finally:
             service.terminate()
             service.wait()
