@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from enum import Enum
+from typing import cast
 
 from benchmarks.prompts import pseudo_prose
 
@@ -94,8 +95,7 @@ class _Client(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._send()
 
     def data_received(self, data: bytes) -> None:
