@@ -17,6 +17,7 @@ from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
+from app.engine.cores import available_cores
 from app.engine.frames import WorkerConfig
 from app.kernels import build_for_next_start, libraries_at_start
 from app.long_texts import LongTexts
@@ -84,7 +85,7 @@ def make_client(settings: Settings) -> EngineClient:
         quantize=settings.quantize,
         library=str(libraries.found) if libraries.found else None,
         cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
-        threads=settings.threads,
+        threads=settings.threads or available_cores(),
         kv_blocks=settings.kv_blocks,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,

@@ -32,7 +32,12 @@ class Settings(BaseSettings):
     cache_dir: Path | None = Field(
         None, description="Where native kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."
     )
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0 takes all cores.")
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="CPU threads of the engine; 0 takes the cores it may use (affinity, cgroup limit).",
+    )
     kv_blocks: int = Field(
         0, ge=0, le=2**31 - 1, description="Blocks of the KV cache; 0 takes what max_running can fill."
     )

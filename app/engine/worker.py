@@ -1,4 +1,4 @@
-"""The engine process: inbox -> step -> report, until the pipe closes. The only file with both torch and the pipe.
+"""The engine process: inbox -> step -> report, until the pipe closes. The only file with the engine and the pipe.
 
 Started by app/engine/client.py as `python -m app.engine.worker FD`. The end of the pipe means that the API process is
 gone, and this process goes with it.
@@ -7,7 +7,6 @@ gone, and this process goes with it.
 from __future__ import annotations
 
 import gc
-import select
 import signal
 import socket
 import sys
@@ -21,54 +20,11 @@ from msgspec.structs import replace
 from app.engine.assembly import StartError, assemble
 from app.engine.door import Door
 from app.engine.engine import Engine
-from app.engine.frames import (
-    HEADER_BYTES,
-    Cancel,
-    Down,
-    Fatal,
-    Phase,
-    Submit,
-    Up,
-    WorkerConfig,
-    body_length,
-    decode_down,
-    encode_frame,
-)
+from app.engine.frames import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
+from app.engine.inbox import Inbox
 from app.engine.types import Started, StepReport
 
 Send = Callable[[Up], None]
-
-
-class Inbox:
-    """Frames that have arrived, without waiting where there is other work. Raises EOFError at the pipe's end."""
-
-    def __init__(self, pipe: socket.socket) -> None:
-        self._pipe = pipe
-        self._buffer = bytearray()
-        self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
-        self._poll.register(pipe, select.POLLIN)
-
-    def receive(self, wait_seconds: float) -> list[Down]:
-        """All frames there are; waits up to `wait_seconds` for the first one."""
-        frames: list[Down] = []
-        while self._poll.poll(0 if frames else int(wait_seconds * 1000)):
-            data = self._pipe.recv(1 << 20)
-            if not data:
-                raise EOFError
-            self._buffer += data
-            while (frame := self._next()) is not None:
-                frames.append(frame)
-        return frames
-
-    def _next(self) -> Down | None:
-        if len(self._buffer) < HEADER_BYTES:
-            return None
-        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[HEADER_BYTES:end])
-        del self._buffer[:end]
-        return decode_down(body)
 
 
 def main(descriptor: int) -> int:
