@@ -45,7 +45,7 @@ def gguf_name(name: str) -> str:
 
 
 def laid_out(name: str, values: NDArray[Any], *, heads: int, kv_heads: int) -> NDArray[Any]:
-    """GPT-2 stores matrices the other way round; llama.cpp turns neighbours where Hugging Face turns halves of a head."""
+    """GPT-2 stores matrices the other way round; llama.cpp turns neighbours, Hugging Face halves of a head."""
     if values.ndim == 2 and (".attn.c_" in name or ".mlp.c_" in name):
         return np.ascontiguousarray(values.T)
     if name.endswith("self_attn.q_proj.weight"):

@@ -1,4 +1,4 @@
-"""The models that the sides are compared on: three shapes with random weights, and the default weights. Knows no peer."""
+"""The models that sides are compared on: three shapes with random weights, and the default ones. Knows no peer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.peers.numbers import ModelSize
 from benchmarks.peers.words import tokenizer_of
 from model.checkpoint import load_config, weights_files
 from model.config import ModelConfig
@@ -65,17 +66,21 @@ class Model:
     config: ModelConfig
 
     @property
-    def matrix_numbers(self) -> int:
-        """Weights that a step reads whole: all matrices, the head among them; of the embedding only rows."""
-        return matrix_numbers(self.config)
+    def size(self) -> ModelSize:
+        """For the limits of the machine."""
+        return size_of(self.config)
 
 
-def matrix_numbers(config: ModelConfig) -> int:
-    """Numbers in the matrices that every step multiplies with, whatever its batch."""
+def size_of(config: ModelConfig) -> ModelSize:
+    """Of the embedding a step reads only rows, unless it is the head too."""
     heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     attention = config.width * (heads + 2 * kv_heads) + heads * config.width
     mlp = (3 if config.gated else 2) * config.width * config.mlp_width
-    return config.n_layers * (attention + mlp) + config.vocab_size * config.width
+    return ModelSize(
+        body=config.n_layers * (attention + mlp),
+        head=config.vocab_size * config.width,
+        kv_per_token=config.kv_numbers_per_token,
+    )
 
 
 def find_model(name: str, *, weights: Path, folder: Path) -> Model:

@@ -8,7 +8,8 @@ from random import Random
 from benchmarks.prompts import pseudo_prose
 from model.tokenizer import Tokenizer
 
-_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in ("a", "e", "i", "o", "u", "ai", "ou")]
+_VOWELS = ("a", "e", "i", "o", "u", "ai", "ou")
+_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in _VOWELS]
 _PROSE_WORDS = 20_000
 
 

@@ -26,10 +26,9 @@ _FORMATS = {
 
 
 def main(directory: Path, target: Path, precision: str) -> None:
-    """Writes beside the target and renames: a file that is there is whole."""
+    """Norms, biases and positions stay in float32, as llama.cpp itself has it."""
     config = json.loads((directory / "config.json").read_text())
-    part = target.with_suffix(".part")
-    writer = GGUFWriter(part, config["model_type"])
+    writer = GGUFWriter(target, config["model_type"])
     (_write_gpt2 if config["model_type"] == "gpt2" else _write_llama)(writer, config)
     _write_tokenizer(writer, json.loads((directory / "tokenizer.json").read_text()))
     heads = config.get("num_attention_heads", config.get("n_head"))
@@ -41,7 +40,6 @@ def main(directory: Path, target: Path, precision: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part.rename(target)
 
 
 def _write_llama(writer: GGUFWriter, config: dict[str, Any]) -> None:
