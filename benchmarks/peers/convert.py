@@ -25,12 +25,12 @@ def convert(peer: str, model: Model, precision: str, *, python: Path, folder: Pa
     stem = f"{model.name}-{_fingerprint(model)}"
     if peer == "openvino":
         target = folder / f"{stem}-openvino-{_WEIGHT_FORMATS[precision]}"
-        tool = [python.with_name("optimum-cli"), "export", "openvino", "--model", model.directory]
+        tool: list[str | Path] = [python.with_name("optimum-cli"), "export", "openvino", "--model", model.directory]
         task = ["--task", "text-generation-with-past", "--weight-format", _WEIGHT_FORMATS[precision]]
         return _made(target, [*tool, *task])
     if peer == "llama.cpp":
         target = folder / f"{stem}-{precision}.gguf"
-        program = [python, "-m", "benchmarks.peers.sides.write_gguf", model.directory]
+        program: list[str | Path] = [python, "-m", "benchmarks.peers.sides.write_gguf", model.directory]
         return _made(target, program, after=[precision])
     if peer == "ctranslate2":
         tool = [python.with_name("ct2-transformers-converter"), "--model", model.directory, "--output_dir"]

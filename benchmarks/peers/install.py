@@ -106,7 +106,16 @@ def _source(python: Path, home: Path) -> Path:
 
 def _pip(python: Path, *arguments: str, **environment: str) -> None:
     extra = shlex.split(os.environ.get("PIP_ARGS", "")) if arguments[0] != "uninstall" else []
-    command = [python, "-m", "pip", arguments[0], "-q", "--disable-pip-version-check", *extra, *arguments[1:]]
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        arguments[0],
+        "-q",
+        "--disable-pip-version-check",
+        *extra,
+        *arguments[1:],
+    ]
     _call(command, environment)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 OURS = "inkstream"
+BARE = {OURS: "our bare engine", "openvino": "openvino in process"}
+"""What those are called that are put under a server's load without a server."""
 PEERS = ("openvino", "llama.cpp", "ctranslate2", "transformers")
 PRECISIONS = ("bf16", "f32", "int8")
 PARTS = ("engine", "prefill", "server")
 What = Literal["decode", "prefill"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +59,20 @@ def figures(parts: Sequence[str], sizes: Sizes, context: int) -> list[Figure]:
     return found
 
 
-def alternation(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, side): every side once in each round, each round beginning with another side."""
+def schedule(sides: Sequence[str], figures: Sequence[T], rounds: int) -> Iterator[tuple[int, T, str]]:
+    """(round, figure, side): in each round every figure of every side, side after side; each round begins elsewhere."""
     for number in range(rounds):
         first = number % len(sides) if sides else 0
-        for side in (*sides[first:], *sides[:first]):
-            yield number, side
+        for figure in figures:
+            for side in (*sides[first:], *sides[:first]):
+                yield number, figure, side
 
 
-def complaint(figure: Figure, lengths: Sequence[int]) -> str | None:
+def complaint(rows: int, tokens: int, lengths: Sequence[int]) -> str | None:
     """What is wrong with the number of tokens that a side generated; None if it is what was asked for."""
-    wanted = [figure.tokens] * figure.rows
-    if list(lengths) == wanted:
+    if list(lengths) == [tokens] * rows:
         return None
-    return f"asked for {figure.rows} x {figure.tokens} tokens, it generated {sum(lengths)} in {len(lengths)} rows"
+    return f"asked for {rows} x {tokens} tokens, it generated {sum(lengths)} in {len(lengths)} rows"
 
 
 def agreement(ours: Sequence[int], theirs: Sequence[int]) -> int:

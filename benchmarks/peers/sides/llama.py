@@ -118,7 +118,7 @@ class Llama:
         return self._contexts[rows]
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     del level, text, data
 
