@@ -27,13 +27,19 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = True
 
 
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for a last chunk with the number of tokens."""
+
+    include_usage: bool = True
+
+
 class OpenAIRequest(CompletionRequest, frozen=True, kw_only=True):
     """The body of POST /v1/completions; filters that some servers would add by themselves are switched off."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    stream_options: dict[str, bool] = {"include_usage": True}
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
 
 
 async def complete(connection: Connection, request: CompletionRequest) -> Completed | Failed:

@@ -1,8 +1,8 @@
 """Ours beside OpenVINO GenAI, llama.cpp, CTranslate2 and transformers: `python -m benchmarks.peers --models default,C`.
 
 Peers are installed from PyPI on first use, each into an environment of its own below .peers/. Every side runs in a
-process of its own with the same threads and is asked in turn, A B C, B C A, ...; one computes at a time. Ratios are taken round by
-round. The last line of stdout is one JSON object. Exit status: 0; 1 where our own side could not be measured.
+process of its own with the same threads and is asked in turn, A B C, B C A, ...; one computes at a time. Ratios are
+taken round by round. The last line of stdout is one JSON object. Exit status: 0; 1 where our own side is missing.
 """
 
 from __future__ import annotations
