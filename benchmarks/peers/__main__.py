@@ -7,6 +7,7 @@ taken round by round. The last line of stdout is one JSON object. Exit status: 0
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from benchmarks.result import this_machine
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
+    # Services and sides are ended on the way out; by default this signal knows no way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     sizes = options.sizes
     shop = Workshop(
@@ -72,4 +75,7 @@ def _servers(shop: Workshop, options: Options, model: Model, precision: str) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

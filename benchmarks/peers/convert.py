@@ -27,14 +27,14 @@ def convert(peer: str, model: Model, precision: str, *, python: Path, folder: Pa
         target = folder / f"{stem}-openvino-{_WEIGHT_FORMATS[precision]}"
         tool: list[str | Path] = [python.with_name("optimum-cli"), "export", "openvino", "--model", model.directory]
         task = ["--task", "text-generation-with-past", "--weight-format", _WEIGHT_FORMATS[precision]]
-        return _made(target, [*tool, *task])
+        return made(target, [*tool, *task])
     if peer == "llama.cpp":
         target = folder / f"{stem}-{precision}.gguf"
         program: list[str | Path] = [python, "-m", "benchmarks.peers.sides.write_gguf", model.directory]
-        return _made(target, program, after=[precision])
+        return made(target, program, after=[precision])
     if peer == "ctranslate2":
         tool = [python.with_name("ct2-transformers-converter"), "--model", model.directory, "--output_dir"]
-        return _made(folder / f"{stem}-ctranslate2", tool)
+        return made(folder / f"{stem}-ctranslate2", tool)
     return model.directory
 
 
@@ -44,7 +44,7 @@ def _fingerprint(model: Model) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _made(target: Path, command: Sequence[str | Path], after: Sequence[str] = ()) -> Path:
+def made(target: Path, command: Sequence[str | Path], after: Sequence[str] = ()) -> Path:
     """Runs the command on a path beside the target, which takes its name once the command has succeeded."""
     if target.exists():
         return target

@@ -87,12 +87,12 @@ def find_model(name: str, *, weights: Path, folder: Path) -> Model:
     """The model called `name`; a random one is written into `folder` where it is not there yet."""
     directory = weights if name == "default" else folder / name
     if name != "default" and not (directory / "config.json").exists():
-        _write(SHAPES[name], directory)
+        write_random(SHAPES[name], directory)
     return Model(name=name, directory=directory.resolve(), config=load_config(directory))
 
 
-def _write(config: ModelConfig, directory: Path) -> None:
-    """config.json comes last: a directory that has it is whole."""
+def write_random(config: ModelConfig, directory: Path) -> None:
+    """The same weights always; config.json comes last: a directory that has it is whole."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(config.vocab_size)
     files = weights_files(random_decoder(config), dtype=torch.bfloat16, eos_id=tokenizer.eos_id, generation={})

@@ -28,7 +28,11 @@ class Context:
         if not self._context:
             raise CannotError(f"llama.cpp makes no context for {rows} rows")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+        batch = self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+        pointers = (batch.token, batch.pos, batch.logits, batch.n_seq_id)
+        views = [np.ctypeslib.as_array(pointer, shape=(_BATCH,)) for pointer in pointers]
+        self._tokens, self._places, self._wanted, n_rows = views
+        n_rows[:] = 1
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def clear(self) -> None:
@@ -50,17 +54,15 @@ class Context:
         return self._best(rows)
 
     def _fill(self, tokens: Sequence[int], places: Sequence[int], rows: Sequence[int], wanted: Sequence[int]) -> None:
-        batch, size = self._batch, len(tokens)
-        batch.n_tokens = size
-        batch.token[:size] = list(tokens)
-        batch.pos[:size] = list(places)
-        ctypes.memset(batch.logits, 0, size)
+        """`wanted`: whose logits are computed; what lies beyond this batch is none of them."""
+        size = len(tokens)
+        self._batch.n_tokens = size
+        self._tokens[:size] = tokens
+        self._places[:size] = places
         for i, row in enumerate(rows):
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = row
-        for i in wanted:
-            if i < size:
-                batch.logits[i] = 1
+            self._batch.seq_id[i][0] = row
+        self._wanted[:size] = 0
+        self._wanted[[i for i in wanted if i < size]] = 1
 
     def _run(self) -> None:
         status = llama_cpp.llama_decode(self._context, self._batch)

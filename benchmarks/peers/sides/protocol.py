@@ -97,6 +97,9 @@ def run(make: Callable[[Task], Side]) -> None:
                 say(_answer(side, json.loads(line)))
             except CannotError as error:
                 say({"cannot": str(error)})
+            except Exception as error:
+                say({"cannot": reason(error)})
+                raise
 
 
 def reason(error: BaseException) -> str:
