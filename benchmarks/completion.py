@@ -11,6 +11,7 @@ import msgspec
 
 from benchmarks.http_body import ProtocolError
 from benchmarks.http_client import Connection, Response, explain
+from benchmarks.openai_timeline import OpenAITimeline
 from benchmarks.sse import EventParser
 from benchmarks.timeline import Completed, Failed, Timeline, printable, reason
 
@@ -26,6 +27,21 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = True
 
 
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for a last chunk with the number of tokens."""
+
+    include_usage: bool = True
+
+
+class OpenAIRequest(CompletionRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/completions; filters that some servers would add by themselves are switched off."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+
+
 async def complete(connection: Connection, request: CompletionRequest) -> Completed | Failed:
     """Never raises for what a server or a network can do: that is a Failed."""
     try:
@@ -38,14 +54,16 @@ async def complete(connection: Connection, request: CompletionRequest) -> Comple
 async def _complete(connection: Connection, request: CompletionRequest) -> Completed | Failed:
     await connection.open()
     body = msgspec.json.encode(request)
-    timeline = Timeline(sent=time.perf_counter())
-    response = await connection.request("POST", "/complete", body)
+    is_openai = isinstance(request, OpenAIRequest)
+    sent = time.perf_counter()
+    timeline = OpenAITimeline(sent=sent) if is_openai else Timeline(sent=sent)
+    response = await connection.request("POST", "/v1/completions" if is_openai else "/complete", body)
     if response.status != 200:
         return Failed(f"HTTP {response.status}: {reason(await response.read_all())}")
     return await _follow(response, timeline)
 
 
-async def _follow(response: Response, timeline: Timeline) -> Completed | Failed:
+async def _follow(response: Response, timeline: Timeline | OpenAITimeline) -> Completed | Failed:
     """Reads on to the end of the body after the terminal event, so that the connection can be used again."""
     parser = EventParser()
     outcome: Completed | Failed | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from benchmarks.completion import CompletionRequest, complete
+from benchmarks.completion import CompletionRequest, OpenAIRequest, complete
 from benchmarks.http_client import Connection
 from benchmarks.plan import LoadPlan
 from benchmarks.statistics import Level, summarise
@@ -57,6 +57,5 @@ async def _stream(plan: LoadPlan, indices: Iterator[int], tally: Tally) -> None:
 
 
 def _request(plan: LoadPlan, index: int) -> CompletionRequest:
-    return CompletionRequest(
-        prompt=plan.prompt(index), max_tokens=plan.max_tokens, temperature=plan.temperature, seed=max(index, 0)
-    )
+    kind = OpenAIRequest if plan.api == "openai" else CompletionRequest
+    return kind(prompt=plan.prompt(index), max_tokens=plan.max_tokens, temperature=plan.temperature, seed=max(index, 0))

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         with log.open("w") as file:
             service = subprocess.Popen(command, stdout=file, stderr=file)
         try:
-            url = _wait_until_ready(service, log)
+            url = wait_until_ready(service, log)
             if url is None:
                 print(log.read_text(), end="", file=sys.stderr)
                 return 2
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             service.wait()
 
 
-def _wait_until_ready(service: subprocess.Popen[bytes], log: Path) -> str | None:
+def wait_until_ready(service: subprocess.Popen[bytes], log: Path) -> str | None:
     """The service's URL once it is ready; None where it ended, or took too long."""
     deadline = time.monotonic() + _START_SECONDS
     while service.poll() is None and time.monotonic() < deadline:

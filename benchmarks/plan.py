@@ -10,6 +10,8 @@ from pathlib import Path
 from benchmarks.http_client import Address, parse_address
 from benchmarks.prompts import pseudo_prose
 
+APIS = ("complete", "openai")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
@@ -32,6 +34,8 @@ class LoadPlan:
     seed: int = 0
     """Of the pseudo-prose; another seed gives a second run other prompts. Request i always samples with seed i."""
     allow_remote: bool = False
+    api: str = "complete"
+    """complete: POST /complete. openai: POST /v1/completions, of any server that knows `ignore_eos`."""
 
     def __post_init__(self) -> None:
         if not self.address.is_loopback and not self.allow_remote:
@@ -46,6 +50,8 @@ class LoadPlan:
             raise ValueError("--prompt-words must be from 1 to 100000")
         if not 0 <= self.temperature <= 10:
             raise ValueError("--temperature must be from 0 to 10")
+        if self.api not in APIS:
+            raise ValueError(f"--api must be one of {', '.join(APIS)}, not {self.api}")
         if not 0 < self.seconds <= 86_400:
             raise ValueError("--seconds must be above 0 and at most 86400")
 
@@ -95,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=default.temperature, metavar="T", help="0 is greedy (%(default)s)")
     add("--seconds", type=float, default=default.seconds, metavar="S", help="time limit per level (%(default)s)")
     add("--seed", type=int, default=default.seed, metavar="N", help="another seed, other prompts (%(default)s)")
+    add("--api", choices=APIS, default=default.api, help="openai: /v1/completions, of other servers too (%(default)s)")
     add("--allow-remote", action="store_true", help="allow a URL that is not on this machine")
     add("--json-only", action="store_true", help="print the last line only, one JSON object")
     return parser

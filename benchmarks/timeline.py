@@ -10,7 +10,7 @@ import msgspec
 
 from benchmarks.sse import Event
 
-_FINISHED = ("length", "stop", None)
+FINISHED = ("length", "stop", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Timeline:
 
     def _finish(self, done: _Done) -> Completed | Failed:
         for choice in done.choices:
-            if choice.finish_reason not in _FINISHED:
+            if choice.finish_reason not in FINISHED:
                 return Failed(printable(f"the stream ended early: finish_reason {choice.finish_reason}"))
         return Completed(
             first_token=None if self.first_text is None else self.first_text - self.sent,

@@ -1,0 +1,81 @@
+"""Ours beside OpenVINO GenAI, llama.cpp, CTranslate2 and transformers: `python -m benchmarks.peers --models default,C`.
+
+Peers are installed from PyPI on first use, each into an environment of its own below .peers/. Every side runs in a
+process of its own with the same threads and is asked in turn, A B C, B C A, ...; one computes at a time. Ratios are
+taken round by round. The last line of stdout is one JSON object. Exit status: 0; 1 where our own side is missing.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from benchmarks.peers import engines, servers
+from benchmarks.peers.crew import Workshop
+from benchmarks.peers.options import Options, parse_options
+from benchmarks.peers.plan import OURS, figures
+from benchmarks.peers.report import engine_table, ratios, server_table
+from benchmarks.peers.shapes import Model, find_model
+from benchmarks.result import this_machine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse_options(argv)
+    # Services and sides are ended on the way out; by default this signal knows no way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    started = time.monotonic()
+    sizes = options.sizes
+    shop = Workshop(
+        folder=options.folder.resolve(),
+        threads=options.threads,
+        batch=max(sizes.batches),
+        length=max(sizes.prefill, 2 * sizes.prompt + sizes.tokens) + 1,
+    )
+    machine = this_machine()
+    print(f"{machine.cpu}, {machine.cores} cores, {machine.system}, Python {machine.python}; {options.threads} threads")
+    models = [find_model(name, weights=options.weights, folder=shop.models) for name in options.models]
+    engine = [_engines(shop, options, model, precision) for model in models for precision in options.precisions]
+    server = [_servers(shop, options, model, precision) for model in models for precision in options.server_precisions]
+    found = {
+        "benchmark": "peers",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "threads": options.threads,
+        "sizes": sizes,
+        "seconds": round(time.monotonic() - started),
+        "engine": [block for block in engine if block],
+        "server": [block for block in server if block],
+    }
+    print(msgspec.json.encode(msgspec.to_builtins(found, str_keys=True)).decode(), flush=True)
+    return 1 if any(OURS in block["missing"] for block in [*engine, *server] if block) else 0
+
+
+def _engines(shop: Workshop, options: Options, model: Model, precision: str) -> dict[str, Any]:
+    wanted = figures(options.what, options.sizes, model.config.context)
+    if not wanted:
+        return {}
+    result = engines.compare(shop, options.peers, model, precision, wanted, options.rounds)
+    print(engine_table(result), flush=True)
+    quotients = {title: ratios(speeds) for title, speeds in result.speeds.items()}
+    return {**msgspec.to_builtins(result, str_keys=True), "ratios": quotients}
+
+
+def _servers(shop: Workshop, options: Options, model: Model, precision: str) -> dict[str, Any]:
+    if "server" not in options.what:
+        return {}
+    result = servers.compare(shop, options.peers, model, precision, options.sizes)
+    print(server_table(result), flush=True)
+    return dict(msgspec.to_builtins(result, str_keys=True))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,61 @@
+"""What llama.cpp calls the tensors of a Hugging Face checkpoint, and how it wants them laid out. Pure: numpy arrays."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_WHOLE = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
+_IN_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_BLOCK = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
+
+
+def gguf_name(name: str) -> str:
+    """Raises KeyError for a tensor of another family."""
+    place, _, kind = name.rpartition(".")
+    if found := _BLOCK.fullmatch(place):
+        return f"blk.{found[1]}.{_IN_BLOCK[found[2]]}.{kind}"
+    return f"{_WHOLE[place]}.{kind}"
+
+
+def laid_out(name: str, values: NDArray[Any], *, heads: int, kv_heads: int) -> NDArray[Any]:
+    """GPT-2 stores matrices the other way round; llama.cpp turns neighbours, Hugging Face halves of a head."""
+    if values.ndim == 2 and (".attn.c_" in name or ".mlp.c_" in name):
+        return np.ascontiguousarray(values.T)
+    if name.endswith("self_attn.q_proj.weight"):
+        return _interleaved(values, heads)
+    if name.endswith("self_attn.k_proj.weight"):
+        return _interleaved(values, kv_heads)
+    return values
+
+
+def _interleaved(values: NDArray[Any], heads: int) -> NDArray[Any]:
+    rows, columns = values.shape
+    pairs = values.reshape(heads, 2, rows // heads // 2, columns)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))

@@ -1,0 +1,60 @@
+"""CTranslate2's generator. What decoding takes is a whole run less one that ends at its first token."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib.metadata import version
+
+import ctranslate2
+
+from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run
+
+_TYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "int8_float32"}
+
+
+class CTranslate2:
+    """One model. It takes and gives tokens as text, which the vocabulary beside the model tells."""
+
+    def __init__(self, task: Task) -> None:
+        kind = _TYPES[task.precision]
+        able = ctranslate2.get_supported_compute_types("cpu")
+        if kind not in able:
+            raise CannotError(f"it computes {', '.join(sorted(able))} on this CPU, not {kind}")
+        self._names: list[str] = json.loads((task.model / "vocabulary.json").read_text())
+        self._ids = {name: number for number, name in enumerate(self._names)}
+        self._generator = ctranslate2.Generator(
+            str(task.model), device="cpu", compute_type=kind, inter_threads=1, intra_threads=task.threads
+        )
+
+    def facts(self) -> dict[str, str]:
+        return {"version": version("ctranslate2"), "compute_type": self._generator.compute_type}
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> Generated:
+        whole, rows = self._generate(prompts, tokens)
+        first, _ = self._generate(prompts, 1)
+        return Generated(seconds=whole - first, rows=rows)
+
+    def prefill(self, prompt: list[int]) -> float:
+        return self._generate([prompt], 1)[0]
+
+    def serve(self, load: Load) -> Loaded:
+        raise CannotError(f"CTranslate2 has no server to compare with at {load.streams} streams")
+
+    def _generate(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        texts = [[self._names[token] for token in prompt] for prompt in prompts]
+        started = time.perf_counter()
+        results = self._generator.generate_batch(
+            texts,
+            max_length=tokens,
+            min_length=tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            max_batch_size=0,
+        )
+        seconds = time.perf_counter() - started
+        return seconds, [[self._ids[name] for name in result.sequences[0]] for result in results]
+
+
+if __name__ == "__main__":
+    run(CTranslate2)

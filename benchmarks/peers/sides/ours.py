@@ -1,0 +1,108 @@
+"""Our engine in this process, built as the service builds it; no pipe, no text, no HTTP."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+from app.engine.frames import WorkerConfig
+from app.engine.params import SamplingParams
+from app.engine.types import Request
+from app.engine.worker import StartError, _build
+from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run
+from model.tokenizer import Tokenizer
+
+_DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
+_BLOCK = 16
+
+
+class Ours:
+    """One engine. Prompts differ from call to call, so that the prefix cache has nothing to give."""
+
+    def __init__(self, task: Task) -> None:
+        config: dict[str, Any] = {
+            "weights": str(task.model),
+            "device": "cpu",
+            "dtype": _DTYPES[task.precision],
+            "threads": task.threads,
+            "max_running": task.batch,
+            # Every prompt is read in one step, so that all rows take their first decode step together.
+            "tokens_per_step": task.batch * 64 + 1024,
+            "kv_blocks": task.batch * (task.length // _BLOCK + 2),
+        }
+        if task.precision == "int8":
+            if "quantize" not in WorkerConfig.__struct_fields__:
+                raise CannotError("this build has no --quantize int8")
+            config["quantize"] = "int8"
+        try:
+            self._engine, _, self._ready = _build(WorkerConfig(**config), lambda _: None)
+        except StartError as error:
+            raise CannotError(str(error)) from None
+        self._tokenizer = Tokenizer.load(task.model)
+        self._numbers = count()
+
+    def facts(self) -> dict[str, str]:
+        kernels = getattr(self._ready, "kernels", "torch")
+        return {"version": version("inkstream"), "torch": version("torch"), "kernels": str(kernels)}
+
+    def decode(self, prompts: list[list[int]], tokens: int) -> Generated:
+        rows = self._add(prompts, tokens)
+        while not all(rows.values()):
+            self._step(rows)
+        assert all(len(row) == 1 for row in rows.values()), "the prompts were not read in one step"
+        started = time.perf_counter()
+        while self._engine.has_work:
+            self._step(rows)
+        return Generated(seconds=time.perf_counter() - started, rows=list(rows.values()))
+
+    def prefill(self, prompt: list[int]) -> float:
+        rows = self._add([prompt], 1)
+        started = time.perf_counter()
+        while self._engine.has_work:
+            self._step(rows)
+        return time.perf_counter() - started
+
+    def serve(self, load: Load) -> Loaded:
+        """What the service adds to this is what the whole service is held against."""
+        waiting = [tuple(self._tokenizer.encode(prompt)) for prompt in load.prompts]
+        clocks: dict[str, tuple[float, list[float]]] = {}
+        first: list[float] = []
+        gaps: list[float] = []
+        began = time.perf_counter()
+        while waiting or clocks:
+            while waiting and len(clocks) < load.streams:
+                name = str(next(self._numbers))
+                params = SamplingParams(temperature=load.temperature, seed=int(name))
+                self._engine.add(Request(id=name, prompt=waiting.pop(0), max_tokens=load.tokens, params=params))
+                clocks[name] = time.perf_counter(), []
+            report = self._engine.step()
+            now = time.perf_counter()
+            for event in report.events:
+                sent, arrivals = clocks[event.request_id]
+                (gaps if arrivals else first).append(now - (arrivals[-1] if arrivals else sent))
+                arrivals.append(now)
+                if event.finish:
+                    del clocks[event.request_id]
+        return Loaded(seconds=time.perf_counter() - began, tokens=len(first) + len(gaps), first=first, gaps=gaps)
+
+    def _add(self, prompts: list[list[int]], tokens: int) -> dict[str, list[int]]:
+        rows: dict[str, list[int]] = {}
+        for prompt in prompts:
+            name = str(next(self._numbers))
+            rows[name] = []
+            greedy = SamplingParams(temperature=0)
+            self._engine.add(Request(id=name, prompt=tuple(prompt), max_tokens=tokens, params=greedy))
+        return rows
+
+    def _step(self, rows: dict[str, list[int]]) -> None:
+        report = self._engine.step()
+        assert not report.failed, report.failed
+        for event in report.events:
+            assert event.token is not None
+            rows[event.request_id].append(event.token)
+
+
+if __name__ == "__main__":
+    run(Ours)
