@@ -19,7 +19,9 @@ from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
 from app.engine.native.program import BLOCK
 from app.engine.native.sampler import NativeSampler
+from app.engine.quantize import round_weights
 from app.engine.runner import Runner
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
 from app.engine.types import Request, TokenEvent
@@ -84,19 +86,25 @@ def tiny_engine(
         assert block_size == BLOCK
         compute: Compute = native_compute(decoder, blocks, int8=WAY.get() == "int8")
         sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
-        return Engine(scheduler, Runner(compute, guides=guides, draw=sampler.sample))
+        return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides))
     dtype, device = decoder.embedding.dtype, decoder.embedding.device
     cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     sources = None
     if decoder.config.n_encoder_layers:
         context = decoder.config.context
         sources = SourceCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
-    return Engine(scheduler, Runner(TorchCompute(decoder, cache, sources), guides=guides))
+    return Engine(scheduler, Runner(TorchCompute(decoder, cache, sources), sampler=TorchSampler(), guides=guides))
 
 
 def can_be_native(decoder: Decoder) -> bool:
     """As app/engine/native/choice.py says."""
     return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
+
+
+def round_weights_for(way: str, decoder: Decoder) -> None:
+    """What an oracle must compute with, to be held against an engine of this way."""
+    if way == "int8":
+        round_weights(decoder)
 
 
 def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:

@@ -23,8 +23,8 @@ from app.engine.native.library import Library
 from app.engine.native.program import BLOCK, head_numbers
 from app.engine.native.sampler import NativeSampler
 from app.engine.quantize import round_weights
-from app.engine.runner import Draw, Runner
-from app.engine.sampler import sample
+from app.engine.runner import Runner, Sampler
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
 from model.checkpoint import Checkpoint, load
@@ -66,15 +66,15 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         raise StartError(str(error)) from None
     int8 = config.quantize == "int8"
     if choice.library:
-        compute, draw = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
+        compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
     else:
-        compute, draw = _torch(checkpoint.decoder, room, blocks, device, int8=int8), sample
+        compute, sampler = _torch(checkpoint.decoder, room, blocks, device, int8=int8), TorchSampler()
     guides = Guides(
         lambda: Tokenizer.load(Path(config.weights)).bytes_of,
         vocab_size=room.shape.vocab_size,
         most=config.max_running,
     )
-    runner = Runner(compute, guides=guides, draw=draw)
+    runner = Runner(compute, sampler=sampler, guides=guides)
     announce("warming up")
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, room.block_size)
@@ -96,12 +96,12 @@ def _room(
     )
 
 
-def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[Compute, Draw]:
+def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[Compute, Sampler]:
     library = Library(path)
     threads = Threads(library, torch.get_num_threads())
     compute = NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
     sampler = NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads.handle, threads=threads.count)
-    return compute, sampler.sample
+    return compute, sampler
 
 
 def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, *, int8: bool) -> Compute:

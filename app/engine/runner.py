@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from app.engine.compute import Compute
 from app.engine.guides import Guides
-from app.engine.logprobs import top_logprobs
 from app.engine.params import SamplingParams
-from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
 
@@ -21,17 +19,25 @@ _PIECE_BYTES = 8 << 20
 """Logits of a prompt that are there at once, in float32: a few copies of so much, instead of the whole prompt's."""
 
 
-Draw = Callable[[Tensor, Items[SamplingRow]], list[Drawn]]
-"""One token for each row of logits [S, V]: app/engine/sampler.py, or its native twin."""
+class Sampler(Protocol):
+    """app/engine/sampler.py, or its native twin."""
+
+    def sample(self, logits_SV: Tensor, rows: Items[SamplingRow], /) -> list[Drawn]:
+        """One token for each row of logits."""
+        ...
+
+    def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int, /) -> list[TokenScore]:
+        """For each row of finite logits the given token's log-probability, and the `count` most likely."""
+        ...
 
 
 class Runner:
     """Computes steps and draws from them. Without `guides` there must be no guided request."""
 
-    def __init__(self, compute: Compute, *, guides: Guides | None = None, draw: Draw = sample) -> None:
+    def __init__(self, compute: Compute, *, sampler: Sampler, guides: Guides | None = None) -> None:
         self.compute = compute
         self.guides = guides
-        self._draw_rows = draw
+        self.sampler = sampler
         self._histories: dict[Sequence, array[int]] = {}
 
     @torch.inference_mode()
@@ -64,7 +70,7 @@ class Runner:
             SamplingRow(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, words)
             for s, words in zip(drawing, allowed, strict=True)
         ]
-        drawn = self._draw_rows(logits_SV, rows)
+        drawn = self.sampler.sample(logits_SV, rows)
         drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
 
@@ -96,8 +102,7 @@ class Runner:
             # One pass, which lets NaN through; isfinite() takes 10 to 20 times as long, and as much memory again.
             if not torch.isfinite(torch.stack(logits_XV.aminmax())).all():
                 return None
-            tokens_X = torch.tensor(tokens, device=logits_XV.device)
-            scores += top_logprobs(logits_XV, tokens_X, [request.prompt_logprobs] * len(tokens))
+            scores += self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
         return tuple(scores)
 
 
