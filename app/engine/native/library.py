@@ -1,6 +1,6 @@
 """The compiled kernels as Python sees them: structures, functions, buffers of numbers. Knows no decoder and no build.
 
-Every structure mirrors one of source/steps.h; ink_sizes() tells whether both sides mean the same.
+Every structure mirrors one of source/interface.h; ink_sizes() tells whether both sides mean the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A decoder as a list of native operations: packs its matrices and writes the list. Knows no requests and no steps.
 
-Registers, norms and activations are numbered as in source/steps.h and source/elementwise.h.
+Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms and activations as in
+source/elementwise.h.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 // Threads that share out the tasks of one operation after another. Knows nothing of what a task is.
 //
-// Tasks are taken one by one, so that a thread that lost its core to another process delays nobody for longer than its
-// task. Between operations the others spin for a moment, then sleep.
+// On a busy machine a thread may lose its core to another process at any time. So tasks are taken one by one, an
+// operation waits only for threads that have come in, and nobody comes in once all tasks are taken: a thread that sleeps
+// delays nobody, one that lost its core delays the others by no more than its task. Between operations threads spin for a
+// moment, then sleep.
 #pragma once
 
 #include <atomic>
@@ -45,14 +47,16 @@ class Pool {
         argument_ = const_cast<void*>(static_cast<const void*>(&f));
         n_tasks_ = n_tasks;
         for (int i = 0; i < threads_; i++) shares_[i].next.store(share(i), std::memory_order_relaxed);
-        busy_.store(threads_ - 1, std::memory_order_relaxed);
+        inside_.store(0, std::memory_order_release);
         wake();
         take(0);
-        for (int i = 0; busy_.load(std::memory_order_acquire); i++) i < kPatience ? pause() : std::this_thread::yield();
+        inside_.fetch_add(kClosed, std::memory_order_acq_rel);
+        for (int i = 0; inside_.load(std::memory_order_acquire) != kClosed; i++)
+            i < kPatience ? pause() : std::this_thread::yield();
     }
 
   private:
-    static constexpr int kPatience = 4000;
+    static constexpr int kPatience = 4000, kClosed = -(1 << 20);
 
     struct alignas(64) Share {
         std::atomic<int> next{0};
@@ -84,11 +88,22 @@ class Pool {
                 round_.wait(seen, std::memory_order_seq_cst);
                 sleeping_.fetch_sub(1, std::memory_order_relaxed);
             }
-            seen = round_.load(std::memory_order_acquire);
             if (stop_) return;
+            if (!come_in()) {
+                seen = round_.load(std::memory_order_acquire);
+                continue;
+            }
+            seen = round_.load(std::memory_order_acquire);  // stays until everybody has left
             take(thread);
-            busy_.fetch_sub(1, std::memory_order_release);
+            inside_.fetch_sub(1, std::memory_order_release);
         }
+    }
+
+    bool come_in() {
+        int count = inside_.load(std::memory_order_acquire);
+        while (count >= 0)
+            if (inside_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel)) return true;
+        return false;
     }
 
     const int spins_, threads_;
@@ -99,7 +114,7 @@ class Pool {
     int n_tasks_ = 0;
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<int> inside_{kClosed};  // threads at work; far below 0 once nobody may come in
     alignas(64) std::atomic<int> sleeping_{0};
 };
 
