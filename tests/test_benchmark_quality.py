@@ -1,0 +1,26 @@
+"""The benchmark of quality reads a text in every way, and its last line is what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import TEXT, tiny_weights
+
+from benchmarks.quality import main
+
+
+@pytest.mark.usefixtures("native_library")
+def test_the_last_line_is_one_json_object_with_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    weights = str(tiny_weights(tmp_path / "weights"))
+    assert main(["--weights", weights, "--text", str(tmp_path / "text.txt"), "--tokens", "700"]) == 0
+    _, *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert (result["benchmark"], result["tokens"], len(table)) == ("quality", 700, 8)
+    bits = {each["way"]: each["bits_per_byte"] for each in result["ways"]}
+    assert bits["native float32"] == pytest.approx(bits["torch float32"], rel=1e-5)
+    assert bits["native float32 int8"] == pytest.approx(bits["torch float32 int8"], rel=1e-5)
+    assert bits["native float32 int8"] != pytest.approx(bits["native float32"], rel=1e-5), "nothing was rounded"
+    assert bits["native bfloat16"] == pytest.approx(bits["torch float32"], rel=0.05)
