@@ -14,11 +14,11 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import CDLL
-from pathlib import Path
 
 import msgspec
 import torch
 
+from app.engine.native.build import find_or_build
 from app.engine.native.sampler import NativeSampler
 from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
@@ -29,12 +29,11 @@ _PROMPT, _LENGTH = 200, 264
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.draw", description=__doc__.partition("\n")[0])
-    parser.add_argument("library", type=Path, help="the compiled kernels")
     parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 50257], help="vocabulary sizes (%(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="rows of a step (%(default)s)")
     parser.add_argument("--turns", type=int, default=30, help="steps to take the median of (%(default)s)")
     flags = parser.parse_args(argv)
-    library = CDLL(str(flags.library))
+    library = CDLL(str(find_or_build()))
     found = []
     print(f"{'vocab':>7}{'rows':>6}{'way':>12}{'torch':>10}{'native':>10}  us a step")
     for vocab in flags.vocab:

@@ -20,20 +20,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from app.engine.blocks import BlockPool
-from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
-from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
-from app.engine.runner import Runner
-from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Drawn, Request
 from app.engine.types import Sequence as EngineSequence
 from app.guide import guide_of
+from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
 from model.checkpoint import load
+from model.device import choose_dtype
 from model.tokenizer import Tokenizer
 
 _BLOCK = 16
@@ -62,6 +58,7 @@ class GuidedResult:
     torch: str
     threads: int
     weights: str
+    kernels: str
     streams: int
     max_tokens: int
     repeats: int
@@ -77,22 +74,29 @@ class GuidedResult:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.guided", description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
+    parser.add_argument("--kernels", choices=KERNELS, default="native", help="what computes (%(default)s)")
     parser.add_argument("--streams", type=int, default=8, help="requests at once (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per request (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="pairs of runs (%(default)s)")
     flags = parser.parse_args(argv)
-    result = measure(flags.weights, streams=flags.streams, max_tokens=flags.max_tokens, repeats=flags.repeats)
+    result = measure(
+        flags.weights,
+        kernels=flags.kernels,
+        streams=flags.streams,
+        max_tokens=flags.max_tokens,
+        repeats=flags.repeats,
+    )
     print(msgspec.json.encode({"benchmark": "guided", **msgspec.to_builtins(result)}).decode(), flush=True)
     return 0
 
 
-def measure(weights: Path, *, streams: int, max_tokens: int, repeats: int) -> GuidedResult:
+def measure(weights: Path, *, kernels: str, streams: int, max_tokens: int, repeats: int) -> GuidedResult:
     """Prints each pair as it is found."""
     tokenizer = Tokenizer.load(weights)
     guide = guide_of("json_schema", _SCHEMA)
     assert guide
     guides = _TimedGuides(tokenizer, streams)
-    engine = _engine(weights, guides, streams, max_tokens)
+    engine = _engine(weights, guides, streams, max_tokens, kernels)
     prompt = tuple(tokenizer.encode(_PROMPT))
     pairs, compiled, per_step = [], [], []
     print(f"{'free':>10}  {'guided':>10}  tokens/s")
@@ -115,6 +119,7 @@ def measure(weights: Path, *, streams: int, max_tokens: int, repeats: int) -> Gu
         torch=str(torch.__version__),
         threads=torch.get_num_threads(),
         weights=str(weights),
+        kernels=kernels,
         streams=streams,
         max_tokens=max_tokens,
         repeats=repeats,
@@ -146,14 +151,16 @@ class _TimedGuides(Guides):
         return result
 
 
-def _engine(weights: Path, guides: Guides, streams: int, max_tokens: int) -> Engine:
-    decoder = load(weights, device=torch.device("cpu"), dtype=torch.float32).decoder
-    blocks = streams * (-(-max_tokens // _BLOCK) + 4)
-    cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=torch.device("cpu"))
-    limits = SchedulerLimits(tokens_per_step=max(256, streams), max_running=streams)
-    return Engine(
-        Scheduler(limits, BlockPool(blocks, _BLOCK)),
-        Runner(TorchCompute(decoder, cache), sampler=TorchSampler(), guides=guides),
+def _engine(weights: Path, guides: Guides, streams: int, max_tokens: int, kernels: str) -> Engine:
+    device = torch.device("cpu")
+    decoder = load(weights, device=device, dtype=choose_dtype("auto", device)).decoder
+    return engine_alone(
+        decoder,
+        kernels=kernels,
+        blocks=blocks_for(streams, max_tokens + 4 * _BLOCK),
+        tokens_per_step=max(256, streams),
+        max_running=streams,
+        guides=guides,
     )
 
 

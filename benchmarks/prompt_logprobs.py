@@ -25,15 +25,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from app.engine.blocks import BlockPool
-from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
-from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
-from app.engine.runner import Runner
-from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Request, StepReport
+from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
 from model.checkpoint import load
 from model.device import choose_dtype
@@ -150,13 +145,8 @@ def _decoder(model: str, dtype: torch.dtype) -> Decoder:
 
 def _engine(decoder: Decoder) -> Engine:
     """As the worker builds it, with room for all."""
-    config = decoder.config
-    dtype, blocks = decoder.embedding.dtype, -(-config.context // _BLOCK) * (_STREAMS + 1)
-    cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=dtype, device=decoder.embedding.device)
-    limits = SchedulerLimits(tokens_per_step=_TOKENS_PER_STEP, max_running=32)
-    runner = Runner(TorchCompute(decoder, cache), sampler=TorchSampler())
-    runner.warm_up(_STREAMS)
-    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), runner)
+    blocks = blocks_for(_STREAMS + 1, decoder.config.context)
+    return engine_alone(decoder, kernels=KERNELS[0], blocks=blocks, tokens_per_step=_TOKENS_PER_STEP, max_running=32)
 
 
 def _steps(engine: Engine, count: int, *, until: str | None = None) -> list[tuple[float, StepReport]]:

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,10 @@ from typing import Any
 import msgspec
 import torch
 
-from app.engine.blocks import BlockPool
-from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
-from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
-from app.engine.runner import Runner
-from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Request
+from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
 from model.checkpoint import Checkpoint, load
 from model.device import choose_device, choose_dtype
@@ -58,6 +53,7 @@ class Sizes:
 
     rows: tuple[int, ...] = (1, 8, 32)
     prompt: int = 200
+    kernels: str = KERNELS[0]
     rounds: int = 7
     steps: int = 30
     """Of each way in a round."""
@@ -90,6 +86,7 @@ class SamplingResult:
     torch: str
     threads: int
     dtype: str
+    kernels: str
     weights_version: str
     prompt: int
     rounds: int
@@ -100,9 +97,11 @@ class SamplingResult:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
+    parser.add_argument("--kernels", choices=KERNELS, default="native", help="what computes (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     flags = parser.parse_args(argv)
-    result = measure(flags.weights, _QUICK if flags.quick else Sizes())
+    sizes = replace(_QUICK if flags.quick else Sizes(), kernels=flags.kernels)
+    result = measure(flags.weights, sizes)
     print(msgspec.json.encode({"benchmark": "sampling", **msgspec.to_builtins(result)}).decode(), flush=True)
     return 0
 
@@ -128,6 +127,7 @@ def measure(weights: Path, sizes: Sizes) -> SamplingResult:
         torch=str(torch.__version__),
         threads=torch.get_num_threads(),
         dtype=str(dtype).removeprefix("torch."),
+        kernels=sizes.kernels,
         weights_version=checkpoint.version,
         prompt=sizes.prompt,
         rounds=sizes.rounds,
@@ -141,7 +141,7 @@ def _times(checkpoint: Checkpoint, rows: int, sizes: Sizes) -> SamplingTimes:
     rounds: list[dict[str, float]] = []
     for _ in range(sizes.rounds):
         prompts = [tuple(rng.choices(range(checkpoint.decoder.config.vocab_size), k=sizes.prompt)) for _ in range(rows)]
-        rounds.append(_round(checkpoint, prompts, sizes.steps, rng))
+        rounds.append(_round(checkpoint, prompts, sizes, rng))
     ms = {way: statistics.median(round_[way] for round_ in rounds) for way in WAYS}
     more = {way: statistics.median(100 * (round_[way] / round_["greedy"] - 1) for round_ in rounds) for way in WAYS}
     return SamplingTimes(
@@ -156,11 +156,13 @@ def _times(checkpoint: Checkpoint, rows: int, sizes: Sizes) -> SamplingTimes:
     )
 
 
-def _round(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], steps: int, rng: random.Random) -> dict[str, float]:
+def _round(
+    checkpoint: Checkpoint, prompts: list[tuple[int, ...]], sizes: Sizes, rng: random.Random
+) -> dict[str, float]:
     """Milliseconds of a step, for each way: the median."""
-    engines = {way: _engine(checkpoint, prompts, steps + 3, way) for way in WAYS}
+    engines = {way: _engine(checkpoint, prompts, sizes.steps + 3, way, sizes.kernels) for way in WAYS}
     spent: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(steps):
+    for _ in range(sizes.steps):
         for way in rng.sample(list(WAYS), len(WAYS)):
             start = time.perf_counter()
             report = engines[way].step()
@@ -169,16 +171,15 @@ def _round(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], steps: int, r
     return {way: statistics.median(values) for way, values in spent.items()}
 
 
-def _engine(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], max_tokens: int, way: str) -> Engine:
+def _engine(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], max_tokens: int, way: str, kernels: str) -> Engine:
     """An engine that has read its prompts, and so has only tokens to add. No token ends a text."""
-    decoder, rows, length = checkpoint.decoder, len(prompts), len(prompts[0]) + max_tokens
-    # With what admission keeps free for those who run.
-    blocks = rows * (-(-length // _BLOCK) + 1)
-    embedding = decoder.embedding
-    cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=embedding.dtype, device=embedding.device)
-    limits = SchedulerLimits(tokens_per_step=rows * length, max_running=rows)
-    engine = Engine(
-        Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchCompute(decoder, cache), sampler=TorchSampler())
+    rows, length = len(prompts), len(prompts[0]) + max_tokens
+    engine = engine_alone(
+        checkpoint.decoder,
+        kernels=kernels,
+        blocks=blocks_for(rows, length),
+        tokens_per_step=rows * length,
+        max_running=rows,
     )
     for i, prompt in enumerate(prompts):
         params = msgspec.structs.replace(WAYS[way], seed=i)

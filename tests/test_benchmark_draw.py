@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from ctypes import CDLL
 
 import pytest
 
@@ -11,10 +10,9 @@ from benchmarks.draw import main
 from benchmarks.sampling import WAYS
 
 
-def test_the_last_line_is_one_json_object_with_both_samplers(
-    native_library: CDLL, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([native_library._name, "--vocab", "50", "--rows", "1", "3", "--turns", "2"]) == 0
+@pytest.mark.usefixtures("native_library")
+def test_the_last_line_is_one_json_object_with_both_samplers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--vocab", "50", "--rows", "1", "3", "--turns", "2"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert result["benchmark"] == "draw"

@@ -1,0 +1,65 @@
+"""An engine in this process around a decoder that is there already: no service, no pipe, no weights directory."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.compute import Compute, TorchCompute
+from app.engine.engine import Engine
+from app.engine.guides import Guides
+from app.engine.kv_cache import KVCache
+from app.engine.native.build import find_or_build
+from app.engine.native.compute import NativeCompute, Threads
+from app.engine.native.library import Library
+from app.engine.native.program import BLOCK
+from app.engine.native.sampler import NativeSampler
+from app.engine.runner import Runner, Sampler
+from app.engine.sampler import TorchSampler
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from model.transformer import Decoder
+
+KERNELS = ("native", "torch")
+
+
+def blocks_for(texts: int, tokens: int) -> int:
+    """Blocks for so many texts of so many tokens, with what admission keeps free for those who run."""
+    return texts * (-(-tokens // BLOCK) + 1)
+
+
+def engine_alone(
+    decoder: Decoder, *, kernels: str, blocks: int, tokens_per_step: int, max_running: int, guides: Guides | None = None
+) -> Engine:
+    """Computes on the CPU, in the decoder's number format, as a service with `--kernels` native or torch would."""
+    compute, sampler = _native(decoder, blocks) if kernels == "native" else _torch(decoder, blocks)
+    runner = Runner(compute, sampler=sampler, guides=guides)
+    runner.warm_up(max_running)
+    limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
+    return Engine(Scheduler(limits, BlockPool(blocks, BLOCK)), runner)
+
+
+def _native(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
+    library, threads = _kernels()
+    compute = NativeCompute(library, decoder, threads, blocks=blocks)
+    vocab = decoder.config.vocab_size
+    return compute, NativeSampler(library.loaded, vocab, pool=threads.handle, threads=threads.count)
+
+
+def _torch(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
+    kv_cache = KVCache(
+        decoder.config,
+        blocks=blocks,
+        block_size=BLOCK,
+        dtype=decoder.embedding.dtype,
+        device=decoder.embedding.device,
+    )
+    return TorchCompute(decoder, kv_cache), TorchSampler()
+
+
+@cache
+def _kernels() -> tuple[Library, Threads]:
+    """One pool for all engines of a benchmark: they take their steps in turn."""
+    library = Library(find_or_build())
+    return library, Threads(library, torch.get_num_threads())
