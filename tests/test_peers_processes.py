@@ -72,7 +72,7 @@ def test_a_side_that_cannot_load_says_why(tmp_path: Path, precision: str, messag
 def test_a_side_that_dies_says_why(tmp_path: Path) -> None:
     side = child(tmp_path)
     side.facts()
-    with pytest.raises(ChildError, match="^MemoryError: all gone$"):
+    with pytest.raises(ChildError, match=r"^MemoryError: all gone$"):
         side.ask("decode", tokens=13, **PROMPT)
     with pytest.raises(ChildError, match="its process ended with 1: "):
         side.ask("decode", tokens=3, **PROMPT)
