@@ -13,6 +13,16 @@
 #              libraries along; to have those: --build-arg TORCH_INDEX=
 ARG BASE=python:3.12-slim
 
+# The native kernels: the compiler stays in this stage. For every kind of x86-64 CPU, because images move.
+FROM ${BASE} AS kernels
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /build
+COPY app/__init__.py app/__main__.py app/
+COPY app/cli/__init__.py app/cli/compile.py app/cli/
+COPY app/engine/__init__.py app/engine/
+COPY app/engine/native app/engine/native
+RUN python3 -m app compile --all-levels --cache-dir /kernels
+
 FROM ${BASE} AS builder
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -29,6 +39,9 @@ COPY app app
 COPY model model
 COPY benchmarks benchmarks
 RUN /opt/inkstream/bin/pip install --no-deps . && /opt/inkstream/bin/pip check
+COPY --from=kernels /kernels /kernels
+RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.native.shelf import PACKAGED; print(PACKAGED)')" \
+    && mkdir "$built" && cp /kernels/inkstream-* "$built"
 # Readable for the user below, whatever the umask of whoever trained or checked out.
 COPY weights weights
 RUN chmod -R a+rX weights

@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment that `make install` makes; all other targets install first if need be.
 #
 #   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
+#   make test [JOBS=4] [ARGS="tests/test_page.py"]
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
@@ -15,6 +16,7 @@ OUT ?= out
 DATA ?=
 ARGS ?=
 ONLY ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,9 +29,11 @@ FORCE:
 .PHONY: help FORCE install serve test train bench peers lint clients
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint clients"
+	@sed -n '3,9s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint clients"
 
+# The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
+	@$(BIN)/python -m app compile --quiet || true
 
 $(VENV)/torch: FORCE
 	@mkdir -p $(VENV); echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
@@ -47,9 +51,11 @@ $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 serve: install
 	@exec $(BIN)/python -m app serve $(if $(PORT),--port $(PORT)) $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
-# Passive OpenMP: the tests run several processes on few cores, and workers that spin would starve the others.
+# JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
+# each other's way, and those that spin would starve the others. Tests of what threads change ask for their number.
+# JOBS=0: all in one process, as --pdb needs it.
 test: install
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 train: install
 	@test -n "$(DATA)" || { echo 'error: say what to train on: make train DATA="path ..."'; exit 2; }

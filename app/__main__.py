@@ -1,4 +1,4 @@
-"""python -m app serve | complete | bench | check, and `inkstream` with the same verbs and train."""
+"""python -m app serve | complete | bench | check | compile, and `inkstream` with the same verbs and train."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _USAGE = """usage: inkstream VERB [options]
   complete "text"      continue a text through a running service
   bench --url URL      load a running service and print its speed
   check DIR            validate a weights directory
+  compile              build the native kernels up front
   train --data PATH... --out DIR   train a model (python -m model.train)
 
 inkstream VERB --help tells a verb's options."""
@@ -52,6 +53,8 @@ def _run(verb: str, rest: list[str]) -> int:
             from benchmarks.load import main as run
         case "check":
             from app.cli.check import main as run
+        case "compile":
+            from app.cli.compile import main as run
         case "train":
             from model.train import main as run
         case _:

@@ -54,6 +54,8 @@ class Choice:
 
     def take(self, event: TokenEvent) -> list[Delta]:
         """The text that a token completes, and the end if it is the last."""
+        if self._is_plain and event.token is not None and event.logprob is None and event.finish is None:
+            return self._take_plain(event.token)
         deltas = self._begin()
         text = self._matched(self._decode(event))
         deltas += self._delta(text, final=False)
@@ -62,6 +64,19 @@ class Choice:
         elif event.finish:
             deltas += self.end(str(event.finish), self._stop_reason(event))
         return deltas
+
+    @property
+    def _is_plain(self) -> bool:
+        """Nothing is to be told before the text, looked for in it, or taken from it."""
+        return not (self._rules.stops or self._strips_space or self.echo)
+
+    def _take_plain(self, token: int) -> list[Delta]:
+        """What nearly all tokens need of take()."""
+        self.n_tokens += 1
+        text = self._decoder.feed(self._tokenizer.token_bytes(token))
+        self._decoded += len(text)
+        self._sent += len(text)
+        return [Delta(self.index, text)] if text else []
 
     def end(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
         """Ends the text where it stands: gives what was held back."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.alarm import Alarm
 from app.choice import Choice
 from app.engine.errors import DeadlineExceeded, EngineError, WaitedTooLong
 from app.engine.stream import Arrival, Cancelled, Stream
-from app.engine.types import PromptScores, Request, Started, TokenEvent
+from app.engine.types import Request, Started, TokenEvent
 from app.news import Begun, Idle, News, Queued
 
 _QUEUE_NEWS_SECONDS = 1.0
@@ -61,6 +60,7 @@ class Completion:
         self._news: deque[News] = deque()
         self._failure: EngineError | None = None
         self._last_news = self._queued_at = time.monotonic()
+        self._alarm = Alarm(stream.wake)
         if stream.queue_position:
             self._tell(Queued(stream.queue_position))
 
@@ -82,6 +82,7 @@ class Completion:
     def close(self) -> None:
         """Frees what the engine holds for this request; any number of times."""
         self.stream.close()
+        self._alarm.cancel()
 
     @property
     def duration(self) -> float:
@@ -130,39 +131,44 @@ class Completion:
         }
 
     async def ready(self) -> bool:
-        """Waits until there is news; False where somebody woke the stream, and there is none.
+        """Waits until something happens; False where there is nothing to tell of it.
 
         Raises EngineError where the request cannot go on.
         """
-        while not self._news:
+        if not self._news:
             if self._failure:
                 raise self._failure
-            pause = self._patience.heartbeat if self.stream.queue_position is None else _QUEUE_NEWS_SECONDS
-            # Counted from the last news: tokens without text must not put the sign of life off.
-            wake = min(self._last_news + pause, self._limit())
-            woken = False
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(wake - time.monotonic() + asyncio.get_running_loop().time()):
-                    arrivals = await self.stream.receive()
-                    woken = not arrivals
-                    for arrival in arrivals:
-                        self._take(arrival)
-            self._check_limits()
-            if not self._news and time.monotonic() - self._last_news >= pause:
-                waiting = self.stream.queue_position
-                self._tell(Idle() if waiting is None else Queued(waiting))
-            if woken:
-                break
+            self._alarm.set(min(self._last_news + self._longest_silence, self._limit()))
+            for arrival in await self.stream.receive():
+                self._take(arrival)
+            self._look_at_clock(time.monotonic())
+        return bool(self._news)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether take() has something to give."""
         return bool(self._news)
 
     def take(self) -> News:
-        """The next news, in order; there is some after ready()."""
+        """The next news, in order; there is some where `has_news`."""
         return self._news.popleft()
 
     def _tell(self, *news: News) -> None:
         self._news.extend(news)
         if news:
             self._last_news = time.monotonic()
+
+    @property
+    def _longest_silence(self) -> float:
+        return self._patience.heartbeat if self.stream.queue_position is None else _QUEUE_NEWS_SECONDS
+
+    def _look_at_clock(self, now: float) -> None:
+        if now >= self._limit() and not self._failure:
+            self._give_up(now)
+        # Counted from the last news: tokens without text must not put the sign of life off.
+        elif not self._news and now - self._last_news >= self._longest_silence:
+            waiting = self.stream.queue_position
+            self._tell(Idle() if waiting is None else Queued(waiting))
 
     def _limit(self) -> float:
         """When patience ends, as long as things stay as they are."""
@@ -171,10 +177,8 @@ class Completion:
             return limit
         return min(limit, self._queued_at + self._patience.queue)
 
-    def _check_limits(self) -> None:
-        if self._failure or self._limit() > time.monotonic():
-            return
-        if self.stream.queue_position is not None and time.monotonic() < self._deadline:
+    def _give_up(self, now: float) -> None:
+        if self.stream.queue_position is not None and now < self._deadline:
             self._fail(WaitedTooLong("the request waited too long for its turn: try again in a moment", 5))
         elif not self.n_tokens:
             self._fail(DeadlineExceeded("the deadline passed before the first token: raise deadline_ms, or try later"))
@@ -190,28 +194,29 @@ class Completion:
         for choice in self.choices:
             if not choice.ended:
                 self._tell(*choice.end(finish_reason))
-                self._tell_end(choice)
-
-    def _tell_end(self, choice: Choice) -> None:
-        if choice.ended:
-            self._tell(choice.ended)
+                assert choice.ended
+                self._tell(choice.ended)
 
     def _take(self, arrival: Arrival) -> None:
         choice, item = self.choices[arrival.choice], arrival.item
-        if isinstance(item, Cancelled):
+        if isinstance(item, TokenEvent):  # first, since nearly all are
+            if not choice.ended:
+                self._take_token(arrival, choice, item)
+        elif isinstance(item, Cancelled):
             self._end_all("cancelled")
         elif isinstance(item, EngineError):
             self._fail(item)
         elif isinstance(item, Started):
             self._note_start(arrival, item)
-        elif isinstance(item, PromptScores):
-            if choice.echo:  # shared by all choices of the prompt; gone where the text had to end
-                choice.echo.add(item)
-        elif not choice.ended:
-            self._note_token(arrival, item)
-            self._tell(*choice.take(item))
-            self._tell_end(choice)
-            if choice.ended and not item.finish:
+        elif choice.echo:  # prompt scores: shared by all choices of the prompt; gone where the text had to end
+            choice.echo.add(item)
+
+    def _take_token(self, arrival: Arrival, choice: Choice, event: TokenEvent) -> None:
+        self._note_token(arrival, event)
+        self._tell(*choice.take(event))
+        if choice.ended:
+            self._tell(choice.ended)
+            if not event.finish:
                 self.stream.leave(arrival.choice)
 
     def _note_start(self, arrival: Arrival, started: Started) -> None:

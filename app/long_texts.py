@@ -1,6 +1,7 @@
 """Work on texts that takes a while, off the event loop and one at a time. Knows no tokenizer.
 
-A megabyte of text may become a million tokens, which take half a second and some hundred megabytes on the way.
+A megabyte of text may become a million tokens, which take half a second and some hundred megabytes on the way. 5,000
+characters take about 0.9 ms: less than a step of the engine, so that nobody's next token waits for them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-_LONG = 20_000
+_LONG = 5_000
 _T = TypeVar("_T")
 
 

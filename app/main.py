@@ -17,7 +17,9 @@ from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
+from app.engine.cores import available_cores
 from app.engine.frames import WorkerConfig
+from app.kernels import build_for_next_start, libraries_at_start
 from app.long_texts import LongTexts
 from app.service import Service
 from app.settings import Settings
@@ -38,7 +40,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         app.state.metrics = metrics = Metrics(client)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
-        tasks = [asyncio.create_task(work) for work in (service.load_tokenizer(), metrics.watch_loop())]
+        works = [service.load_tokenizer(), metrics.watch_loop(), build_for_next_start(client, settings.cache_dir)]
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
         finally:
@@ -73,11 +76,16 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
 
 def make_client(settings: Settings) -> EngineClient:
     """An engine process with what the settings say of it."""
+    libraries = libraries_at_start(settings)
     config = WorkerConfig(
         weights=str(settings.weights),
         device=settings.device,
         dtype=settings.dtype,
-        threads=settings.threads,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
+        library=str(libraries.found) if libraries.found else None,
+        cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
+        threads=settings.threads or available_cores(),
         kv_blocks=settings.kv_blocks,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 Top = tuple[tuple[int, float], ...]
 
 
@@ -19,9 +21,11 @@ class TokenDetail:
     """Where its text begins, in characters of the whole text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text, with the tokens it ends (empty unless log-probabilities were asked for)."""
+class Delta(Struct, frozen=True):
+    """New text, with the tokens it ends (empty unless log-probabilities were asked for).
+
+    A struct: made in a third of a dataclass' time, and thousands are made each second.
+    """
 
     index: int
     text: str

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
-from app.engine.client import EngineGone
+from app import event_loop
+from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import NotReady
+from app.engine.native.choice import check_possible
+from app.kernels import libraries_at_start
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
@@ -82,22 +86,30 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings) -> int:
-    """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration."""
+def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None = None) -> int:
+    """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
+
+    `engine` makes another client of the engine (benchmarks bring a stand-in).
+    """
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     _check_weights(settings.weights)
+    _check_kernels(settings)
     with bind(settings) as listener:
-        gone = asyncio.run(_serve(settings, listener))
+        gone = event_loop.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
     print(f"error: {gone}", file=sys.stderr, flush=True)
     return gone.exit_code
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> EngineGone | None:
-    app = create_app(settings)
+async def _serve(
+    settings: Settings, listener: socket.socket, engine: Callable[[Settings], EngineClient] | None
+) -> EngineGone | None:
+    app = create_app(settings, engine)
+    # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.
+    gc.freeze()
     # After the drain time-out every stream is told why it ends; those that do not even read that are cut then.
     drain = math.ceil(settings.drain_timeout) + 2
     server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
@@ -115,6 +127,14 @@ def _check_weights(directory: Path) -> None:
     try:
         check_layout(directory)
         read_chat_template(directory)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def _check_kernels(settings: Settings) -> None:
+    """Raises StartError where native kernels are asked for in vain."""
+    try:
+        check_possible(settings.kernels, settings.device, libraries_at_start(settings))
     except ValueError as error:
         raise StartError(str(error)) from None
 

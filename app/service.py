@@ -30,6 +30,7 @@ class Admitted:
     params: SamplingParams
     tokenizer: Tokenizer
     weights_version: str
+    numerics: str
     truncated: bool
 
 
@@ -38,6 +39,8 @@ class Service:
 
     def __init__(self, settings: Settings, engine: EngineClient, long_texts: LongTexts) -> None:
         self.settings = settings
+        self.model_name = settings.weights.resolve().name
+        """What clients call the model: the name of its directory."""
         self._long_texts = long_texts
         self.engine = engine
         self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
@@ -45,11 +48,6 @@ class Service:
         self.draining = False
         self.created = int(time.time())
         self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
-
-    @property
-    def model_name(self) -> str:
-        """What clients call the model: the name of its directory."""
-        return self.settings.weights.resolve().name
 
     @property
     def phase(self) -> str:
@@ -109,6 +107,7 @@ class Service:
             params=requests[0].params,
             tokenizer=tokenizer,
             weights_version=ready.weights_version,
+            numerics=ready.numerics,
             truncated=any(read.truncated for read in reads),
         )
 

@@ -6,7 +6,7 @@ import ipaddress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -23,7 +23,21 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
     )
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the engine; 0 takes all cores.")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="What computes on a CPU; auto is native once the kernels are built, and torch until then."
+    )
+    quantize: Literal["none", "int8"] = Field(
+        "none", description="int8 keeps weights as whole numbers of 8 bits: half the memory, sooner at few streams."
+    )
+    cache_dir: Path | None = Field(
+        None, description="Where native kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."
+    )
+    threads: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="CPU threads of the engine; 0 takes the cores it may use (affinity, cgroup limit).",
+    )
     kv_blocks: int = Field(
         0, ge=0, le=2**31 - 1, description="Blocks of the KV cache; 0 takes what max_running can fill."
     )
@@ -60,6 +74,11 @@ class Settings(BaseSettings):
         description="Seconds that a regex, schema or grammar may take to prepare; longer ones get 400.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+
+    @field_validator("cache_dir", mode="before")
+    @classmethod
+    def _nothing_is_none(cls, value: object) -> object:
+        return None if value == "" else value  # a variable that is set to nothing does not mean the working directory
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Settings:

@@ -11,10 +11,15 @@ class StreamDecoder:
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_whole = True  # nothing unfinished waits
 
     def feed(self, data: bytes) -> str:
         """The characters that `data` completes."""
-        return self._decoder.decode(data)
+        if self._is_whole and data.isascii():  # nearly all tokens, at a tenth of the price
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def broken_by(self, data: bytes) -> int:
         """Characters that an unfinished one becomes where `data` does not go on with it; they stand before its own."""

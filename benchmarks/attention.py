@@ -23,10 +23,12 @@ import msgspec
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
 from app.engine.runner import Runner
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Request
 from benchmarks.result import Machine, this_machine
@@ -161,7 +163,9 @@ def _engine(decoder: Decoder) -> Engine:
     blocks = -(-config.context // _BLOCK)
     cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=decoder.embedding.device)
     limits = SchedulerLimits(tokens_per_step=config.context, max_running=1)
-    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache))
+    return Engine(
+        Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchCompute(decoder, cache), sampler=TorchSampler())
+    )
 
 
 def _continue(engine: Engine, tokens: list[int]) -> None:

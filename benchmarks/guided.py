@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
 from app.engine.runner import Runner
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Drawn, Request
 from app.engine.types import Sequence as EngineSequence
@@ -149,7 +151,10 @@ def _engine(weights: Path, guides: Guides, streams: int, max_tokens: int) -> Eng
     blocks = streams * (-(-max_tokens // _BLOCK) + 4)
     cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=torch.device("cpu"))
     limits = SchedulerLimits(tokens_per_step=max(256, streams), max_running=streams)
-    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache, guides=guides))
+    return Engine(
+        Scheduler(limits, BlockPool(blocks, _BLOCK)),
+        Runner(TorchCompute(decoder, cache), sampler=TorchSampler(), guides=guides),
+    )
 
 
 def _requests(prompt: tuple[int, ...], guide: str, streams: int, max_tokens: int) -> list[Request]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from app import event_loop
 from benchmarks.http_body import ProtocolError
 from benchmarks.http_client import Connection, explain
 from benchmarks.level import Tally, drive, warm_up
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     screen = _Screen(json_only=options.json_only)
     try:
-        result = asyncio.run(run(options.plan, watch=screen.show))
+        result = event_loop.run(run(options.plan, watch=screen.show))
     except UnreachableError as error:
         print(error, file=sys.stderr)
         return 2

@@ -26,10 +26,12 @@ import msgspec
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
 from app.engine.runner import Runner
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Request, StepReport
 from benchmarks.result import Machine, this_machine
@@ -152,7 +154,7 @@ def _engine(decoder: Decoder) -> Engine:
     dtype, blocks = decoder.embedding.dtype, -(-config.context // _BLOCK) * (_STREAMS + 1)
     cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=dtype, device=decoder.embedding.device)
     limits = SchedulerLimits(tokens_per_step=_TOKENS_PER_STEP, max_running=32)
-    runner = Runner(decoder, cache)
+    runner = Runner(TorchCompute(decoder, cache), sampler=TorchSampler())
     runner.warm_up(_STREAMS)
     return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), runner)
 

@@ -23,10 +23,12 @@ import msgspec
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
 from app.engine.runner import Runner
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.types import Request
 from benchmarks.result import Machine, this_machine
@@ -175,7 +177,9 @@ def _engine(checkpoint: Checkpoint, prompts: list[tuple[int, ...]], max_tokens: 
     embedding = decoder.embedding
     cache = KVCache(decoder.config, blocks=blocks, block_size=_BLOCK, dtype=embedding.dtype, device=embedding.device)
     limits = SchedulerLimits(tokens_per_step=rows * length, max_running=rows)
-    engine = Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(decoder, cache))
+    engine = Engine(
+        Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchCompute(decoder, cache), sampler=TorchSampler())
+    )
     for i, prompt in enumerate(prompts):
         params = msgspec.structs.replace(WAYS[way], seed=i)
         engine.add(Request(id=str(i), prompt=prompt, max_tokens=max_tokens, params=params))

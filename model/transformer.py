@@ -33,7 +33,8 @@ class Decoder(nn.Module):
         self.norm = make_norm(config) if config.final_norm else nn.Identity()
         self.untied_head = None if config.tied_head else _matrix(config.vocab_size, config.width)
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
-        self.make_tables()
+        if not self.embedding.is_meta:
+            self.make_tables()
 
     @property
     def n_params(self) -> int:
@@ -41,7 +42,10 @@ class Decoder(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def make_tables(self) -> None:
-        """The numbers of the positions, which no file holds; again where the decoder was made on the meta device."""
+        """The numbers of the positions, which no file holds; for a decoder made on the meta device: call it later.
+
+        Computing there, be it only shapes, makes torch import its compiler: a second, and 70 MiB for good.
+        """
         kind = self.config.positions
         self.register_buffer("rope_PC", rope_table(self.config) if kind == "rotary" else None, persistent=False)
         sinusoids_PD = sinusoid_table(self.config) if kind == "sinusoidal" else None

@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from tiny import tiny_weights
+from fake_compiler import compiled
+from hypothesis import HealthCheck, settings
+from native import Sample, native_sample
+from native import compiled as compiled_sampler
+from tiny import WAY, tiny_weights
+
+from app.engine.native.build import find_or_build
+from app.engine.native.errors import BuildError
+from app.engine.native.level import NoLevel
+from app.engine.native.recipe import ABI
+from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
+
+# No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# How long an example takes is decided by who else is on the machine. The service is one for all examples of a test.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +51,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def nightly(request: pytest.FixtureRequest) -> bool:
     """Whether there is a night's time."""
     return bool(request.config.getoption("--nightly"))
+
+
+@pytest.fixture(scope="session")
+def sampling_library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
+    """The native kernels of drawing alone, with doors to what only tests look at."""
+    if not shutil.which("g++"):
+        pytest.skip("the native sampler needs g++")
+    return compiled_sampler(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(params=["torch", "native"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """Both samplers: the same laws hold for each."""
+    if request.param == "torch":
+        return torch_sample
+    return native_sample(request.getfixturevalue("sampling_library"))
+
+
+@pytest.fixture(params=["torch", "native", "int8"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How tiny_engine() computes in this test; modules whose laws hold for every way use it for all their tests."""
+    if request.param != "torch":
+        request.getfixturevalue("native_library")
+    before = WAY.set(request.param)
+    yield request.param
+    WAY.reset(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +109,8 @@ def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True, sa
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
     log = folder / f"server-{time.monotonic_ns()}.log"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")}
+    # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
+    environment["INKSTREAM_KERNELS"] = "torch"
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", program, "serve", "--weights", str(weights), "--port", "0", *flags],
@@ -97,10 +147,28 @@ def is_clean(server: Server, seconds: float) -> bool:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Matrices this small cost 20 times as much when two threads share them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from _with_threads(1)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For laws that must not know how many threads there are; `make test` gives one to all others."""
+    yield from _with_threads(2)
+
+
+@pytest.fixture(scope="session")
+def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library with the right interface and no kernel in it."""
+    return compiled(tmp_path_factory.mktemp("stub"), f'extern "C" int ink_abi() {{ return {ABI}; }}')
+
+
+@pytest.fixture(scope="session")
+def native_library() -> Path:
+    """The real kernels for this machine, from the cache of whoever runs the tests; built where they are not there."""
+    try:
+        return find_or_build()
+    except (NoLevel, BuildError) as error:
+        pytest.skip(f"no native kernels here: {error}")
 
 
 @pytest.fixture(scope="session")
@@ -115,6 +183,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
     running = start_server(tmp_path_factory.mktemp("server"), weights, "--dtype", "float32")
     yield running
     assert stop_server(running) == 0, running.log.read_text()
+
+
+def _with_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def _status(url: str) -> int:

@@ -55,7 +55,7 @@ def test_an_unknown_verb_gets_the_list_and_exit_code_two(arguments: tuple[str, .
     assert "serve" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "train"])
+@pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "compile", "train"])
 def test_every_verb_explains_itself(verb: str) -> None:
     result = _run(verb, "--help")
     assert result.returncode == 0

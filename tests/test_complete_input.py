@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import Server
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import whole
 
@@ -176,7 +176,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from([field for field, _ in WRONG]), _JSON, max_size=4))
 def test_no_json_object_gets_a_5xx(server: Server, fields: dict[str, Any]) -> None:
     response = _post(server, {"prompt": "a", **fields, "max_tokens": 1})

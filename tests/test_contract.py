@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 from conftest import Server
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import chunks, parse_events, stream, whole
 
@@ -35,7 +35,7 @@ def _facts(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(choice[name] for name in _FACTS) for choice in choices]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(body=_BODIES, include=st.booleans(), cut=st.integers(0, 60))
 def test_every_way_to_ask_gives_the_same_answer(server: Server, body: dict[str, Any], include: bool, cut: int) -> None:
     native = {**body, "include_stop": include}

@@ -27,6 +27,7 @@ NAMES = [
 READY: dict[str, Any] = {
     "context": 64, "vocab_size": 400, "n_params": 1, "dtype": "float32", "device": "cpu", "weights_version": "",
     "eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1, "block_size": 16, "has_encoder": False,
+    "numerics": "torch", "numerics_reason": "", "waits_for_build": False,
 }  # fmt: skip
 
 

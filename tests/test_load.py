@@ -150,6 +150,13 @@ def test_other_servers_are_asked_with_every_filter_switched_off() -> None:
     assert (body["top_k"], body["top_p"], body["min_p"]) == (0, 1, 0)
 
 
+def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
+    """llama-server does so, and does not say it before."""
+    server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
+    (level,) = load(server, requests=12).levels
+    assert (level.completed, level.errors) == (12, 0)
+
+
 def test_the_same_prompt_is_sent_always_if_asked() -> None:
     server = FakeServer(answer_well)
     load(server, same_prompt=True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
+from tiny import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
 from app.engine.params import SamplingParams
@@ -16,9 +16,11 @@ from app.engine.types import Request, Started, TokenEvent
 from model.reference import generate
 from model.transformer import Decoder
 
+pytestmark = pytest.mark.usefixtures("way")
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(6, 2, 64, 192), (8, 1, 32, 128), (3, 3, 32, 96), (8, 2, 128, 256), (4, 2, 64, 2048)]
 """Query heads, kv heads, head_dim, width; the last one sums over more numbers than a single bfloat16 row bears."""
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
@@ -105,9 +107,10 @@ def test_a_request_submitted_again_with_its_tokens_goes_on_as_before(dtype: torc
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_engine_draws_the_tokens_of_the_oracle(seed: int) -> None:
+def test_the_engine_draws_the_tokens_of_the_oracle(seed: int, way: str) -> None:
     """Against reference.generate, which attends by another formula: equal tokens, not equal bits, in float32."""
     decoder, requests = tiny_decoder(seed=seed), _requests(6, seed=seed)
+    round_weights_for(way, decoder)
     engine_tokens = run_all(tiny_engine(decoder, blocks=200), requests)
     for request in requests:
         tokens = list(request.prompt)

@@ -10,17 +10,17 @@ import pytest
 import torch
 from simulation import Delivered
 from test_sources import ENCODER
-from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
+from tiny import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
+from app.engine.allocator import Allocator
 from app.engine.engine import Engine
-from app.engine.kv_cache import KVCache
 from app.engine.params import SamplingParams
 from app.engine.types import Request, TokenEvent, TokenScore
 from model.reference import logits
 from model.transformer import Decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "way")
 
 
 def _choices(rng: random.Random, name: str, prompt: Iterable[int], count: int) -> list[Request]:
@@ -59,11 +59,16 @@ def test_a_fork_draws_what_it_draws_alone(dtype: torch.dtype) -> None:
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
 
 
+def _without_copies(allocator: Allocator) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    clear, allocator._clear, allocator._copies = tuple(allocator._clear), [], []
+    return clear, ()
+
+
 def test_a_fork_without_its_copy_draws_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control."""
     decoder, requests = tiny_decoder(), _groups(1)
     alone = _alone(decoder, requests)
-    monkeypatch.setattr(KVCache, "copy", lambda _self, _pairs: None)
+    monkeypatch.setattr(Allocator, "take_preparations", _without_copies)
     assert run_all(tiny_engine(decoder, blocks=300, tokens_per_step=512), requests) != alone
 
 
@@ -180,8 +185,9 @@ def test_the_size_of_a_piece_changes_no_bit(rows: int, dtype: torch.dtype, monke
     assert _alone_scored(decoder, requests) == whole
 
 
-def test_scores_are_those_of_the_reference() -> None:
+def test_scores_are_those_of_the_reference(way: str) -> None:
     decoder, requests = tiny_decoder(), _scored(8)
+    round_weights_for(way, decoder)
     together = _run(tiny_engine(decoder, blocks=200, tokens_per_step=40), requests)
     for request in (r for r in requests if r.prompt_logprobs is not None):
         expected = logits(decoder, list(request.prompt)).log_softmax(-1)

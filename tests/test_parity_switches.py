@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
+from tiny import VOCAB, round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
 from app.engine.params import SamplingParams
 from app.engine.types import Request, TokenEvent
@@ -25,7 +25,7 @@ SCALINGS = [
     RopeScaling(kind="linear", factor=2.5),
     RopeScaling(kind="llama3", factor=8.0, original_context=64),
 ]
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "way")
 
 
 @cache
@@ -99,8 +99,9 @@ def test_no_company_changes_a_bit(seed: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_engine_writes_the_text_of_the_oracle(seed: int) -> None:
+def test_the_engine_writes_the_text_of_the_oracle(seed: int, way: str) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed)
+    round_weights_for(way, decoder)
     requests = _requests(decoder.config.vocab_size, greedy=True)
     events = run_all(tiny_engine(decoder, blocks=150, tokens_per_step=40), requests)
     for request in requests[:6]:

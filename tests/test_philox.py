@@ -8,7 +8,7 @@ import torch
 from app.engine.philox import Draw, philox, uniforms
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, result.
-_VECTORS = [
+VECTORS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
@@ -23,7 +23,7 @@ def _side_by_side(words: tuple[int, ...]) -> int:
     return sum(word << 64 * lane for lane, word in enumerate(words))
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), _VECTORS)
+@pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
 def test_philox_gives_the_published_numbers(
     counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
@@ -31,7 +31,7 @@ def test_philox_gives_the_published_numbers(
 
 
 def test_every_lane_is_a_generator_of_its_own() -> None:
-    counters, keys, results = (list(zip(*column, strict=True)) for column in zip(*_VECTORS, strict=True))
+    counters, keys, results = (list(zip(*column, strict=True)) for column in zip(*VECTORS, strict=True))
     counter, key = tuple(map(_side_by_side, counters)), tuple(map(_side_by_side, keys))
     assert philox(counter, key, lanes=3) == tuple(map(_side_by_side, results))  # type: ignore[arg-type]
 

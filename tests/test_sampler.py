@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from native import Sample
 
 from app.engine.filters import weights
 from app.engine.params import SamplingParams
-from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
 
 
@@ -20,17 +20,17 @@ def _row(params: SamplingParams, position: int = 0) -> SamplingRow:
     return SamplingRow(params, range(position), position)
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, position: int = 0) -> int:
+def _draw(sample: Sample, logits: torch.Tensor, params: SamplingParams, position: int = 0) -> int:
     token = sample(logits[None], [_row(params, position)])[0].token
     assert token is not None
     return token
 
 
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    assert _draw(torch.tensor([0.0, 3.0, 3.0, 3.0]), SamplingParams(temperature=0)) == 1
+def test_greedy_ties_go_to_the_lowest_id(sample: Sample) -> None:
+    assert _draw(sample, torch.tensor([0.0, 3.0, 3.0, 3.0]), SamplingParams(temperature=0)) == 1
 
 
-def test_draws_follow_the_softmax() -> None:
+def test_draws_follow_the_softmax(sample: Sample) -> None:
     logits, n = torch.tensor([2.0, 1.0, 0.0, -1.0]), 40_000
     rows = [_row(SamplingParams(seed=1, temperature=0.7), position) for position in range(n)]
     counts = torch.zeros(4)
@@ -63,36 +63,36 @@ def test_draws_follow_the_softmax() -> None:
         ({"temperature": 1e-5}, {0}),
     ],
 )
-def test_filters_keep_what_they_should(params: dict[str, float], allowed: set[int]) -> None:
+def test_filters_keep_what_they_should(sample: Sample, params: dict[str, float], allowed: set[int]) -> None:
     """Probabilities 0.5, 0.25, 0.15, 0.10; after top_k 3 they are 0.56, 0.28, 0.17, so that 0.8 needs two."""
     logits = torch.tensor([0.5, 0.25, 0.15, 0.10]).log()
-    seen = {_draw(logits, SamplingParams(seed=3, **params), position) for position in range(400)}  # type: ignore[arg-type]
+    seen = {_draw(sample, logits, SamplingParams(seed=3, **params), position) for position in range(400)}  # type: ignore[arg-type]
     assert seen == allowed
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 0.0}])
-def test_top_one_is_greedy_also_where_tokens_tie(params: dict[str, Any]) -> None:
+def test_top_one_is_greedy_also_where_tokens_tie(sample: Sample, params: dict[str, Any]) -> None:
     logits = torch.tensor([0.0, 2.0, 2.0])
-    assert {_draw(logits, SamplingParams(seed=1, **params), position) for position in range(50)} == {1}
+    assert {_draw(sample, logits, SamplingParams(seed=1, **params), position) for position in range(50)} == {1}
 
 
-def test_tokens_that_tie_at_a_filters_edge_stay_together() -> None:
+def test_tokens_that_tie_at_a_filters_edge_stay_together(sample: Sample) -> None:
     logits = torch.tensor([1.0, 0.0, 0.0, -9.0])
     for params in (SamplingParams(top_k=2, seed=1), SamplingParams(top_p=0.6, seed=1)):
-        assert {_draw(logits, params, position) for position in range(300)} == {0, 1, 2}
+        assert {_draw(sample, logits, params, position) for position in range(300)} == {0, 1, 2}
 
 
-def test_a_nucleus_wider_than_the_first_try_is_exact() -> None:
+def test_a_nucleus_wider_than_the_first_try_is_exact(sample: Sample) -> None:
     logits = torch.zeros(3000)
     logits[:1000] = 1.0
-    seen = {_draw(logits, SamplingParams(top_p=0.5, seed=2), position) for position in range(300)}
+    seen = {_draw(sample, logits, SamplingParams(top_p=0.5, seed=2), position) for position in range(300)}
     assert max(seen) < 1000 and len(seen) > 200
 
 
 @pytest.mark.parametrize(
     "params", [{}, {"logprobs": 3}, {"temperature": 0.0, "logprobs": 0}, {"top_k": 5, "top_p": 0.5}]
 )
-def test_a_row_that_is_not_finite_gives_no_token_and_hurts_nobody(params: dict[str, Any]) -> None:
+def test_a_row_that_is_not_finite_gives_no_token_and_hurts_nobody(sample: Sample, params: dict[str, Any]) -> None:
     logits = torch.randn(3, 50)
     rows = [_row(SamplingParams(seed=i, **params)) for i in range(3)]
     clean = sample(logits, rows)
@@ -104,7 +104,7 @@ def test_a_row_that_is_not_finite_gives_no_token_and_hurts_nobody(params: dict[s
         assert (drawn[0], drawn[2]) == (clean[0], clean[2])
 
 
-def test_vocabularies_of_many_sizes_keep_the_law_of_rows() -> None:
+def test_vocabularies_of_many_sizes_keep_the_law_of_rows(sample: Sample) -> None:
     """Long rows are summed in shares of the threads, short ones are not: neither may show."""
     filters = {"top_k": 50, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.01}
     kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"typical_p": 0.5}, filters, {"min_p": 0.1}, {"temperature": 0}]
@@ -115,7 +115,7 @@ def test_vocabularies_of_many_sizes_keep_the_law_of_rows() -> None:
         assert together == [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
 
 
-def test_logprobs_are_the_models_own_and_the_chosen_one_equals_its_entry() -> None:
+def test_logprobs_are_the_models_own_and_the_chosen_one_equals_its_entry(sample: Sample) -> None:
     logits = torch.randn(1, 100)
     params = SamplingParams(temperature=5.0, top_k=3, logprobs=20, seed=9)
     (drawn,) = sample(logits, [_row(params)])
@@ -126,7 +126,7 @@ def test_logprobs_are_the_models_own_and_the_chosen_one_equals_its_entry() -> No
     assert len(drawn.top) == 20
 
 
-def test_of_tokens_equally_likely_the_lowest_ids_are_reported() -> None:
+def test_of_tokens_equally_likely_the_lowest_ids_are_reported(sample: Sample) -> None:
     for vocab, others in ((10, 3), (300, 30), (3000, 3000)):
         logits = torch.zeros(2, vocab)
         logits[:, :others] = -1.0
@@ -138,7 +138,7 @@ def test_of_tokens_equally_likely_the_lowest_ids_are_reported() -> None:
             assert [token for token, _ in drawn.top] == best[:count]
 
 
-def test_tokens_and_neighbours_that_ask_for_more_change_no_report() -> None:
+def test_tokens_and_neighbours_that_ask_for_more_change_no_report(sample: Sample) -> None:
     logits = torch.randn(2, 500).bfloat16()
     few, many = _row(SamplingParams(logprobs=3, seed=1)), _row(SamplingParams(logprobs=20, seed=2))
     assert sample(logits, [few, many])[0] == sample(logits[:1], [few])[0]

@@ -9,12 +9,12 @@ import oracle
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from native import Sample
 from torch import Tensor
 
 from app.engine.filters import weights
 from app.engine.params import SamplingParams
 from app.engine.philox import Draw, uniforms
-from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
 
 ROWS, EXAMPLES = 20, 250
@@ -58,7 +58,7 @@ class Tally:
     tokens: set[int] = field(default_factory=set)
 
 
-def test_every_accepted_row_is_drawn_as_defined_whatever_its_company() -> None:
+def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sample) -> None:
     tally = Tally()
 
     @settings(max_examples=EXAMPLES, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
@@ -68,7 +68,7 @@ def test_every_accepted_row_is_drawn_as_defined_whatever_its_company() -> None:
         generator = torch.Generator().manual_seed(seed)
         logits_SV = _logits(len(params), vocab, generator)
         rows = [_row(each, vocab, generator) for each in params]
-        _check(logits_SV, rows, tally)
+        _check(sample, logits_SV, rows, tally)
 
     check()
     assert tally.rows >= 5000
@@ -76,7 +76,7 @@ def test_every_accepted_row_is_drawn_as_defined_whatever_its_company() -> None:
     assert tally.guided > 0.2 * tally.rows and len(tally.tokens) > 100
 
 
-def _check(logits_SV: Tensor, rows: list[SamplingRow], tally: Tally) -> None:
+def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingRow], tally: Tally) -> None:
     before = logits_SV.clone()
     together = sample(logits_SV, rows)
     assert torch.equal(logits_SV, before), "the caller's logits stay as they are"

@@ -116,8 +116,7 @@ def test_another_source_gives_another_text_although_the_prompt_is_cached() -> No
 def test_a_slot_that_held_numbers_that_are_not_finite_harms_nobody() -> None:
     decoder, request = _decoder(), _requests(1, seed=6, sources=1)[0]
     engine = tiny_engine(decoder, max_running=1)
-    sources = engine.runner.sources
-    assert sources is not None
+    sources = engine.runner.compute._sources
     sources._cache.data.fill_(torch.nan)
     sources._cache.clear([sources._cache.padding_block])
     assert run_all(engine, [request]) == _alone(decoder, [request])

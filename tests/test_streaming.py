@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import Server, is_clean, start_server, stop_server
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import parse_events, stream, text_of, whole
 
@@ -45,7 +45,7 @@ def test_headers_tell_proxies_to_keep_their_hands_off(server: Server) -> None:
 _TEXTS = st.text(max_size=30).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(
     prompt=_TEXTS, seed=st.integers(0, 2**53), stop=st.lists(st.sampled_from(["e", " t", "\u201c", "ab"]), max_size=2)
 )
@@ -63,7 +63,7 @@ def test_streamed_text_equals_the_plain_answer(server: Server, prompt: str, seed
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_thirty_two_clients_at_once_get_what_each_gets_alone(tmp_path: Path, weights: Path, dtype: str) -> None:
-    server = start_server(tmp_path, weights, "--dtype", dtype)
+    server = start_server(tmp_path, weights, "--dtype", dtype, "--threads", "2")
     try:
         _compare_alone_and_together(server)
     finally:

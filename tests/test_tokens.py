@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import Server
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TEXT, VOCAB
 
@@ -38,7 +38,7 @@ def _refused(server: Server, path: str, body: Any) -> dict[str, Any]:
     return error
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(text=_TEXTS)
 def test_text_to_tokens_to_text_is_exact(server: Server, text: str) -> None:
     answer = _post(server, "/tokenize", prompt=text)

@@ -13,9 +13,10 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
 CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler", "philox"]
 SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
-DEVICE = ["kv_cache", "source_cache", "guides", *SAMPLING]
+DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
+BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
-EVENT_LOOP += ["app.guide", "app.guide_checker", "app.guide_process"]
+EVENT_LOOP += ["app.kernels", "app.guide", "app.guide_checker", "app.guide_process"]
 
 
 def _name(path: Path) -> str:
@@ -56,6 +57,15 @@ def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
         assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
 
 
+def test_the_builder_of_kernels_needs_nothing_but_python() -> None:
+    """A stage of a container compiles them before anything is installed."""
+    paths = [*(ROOT / "app/engine/native").glob("*.py"), ROOT / "app/cli/compile.py"]
+    for path in (path for path in paths if path.name in BUILDER):
+        assert _tops(path) <= sys.stdlib_module_names | {"app"}, path
+        ours = {m.split(".")[-1] for m in _imports(path) & MODULES if m.startswith("app.")}
+        assert {f"{name}.py" for name in ours} <= BUILDER, path
+
+
 @pytest.mark.parametrize("name", [*DEVICE, "runner"])
 def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> None:
     path = ROOT / "app/engine" / f"{name}.py"
@@ -64,9 +74,11 @@ def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> No
     assert ours <= {"params", "types", "philox", "matcher", *DEVICE}, path
 
 
-def test_the_worker_is_the_only_file_with_torch_and_the_pipe() -> None:
+def test_only_the_engine_process_has_both_torch_and_the_pipe() -> None:
     both = [p for p in FILES if "torch" in _tops(p) and "app.engine.frames" in _imports(p)]
-    assert both == [ROOT / "app/engine/worker.py"]
+    assert both == [ROOT / "app/engine/assembly.py"]
+    holding = [p for p in FILES if "app.engine.assembly" in _imports(p) and p.relative_to(ROOT).parts[0] == "app"]
+    assert holding == [ROOT / "app/engine/worker.py"]
 
 
 def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer() -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from app.engine.blocks import BlockPool
+from app.engine.compute import Compute, TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
+from app.engine.native.build import find_or_build
+from app.engine.native.compute import NativeCompute, Threads
+from app.engine.native.library import Library
+from app.engine.native.program import BLOCK
+from app.engine.native.sampler import NativeSampler
+from app.engine.quantize import round_weights
 from app.engine.runner import Runner
+from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
 from app.engine.types import Request, TokenEvent
@@ -26,6 +36,8 @@ TEXT = (
     "\u201cWho are you?\u201d asked the owl, caf\u00e9 in claw \U0001f98a\U0001f989. \u2018I,\u2019 said the fox.\n"
 ) * 20
 VOCAB = 320
+WAY: ContextVar[str] = ContextVar("WAY", default="torch")
+"""How tiny_engine() computes: torch, native or int8."""
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -67,15 +79,43 @@ def tiny_engine(
     max_running: int = 32,
     guides: Guides | None = None,
 ) -> Engine:
-    """An engine around `decoder`, in this process."""
-    dtype = decoder.embedding.dtype
-    cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=decoder.embedding.device)
+    """An engine around `decoder`, in this process, that computes in the way of the running test (see conftest.way)."""
     limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
-    if not decoder.config.n_encoder_layers:
-        return Engine(scheduler, Runner(decoder, cache, guides=guides))
-    room = {"slots": max_running, "context": decoder.config.context, "dtype": dtype, "device": decoder.embedding.device}
-    return Engine(scheduler, Runner(decoder, cache, SourceCache(decoder, **room)))
+    if WAY.get() != "torch" and can_be_native(decoder):
+        assert block_size == BLOCK
+        compute: Compute = native_compute(decoder, blocks, int8=WAY.get() == "int8")
+        sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
+        return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides))
+    dtype, device = decoder.embedding.dtype, decoder.embedding.device
+    cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+    sources = None
+    if decoder.config.n_encoder_layers:
+        context = decoder.config.context
+        sources = SourceCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
+    return Engine(scheduler, Runner(TorchCompute(decoder, cache, sources), sampler=TorchSampler(), guides=guides))
+
+
+def can_be_native(decoder: Decoder) -> bool:
+    """As app/engine/native/choice.py says."""
+    return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
+
+
+def round_weights_for(way: str, decoder: Decoder) -> None:
+    """What an oracle must compute with, to be held against an engine of this way."""
+    if way == "int8":
+        round_weights(decoder)
+
+
+def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:
+    """`decoder` in the kernels of this machine."""
+    return NativeCompute(kernels(), decoder, Threads(kernels(), threads), blocks=blocks, int8=int8)
+
+
+@cache
+def kernels() -> Library:
+    """The library for this machine, built where it is not there; raises BuildError where it cannot be."""
+    return Library(find_or_build())
 
 
 def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[TokenEvent]]:

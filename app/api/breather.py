@@ -14,8 +14,13 @@ class Breather:
     def __init__(self) -> None:
         self._since = time.monotonic()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether others have waited long enough."""
+        return time.monotonic() - self._since > _LONGEST
+
     async def breathe(self) -> None:
         """To be awaited between two pieces; costs next to nothing where little time has passed."""
-        if time.monotonic() - self._since > _LONGEST:
+        if self.is_due:
             await asyncio.sleep(0)
             self._since = time.monotonic()

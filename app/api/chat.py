@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from app.api.breather import Breather
 from app.api.chat_schemas import ChatResponse
+from app.api.chunks import NOT_ENDED
 from app.api.dependencies import ChatTemplateDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
 from app.api.errors import ApiError
 from app.api.job import Collected, Job
@@ -18,6 +20,7 @@ from app.api.openai_answer import PING_SECONDS, Answer, head_of
 from app.api.openai_fields import ChatRequest
 from app.api.openai_shapes import name_of
 from app.api.openapi import declared
+from app.api.sse import quoted
 from app.news import Ended, TokenDetail
 from model.tokenizer import Tokenizer
 
@@ -67,6 +70,11 @@ class _ChatAnswer(Answer):
             delta["content"] = text
         content = [_entry(self.job.admitted.tokenizer, detail) for detail in tokens]
         return {"index": index, "delta": delta, **_facts(content or None, ended)}
+
+    def text_of_choice(self, index: int, text: str) -> str:
+        if index not in self._begun:
+            return json.dumps(self.part_of_choice(index, text, (), None))
+        return f'{{"index": {index}, "delta": {{"content": {quoted(text)}}}, {NOT_ENDED}'
 
 
 def _facts(content: Sequence[Any] | None, ended: Ended | None) -> dict[str, Any]:

@@ -19,27 +19,28 @@ from app.service import Service
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-def _service(request: Request) -> Service:
+# FastAPI runs dependencies that are no coroutines in a thread, and each took its turn there before every first token.
+async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _metrics(request: Request) -> Metrics:
+async def _metrics(request: Request) -> Metrics:
     metrics: Metrics = request.app.state.metrics
     return metrics
 
 
-def _long_texts(request: Request) -> LongTexts:
+async def _long_texts(request: Request) -> LongTexts:
     long_texts: LongTexts = request.app.state.long_texts
     return long_texts
 
 
-def _chat_template(request: Request) -> ChatTemplate | None:
+async def _chat_template(request: Request) -> ChatTemplate | None:
     template: ChatTemplate | None = request.app.state.chat_template
     return template
 
 
-def _shelf(request: Request) -> Shelf:
+async def _shelf(request: Request) -> Shelf:
     shelf: Shelf = request.app.state.shelf
     return shelf
 

@@ -101,7 +101,8 @@ class Job:
         ends: dict[int, Ended] = {}
         try:
             while not self.completion.is_over:
-                await self.completion.ready()
+                if not await self.completion.ready():
+                    continue
                 news = self.completion.take()
                 self.note(news)
                 if isinstance(news, Delta):

@@ -9,12 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.api import openai_shapes as shapes
+from app.api.chunks import NOT_ENDED
 from app.api.dependencies import MetricsDep, ServiceDep, body_schema, check_model, read_body
 from app.api.job import Collected, Job
 from app.api.openai_answer import PING_SECONDS, Answer, head_of
 from app.api.openai_fields import CompletionsRequest
 from app.api.openai_schemas import CompletionsResponse
 from app.api.openapi import declared
+from app.api.sse import quoted
 from app.news import Ended, TokenDetail
 
 router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
@@ -42,6 +44,9 @@ class _TextAnswer(Answer):
     ) -> dict[str, Any]:
         logprobs = shapes.logprobs(self.job.admitted.tokenizer, tokens) if tokens else None
         return self._choice(index, text, logprobs, ended)
+
+    def text_of_choice(self, index: int, text: str) -> str:
+        return f'{{"index": {index}, "text": {quoted(text)}, {NOT_ENDED}'
 
     def _choice(
         self, index: int, text: str, logprobs: dict[str, list[Any]] | None, ended: Ended | None

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from app.api import sse
+from app.api.breather import Breather
+from app.api.chunks import Chunks, frame
 from app.api.job import Collected, Job
 from app.api.openai_shapes import one_by_one
 from app.api.shapes import echoed
@@ -71,6 +73,7 @@ class Answer:
             self._extra["truncated"] = True
         if body.warnings:
             self._extra["warnings"] = body.warnings
+        self._chunks = Chunks(head, self._extra)
 
     async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
         """A choice of an answer in one object; large parts may be JSON text already (msgspec.Raw)."""
@@ -80,6 +83,10 @@ class Answer:
         self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None
     ) -> dict[str, Any]:
         """What a chunk tells of a choice."""
+        raise NotImplementedError
+
+    def text_of_choice(self, index: int, text: str) -> str:
+        """part_of_choice() without tokens and end, as JSON; nearly all chunks are of this kind."""
         raise NotImplementedError
 
     async def respond(self, request: Request) -> Response:
@@ -100,38 +107,47 @@ class Answer:
         try:
             while not completion.is_over:
                 await completion.ready()
-                for frame in self._frames_of(completion.take()):
-                    yield frame
+                if frames := self._frames_there_are():
+                    yield frames
                     last = time.monotonic()
-                if time.monotonic() - last >= PING_SECONDS:
+                elif time.monotonic() - last >= PING_SECONDS:
                     yield b": ping\n"
                     last = time.monotonic()
             if self._tells_usage:
-                yield _frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra})
+                yield frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra})
         except Exception as error:
-            yield _frame(self.job.failure(error).body(self.job.name))
+            yield frame(self.job.failure(error).body(self.job.name))
         yield b"data: [DONE]\n\n"
 
-    def _frames_of(self, news: News) -> list[bytes]:
+    def _frames_there_are(self) -> bytes:
+        """Of all the news there is, but for what would keep others waiting."""
+        frames: list[bytes] = []
+        breather = Breather()
+        while self.job.completion.has_news and not (frames and breather.is_due):
+            frames.append(self._written(self.job.completion.take()))
+        return b"".join(frames)
+
+    def _written(self, news: News) -> bytes:
         self.job.note(news)
         if isinstance(news, Ended):
-            return [self._chunk(news.index, "", self._pending.pop(news.index, ()), news)]
+            return self._chunk(news.index, "", self._pending.pop(news.index, ()), news)
         if not isinstance(news, Delta):
-            return []
+            return b""
         tokens = (*self._pending.pop(news.index, ()), *news.tokens)
         if not news.text:  # tokens without text go with the next that have some, or with the end
             self._pending[news.index] = tokens
-            return []
+            return b""
         parts = one_by_one(Delta(news.index, news.text, tokens))
-        return [self._chunk(part.index, part.text, part.tokens) for part in parts]
+        return b"".join([self._chunk(part.index, part.text, part.tokens) for part in parts])
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None = None) -> bytes:
-        chunk = {**self._head, "choices": [self.part_of_choice(index, text, tokens, ended)], **self._extra}
+        if tokens or ended:
+            choice = json.dumps(self.part_of_choice(index, text, tokens, ended))
+        else:
+            choice = self.text_of_choice(index, text)
         if self._keeps_telling_usage:
-            chunk["usage"] = self.job.completion.usage()
-        elif self._tells_usage:
-            chunk["usage"] = None
-        return _frame(chunk)
+            return self._chunks.chunk(choice, f', "usage": {json.dumps(self.job.completion.usage())}')
+        return self._chunks.chunk(choice, ', "usage": null' if self._tells_usage else "")
 
     def _best(self, collected: list[Collected]) -> list[Collected]:
         """Of every prompt's continuations the n best, by the mean log-probability of their tokens."""
@@ -144,7 +160,3 @@ class Answer:
             ranked = sorted(places, key=lambda place: -choices[place].mean_logprob)
             best += [collected[place] for place in ranked[: wish.n]]
         return best
-
-
-def _frame(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")

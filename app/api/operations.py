@@ -74,6 +74,7 @@ def _facts(service: Service) -> dict[str, Any]:
         "has_encoder": ready.has_encoder,
         "dtype": ready.dtype,
         "device": ready.device,
+        "numerics": ready.numerics,
         "weights_version": ready.weights_version,
         "sampling_defaults": ready.sampling_defaults,
     }

@@ -64,6 +64,7 @@ def receipt(admitted: Admitted) -> dict[str, Any]:
         "settings": settings(admitted),
         "prompt_sha256": prompts if wish.is_batch else prompts[0],
         **{f"{name}_sha256": prompt_sha256(text) for name, text in others.items() if text is not None},
+        "numerics": admitted.numerics,
         "version": VERSION,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from itertools import islice
 from typing import Protocol
 
 _MAX_LEFT = 256
@@ -24,17 +25,18 @@ class Journal:
         """The number of the frame that comes next; the first is 0."""
         return self.first + len(self._frames)
 
-    def append(self, frame: bytes) -> None:
-        """One more frame."""
+    def append(self, frame: bytes) -> bytes:
+        """One more frame, which is given back."""
         self._frames.append(frame)
         self._size += len(frame)
         while self._size > self._limit and len(self._frames) > 1:
             self._size -= len(self._frames.popleft())
             self.first += 1
+        return frame
 
-    def frame(self, number: int) -> bytes:
-        """A frame that is kept."""
-        return self._frames[number - self.first]
+    def since(self, number: int) -> bytes:
+        """The frames from this one on, which are kept."""
+        return b"".join(islice(self._frames, number - self.first, None))
 
 
 class Kept(Protocol):

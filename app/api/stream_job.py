@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from app.api import shapes, sse
+from app.api.breather import Breather
 from app.api.job import Job
 from app.api.shelf import Journal, Shelf
 from app.news import Begun, Delta, Ended, Idle, News, Queued
@@ -77,52 +78,54 @@ class StreamJob:
 
     async def frames(self, reader: Connection, number: int = 0) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
-        while reader is self._reader:
-            if number < self._journal.next_number:
-                yield self._journal.frame(number)
-                number += 1
-            elif self.is_finished:
-                return
-            elif await self._next(reader):
-                yield sse.PING
+        if reader is self._reader and number < self._journal.next_number:
+            yield self._journal.since(number)
+        while reader is self._reader and not self.is_finished:
+            if frames := await self._next(reader):
+                yield frames
 
-    async def _next(self, reader: Connection) -> bool:
-        """Writes the next frame, if there is one; True where there is nothing but a sign of life."""
+    async def _next(self, reader: Connection) -> bytes:
+        """Frames of all the news there is, but for what would keep others waiting; nothing where there is none."""
         completion = self._job.completion
+        frames: list[bytes] = []
         try:
             if not completion.is_over and not await completion.ready():
-                return False
-            if reader is not self._reader:
-                return False
-            news = completion.take()
-            self._job.note(news)
-            if isinstance(news, Idle):
-                return True
-            self._write(news)
+                return b""
+            breather = Breather()
+            while reader is self._reader and completion.has_news and not (frames and breather.is_due):
+                news = completion.take()
+                self._job.note(news)
+                frames.append(sse.PING if isinstance(news, Idle) else self._written(news))
         except Exception as error:
             self.is_finished = True
-            self._append("error", self._job.failure(error).body(self.name))
-        return False
+            frames.append(self._kept("error", self._job.failure(error).body(self.name)))
+        return b"".join(frames)
 
-    def _write(self, news: News) -> None:
+    def _written(self, news: News) -> bytes:
         match news:
+            case Delta(index, text, details):
+                if not details:
+                    return self._journal.append(sse.text_event(index, text, self._next_id))
+                tokens = shapes.tokens(self._job.admitted.tokenizer, details)
+                return self._kept("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
                 eta_ms = round(self._job.service.engine.queue.eta_seconds(position) * 1e3)
-                self._append("queue", {"position": position, "eta_ms": eta_ms})
+                return self._kept("queue", {"position": position, "eta_ms": eta_ms})
             case Begun():
-                self._append("start", self._start())
-            case Delta(index, text, details):
-                tokenizer = self._job.admitted.tokenizer
-                detail = {"tokens": shapes.tokens(tokenizer, details)} if details else {}
-                self._append("token", {"index": index, "text": text, **detail})
+                return self._kept("start", self._start())
             case Ended(index):
                 self._ends[index] = news
                 if self._job.completion.is_over:
                     self.is_finished = True
-                    self._append("done", self._done())
+                    return self._kept("done", self._done())
+        return b""
 
-    def _append(self, name: str, data: Mapping[str, Any]) -> None:
-        self._journal.append(sse.event(name, data, f"{self.name}:{self._journal.next_number}"))
+    @property
+    def _next_id(self) -> str:
+        return f"{self.name}:{self._journal.next_number}"
+
+    def _kept(self, name: str, data: Mapping[str, Any]) -> bytes:
+        return self._journal.append(sse.event(name, data, self._next_id))
 
     def _start(self) -> dict[str, Any]:
         return {

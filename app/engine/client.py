@@ -136,13 +136,11 @@ class EngineClient:
 
     async def _live_once(self) -> None:
         """From the start of an engine process to its end."""
-        self._process = process = await EngineProcess.spawn(self._command)
+        self._process = process = await EngineProcess.spawn(self._take, self._command)
         self.phase, self._last_frame = "starting", time.monotonic()
         process.send(self._config)
         try:
-            while (frame := await process.receive()) is not None:
-                self._last_frame = time.monotonic()
-                self._take(frame)
+            await process.gone()
         finally:
             self.ready, self._process = None, None
             self._ready_event.clear()
@@ -177,6 +175,7 @@ class EngineClient:
             self._gone_event.set()
 
     def _take(self, frame: Up) -> None:
+        self._last_frame = time.monotonic()
         match frame:
             case StepReport():
                 self._take_report(frame)
@@ -186,9 +185,9 @@ class EngineClient:
                 self.ready, self.phase = frame, "ready"
                 self._ready_event.set()
                 _log.info(
-                    "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens",
+                    "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
                     *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),
-                    *(frame.blocks_total, frame.block_size),
+                    *(frame.blocks_total, frame.block_size, frame.numerics, frame.numerics_reason),
                 )
             case Fatal():
                 self.phase = frame.message

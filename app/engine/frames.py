@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -15,7 +16,7 @@ from msgspec import Struct
 from app.engine.types import Request, StepReport
 
 _LENGTH = struct.Struct("<I")
-HEADER_BYTES = _LENGTH.size
+_HEADER_BYTES = _LENGTH.size
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
@@ -24,6 +25,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     weights: str
     device: str = "auto"
     dtype: str = "auto"
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    library: str | None = None
+    """The native kernels that the service found at its start."""
+    cache_dir: str | None = None
+    quantize: Literal["none", "int8"] = "none"
     threads: int = 0
     kv_blocks: int = 0
     max_context: int = 0
@@ -44,13 +50,13 @@ class Cancel(Struct, frozen=True, tag="cancel"):
     request_id: str
 
 
-class Phase(Struct, frozen=True, tag="phase"):
+class Phase(Struct, frozen=True, array_like=True, tag="phase"):
     """What the engine is doing before it is ready, for people."""
 
     name: str
 
 
-class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
+class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """What was loaded, and what fits."""
 
     context: int
@@ -66,9 +72,15 @@ class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
     blocks_total: int
     block_size: int
     has_encoder: bool
+    numerics: str
+    """What computes: "torch", or "native-" and the level of the CPU."""
+    numerics_reason: str
+    """Why, for the log."""
+    waits_for_build: bool
+    """Native kernels could compute this model here, and were not built when the service started."""
 
 
-class Fatal(Struct, frozen=True, tag="fatal"):
+class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):
     """The engine cannot start or go on; `user_error` means that the configuration is at fault."""
 
     message: str
@@ -83,16 +95,31 @@ _down = msgspec.msgpack.Decoder(Down)
 _up = msgspec.msgpack.Decoder(Up)
 
 
+class Frames:
+    """Bytes of a pipe in, as they come; the bodies of whole frames out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that `data` completes, in order."""
+        data = self._rest + data if self._rest else data
+        bodies, start = [], 0
+        while len(data) - start >= _HEADER_BYTES:
+            body = start + _HEADER_BYTES
+            end = body + _LENGTH.unpack_from(data, start)[0]
+            if end > len(data):
+                break
+            bodies.append(data[body:end])
+            start = end
+        self._rest = data[start:]
+        return bodies
+
+
 def encode_frame(message: Down | Up) -> bytes:
     """The bytes of one frame, length first."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
-
-
-def body_length(header: bytes | bytearray) -> int:
-    """Bytes that follow a header."""
-    length: int = _LENGTH.unpack(header)[0]
-    return length
 
 
 def decode_down(body: bytes) -> Down:

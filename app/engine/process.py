@@ -7,10 +7,10 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from app.engine.frames import HEADER_BYTES, Down, Up, body_length, decode_up, encode_frame
+from app.engine.frames import Down, Frames, Up, decode_up, encode_frame
 
 # -P and our own path: a folder called app in the working directory is somebody else's.
 WORKER = (sys.executable, "-P", "-m", "app.engine.worker")
@@ -20,16 +20,17 @@ _ROOT = Path(__file__).parents[2]
 class EngineProcess:
     """A child whose only links are a socket pair and its exit code; it ends when the pipe does."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.WriteTransport, pipe: _Pipe) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._transport = transport
+        self._pipe = pipe
 
     @classmethod
-    async def spawn(cls, command: Sequence[str] = WORKER) -> EngineProcess:
-        """Starts `command` with the descriptor of its end of the pipe as the last argument."""
+    async def spawn(cls, take: Callable[[Up], None], command: Sequence[str] = WORKER) -> EngineProcess:
+        """Starts `command` with the descriptor of its end of the pipe as the last argument.
+
+        take: is given every frame in the turn of the event loop in which it was read.
+        """
         ours, theirs = socket.socketpair()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs, contextlib.ExitStack() as undo:
@@ -43,25 +44,22 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl+C on the terminal is for the API process
             )
             undo.pop_all()
-        return cls(process, *await asyncio.open_connection(sock=ours))
+        transport, pipe = await asyncio.get_running_loop().create_connection(lambda: _Pipe(take), sock=ours)
+        return cls(process, transport, pipe)
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
 
-    async def receive(self) -> Up | None:
-        """The next frame; None when the process has gone."""
-        try:
-            header = await self._reader.readexactly(HEADER_BYTES)
-            return decode_up(await self._reader.readexactly(body_length(header)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
+    async def gone(self) -> None:
+        """Waits until the process has closed its end. Raises what taking a frame raised: no more are read then."""
+        await self._pipe.closed
 
     def send(self, frame: Down) -> None:
         """Never waits; what is sent to a process that has gone is lost with it."""
-        if not self._writer.is_closing():
-            self._writer.write(encode_frame(frame))
+        if not self._transport.is_closing():
+            self._transport.write(encode_frame(frame))
 
     def kill(self) -> None:
         """At once; no error where it is gone already."""
@@ -70,7 +68,7 @@ class EngineProcess:
 
     async def end(self, patience_seconds: float = 1.0) -> int:
         """Closes the pipe, waits for the process to follow, kills it where it does not. Returns its exit code."""
-        self._writer.close()
+        self._transport.close()
         try:
             await asyncio.wait_for(self._process.wait(), patience_seconds)
         except TimeoutError:
@@ -79,3 +77,36 @@ class EngineProcess:
             self.kill()
             raise
         return await self._process.wait()
+
+
+class _Pipe(asyncio.Protocol):
+    """Our end: bytes to frames without a task between them, which would take its turn for every step of the engine."""
+
+    def __init__(self, take: Callable[[Up], None]) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take = take
+        self._frames = Frames()
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                self._take(decode_up(body))
+        except Exception as error:  # the event loop would only log it
+            self._end(error)
+            assert self._transport
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - however it ended, the child is gone
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self.closed.done():
+            return
+        if error:
+            self.closed.set_exception(error)
+        else:
+            self.closed.set_result(None)

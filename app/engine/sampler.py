@@ -25,6 +25,18 @@ from app.engine.sampling_row import SamplingRow
 from app.engine.types import Drawn, TokenScore
 
 
+class TorchSampler:
+    """A `Sampler` of app/engine/runner.py, on any device."""
+
+    def sample(self, logits_SV: Tensor, rows: Items[SamplingRow]) -> list[Drawn]:
+        """See sample()."""
+        return sample(logits_SV, rows)
+
+    def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore]:
+        """See logprobs.top_logprobs()."""
+        return top_logprobs(logits_XV, torch.tensor(chosen, device=logits_XV.device), [count] * len(chosen))
+
+
 def sample(logits_SV: Tensor, rows: Items[SamplingRow]) -> list[Drawn]:
     """One token for each row; greedy ties go to the lowest id; a row that is not finite gives no token."""
     raw_SV = logits_SV.float()

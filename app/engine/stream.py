@@ -131,13 +131,13 @@ class Stream:
         index = self._open.get(request_id)
         if index is None:
             return
-        if isinstance(item, Started):
-            self._begun = True
-        elif isinstance(item, TokenEvent):
+        if isinstance(item, TokenEvent):  # first, since nearly all are
             if item.token is not None:
                 self._generated[index].append(item.token)
             if item.finish:
                 del self._open[request_id]
+        elif isinstance(item, Started):
+            self._begun = True
         elif isinstance(item, PromptScores):
             self._scored[index] = item.start - 1 + len(item.tokens)
         elif isinstance(item, EngineError):

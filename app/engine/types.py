@@ -60,7 +60,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class TokenEvent(Struct, frozen=True, array_like=True):
+class TokenEvent(Struct, frozen=True, array_like=True, gc=False):
     """One new token of a request, or its end."""
 
     request_id: str
@@ -105,7 +105,7 @@ class Failed(Struct, frozen=True, array_like=True):
     """What the request asks for is the reason, not we."""
 
 
-class Counters(Struct, frozen=True, kw_only=True):
+class Counters(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """The engine's state after a step."""
 
     running: int = 0
@@ -116,7 +116,7 @@ class Counters(Struct, frozen=True, kw_only=True):
     preemptions: int = 0
 
 
-class StepReport(Struct, frozen=True, kw_only=True, tag="report"):
+class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report"):
     """What one step did. Sent also without events, as the heartbeat of an idle engine."""
 
     events: tuple[TokenEvent, ...] = ()

@@ -1,4 +1,4 @@
-"""The engine process: inbox -> step -> report, until the pipe closes. The only file with both torch and the pipe.
+"""The engine process: inbox -> step -> report, until the pipe closes. The only file with the engine and the pipe.
 
 Started by app/engine/client.py as `python -m app.engine.worker FD`. The end of the pipe means that the API process is
 gone, and this process goes with it.
@@ -6,85 +6,25 @@ gone, and this process goes with it.
 
 from __future__ import annotations
 
-import select
+import gc
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
-import torch
 from msgspec.structs import replace
 
-from app.engine.blocks import BlockPool
-from app.engine.defaults import sampling_defaults
+from app.engine.assembly import StartError, assemble
 from app.engine.door import Door
 from app.engine.engine import Engine
-from app.engine.frames import (
-    HEADER_BYTES,
-    Cancel,
-    Down,
-    Fatal,
-    Phase,
-    Ready,
-    Submit,
-    Up,
-    WorkerConfig,
-    body_length,
-    decode_down,
-    encode_frame,
-)
-from app.engine.guides import Guides
-from app.engine.kv_cache import KVCache
-from app.engine.memory import CacheRoom, choose_context, free_memory
-from app.engine.runner import Runner
-from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.source_cache import SourceCache
+from app.engine.frames import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
+from app.engine.inbox import Inbox
 from app.engine.types import Started, StepReport
-from model.checkpoint import Checkpoint, load
-from model.device import choose_device, choose_dtype, describe
-from model.tokenizer import Tokenizer
 
 Send = Callable[[Up], None]
-
-
-class StartError(ValueError):
-    """The configuration does not work; the message says what to change."""
-
-
-class Inbox:
-    """Frames that have arrived, without waiting where there is other work. Raises EOFError at the pipe's end."""
-
-    def __init__(self, pipe: socket.socket) -> None:
-        self._pipe = pipe
-        self._buffer = bytearray()
-        self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
-        self._poll.register(pipe, select.POLLIN)
-
-    def receive(self, wait_seconds: float) -> list[Down]:
-        """All frames there are; waits up to `wait_seconds` for the first one."""
-        frames: list[Down] = []
-        while self._poll.poll(0 if frames else int(wait_seconds * 1000)):
-            data = self._pipe.recv(1 << 20)
-            if not data:
-                raise EOFError
-            self._buffer += data
-            while (frame := self._next()) is not None:
-                frames.append(frame)
-        return frames
-
-    def _next(self) -> Down | None:
-        if len(self._buffer) < HEADER_BYTES:
-            return None
-        end = HEADER_BYTES + body_length(self._buffer[:HEADER_BYTES])
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[HEADER_BYTES:end])
-        del self._buffer[:end]
-        return decode_down(body)
 
 
 def main(descriptor: int) -> int:
@@ -100,10 +40,11 @@ def main(descriptor: int) -> int:
 
     try:
         config = _first_frame(inbox)
-        engine, guides, ready = _build(config, send)
-        send(ready)
+        assembled = assemble(config, lambda phase: send(Phase(phase)))
+        guides = assembled.guides
+        send(assembled.ready)
         _serve(
-            engine,
+            assembled.engine,
             Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running),
             inbox,
             send,
@@ -128,6 +69,8 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
     def announce(started: tuple[Started, ...]) -> None:
         report(StepReport(started=started, counters=engine.scheduler.counters))
 
+    # What start-up made stays to the end: neither a full collection between two tokens nor the last one has to walk it.
+    gc.freeze()
     while True:
         for frame in inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)):
             if isinstance(frame, Submit):
@@ -144,65 +87,6 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
             door.settle(done)
         else:
             report(StepReport(counters=engine.scheduler.counters))
-
-
-def _build(config: WorkerConfig, send: Send) -> tuple[Engine, Guides, Ready]:
-    """Loads the weights, takes the cache's memory, warms up. Raises StartError."""
-    send(Phase("loading weights"))
-    try:
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
-        checkpoint = load(Path(config.weights), device=device, dtype=dtype)
-        defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
-        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
-        shape, block_size = checkpoint.decoder.config, 16 if device.type == "cpu" else 64
-        context = choose_context(shape, config.max_context)
-        room = CacheRoom(
-            shape=shape, context=context, block_size=block_size, max_running=config.max_running, dtype=dtype
-        )
-        blocks = room.blocks(config.kv_blocks, free_memory(device))
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    decoder, slots = checkpoint.decoder, config.max_running
-    cache = KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
-    has_encoder = shape.n_encoder_layers > 0
-    sources = SourceCache(decoder, slots=slots, context=context, dtype=dtype, device=device) if has_encoder else None
-    guides = Guides(
-        lambda: Tokenizer.load(Path(config.weights)).bytes_of, vocab_size=shape.vocab_size, most=config.max_running
-    )
-    runner = Runner(decoder, cache, sources, guides)
-    send(Phase("warming up"))
-    runner.warm_up(config.max_running)
-    pool = BlockPool(blocks, block_size)
-    ready = _ready(checkpoint, context, defaults, dtype, device, pool)
-    return Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready
-
-
-def _ready(
-    checkpoint: Checkpoint,
-    context: int,
-    defaults: dict[str, float],
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: BlockPool,
-) -> Ready:
-    shape = checkpoint.decoder.config
-    return Ready(
-        context=context,
-        vocab_size=shape.vocab_size,
-        n_params=checkpoint.decoder.n_params,
-        dtype=str(dtype).removeprefix("torch."),
-        device=describe(device),
-        weights_version=checkpoint.version,
-        eos_ids=checkpoint.eos_ids,
-        sampling_defaults=defaults,
-        start_id=checkpoint.bos_id if checkpoint.bos_id is not None else next(iter(checkpoint.eos_ids), None),
-        blocks_total=blocks.total,
-        block_size=blocks.block_size,
-        has_encoder=shape.n_encoder_layers > 0,
-    )
 
 
 def _first_frame(inbox: Inbox) -> WorkerConfig:

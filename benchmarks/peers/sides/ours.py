@@ -7,10 +7,10 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
+from app.engine.assembly import StartError, assemble
 from app.engine.frames import WorkerConfig
 from app.engine.params import SamplingParams
 from app.engine.types import Request
-from app.engine.worker import StartError, _build
 from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run
 from model.tokenizer import Tokenizer
 
@@ -25,6 +25,7 @@ class Ours:
         config: dict[str, Any] = {
             "weights": str(task.model),
             "device": "cpu",
+            "kernels": "native",
             "dtype": _DTYPES[task.precision],
             "threads": task.threads,
             "max_running": task.batch,
@@ -33,19 +34,17 @@ class Ours:
             "kv_blocks": task.batch * (task.length // _BLOCK + 2),
         }
         if task.precision == "int8":
-            if "quantize" not in WorkerConfig.__struct_fields__:
-                raise CannotError("this build has no --quantize int8")
             config["quantize"] = "int8"
         try:
-            self._engine, _, self._ready = _build(WorkerConfig(**config), lambda _: None)
+            assembled = assemble(WorkerConfig(**config))
         except StartError as error:
             raise CannotError(str(error)) from None
+        self._engine, self._ready = assembled.engine, assembled.ready
         self._tokenizer = Tokenizer.load(task.model)
         self._numbers = count()
 
     def facts(self) -> dict[str, str]:
-        kernels = getattr(self._ready, "kernels", "torch")
-        return {"version": version("inkstream"), "torch": version("torch"), "kernels": str(kernels)}
+        return {"version": version("inkstream"), "torch": version("torch"), "kernels": self._ready.numerics}
 
     def decode(self, prompts: list[list[int]], tokens: int) -> Generated:
         rows = self._add(prompts, tokens)

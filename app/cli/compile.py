@@ -1,0 +1,121 @@
+"""python -m app compile: builds the native kernels up front, or says whether a start would use them.
+
+Imports nothing but the standard library and the builder, so that a build stage of a container needs no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from app.engine.native.build import TIMEOUT_SECONDS, build, find, need_cache_directory
+from app.engine.native.compiler import Compiler
+from app.engine.native.errors import BuildError, NoCompiler
+from app.engine.native.level import NoLevel, levels_to_carry, this_level, this_machine
+from app.engine.native.recipe import Recipe
+from app.engine.native.shelf import read_note
+
+_MOST_SECONDS = 86400
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 built, or there; 1 not (--check: a start would not use them); 2 no compiler, or no use here."""
+    options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half done is removed
+    directory: Path | None = options.cache_dir
+    try:
+        if options.check:
+            return _check(directory)
+        for level in levels_to_carry(*this_machine()) if options.all_levels else (this_level(),):
+            _build(Recipe(level=level), need_cache_directory(directory), options)
+    except (NoLevel, NoCompiler) as error:
+        if not options.quiet:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inkstream compile",
+        description="Build the native kernels, which are faster than torch. Does nothing where they are built.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where to keep them, and where serve has to look (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
+    )
+    parser.add_argument(
+        "--all-levels", action="store_true", help="for every kind of x86-64 CPU: for containers that move"
+    )
+    parser.add_argument("--check", action="store_true", help="build nothing; exit 0 if a start would use them, else 1")
+    parser.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help="what the compiler may take for one level (default: %(default)g)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="say nothing but that a build begins, or has failed")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 and up to {_MOST_SECONDS}, not {text!r}")
+    return seconds
+
+
+def _build(recipe: Recipe, directory: Path, options: argparse.Namespace) -> None:
+    """Says what is done. Raises BuildError."""
+    level, is_new = recipe.level.name, False
+
+    def announce(compiler: Compiler) -> None:
+        nonlocal is_new
+        is_new = True
+        print(f"building native kernels ({level}, {compiler.version}); this takes a minute or so", flush=True)
+
+    library = build(recipe, directory, seconds=options.time_limit, announce=announce)
+    if not options.quiet:
+        print(f"{level}: {'built' if is_new else 'is there already'}")
+        _describe(library)
+
+
+def _check(directory: Path | None) -> int:
+    try:
+        level = this_level().name
+    except NoLevel as error:
+        print(f"torch computes: {error}")
+        return 1
+    if library := find(directory):
+        print(f"native kernels ({level}) compute")
+        _describe(library)
+        return 0
+    print(f"torch computes: no native kernels ({level}) are built; run inkstream compile")
+    return 1
+
+
+def _describe(library: Path) -> None:
+    note = read_note(library) or {}
+    lines = {
+        "file": library,
+        "size": f"{int(note.get('bytes', 0)) >> 10} KiB",
+        "compiler": note.get("compiler", "unknown"),
+        "flags": " ".join(note.get("flags", ())),
+        "took": f"{note.get('seconds', 0)} s",
+    }
+    for what, text in lines.items():
+        print(f"  {what:<10}{text}")

@@ -1,0 +1,148 @@
+"""An engine out of a configuration: weights, memory, kernels, warm-up. Knows no pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.compute import Compute, TorchCompute
+from app.engine.defaults import sampling_defaults
+from app.engine.engine import Engine
+from app.engine.frames import Ready, WorkerConfig
+from app.engine.guides import Guides
+from app.engine.kv_cache import KVCache
+from app.engine.memory import CacheRoom, choose_context, free_memory
+from app.engine.native.choice import Choice, Libraries, choose
+from app.engine.native.compute import NativeCompute, Threads
+from app.engine.native.library import Library
+from app.engine.native.program import BLOCK, head_numbers
+from app.engine.native.sampler import NativeSampler
+from app.engine.quantize import round_weights
+from app.engine.runner import Runner, Sampler
+from app.engine.sampler import TorchSampler
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.source_cache import SourceCache
+from model.checkpoint import Checkpoint, load
+from model.config import ModelConfig
+from model.device import choose_device, choose_dtype, describe
+from model.tokenizer import Tokenizer
+from model.transformer import Decoder
+
+
+class StartError(ValueError):
+    """The configuration does not work; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An engine that can take requests."""
+
+    engine: Engine
+    guides: Guides
+    ready: Ready
+
+
+def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None) -> Assembled:
+    """Loads the weights, takes the cache's memory, warms up; `announce` hears what is being done. Raises StartError."""
+    announce("loading weights")
+    try:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device)
+        checkpoint = load(Path(config.weights), device=device, dtype=dtype)
+        defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
+        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
+        libraries = Libraries.of(config.library, config.cache_dir)
+        choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
+        room = _room(config, checkpoint.decoder.config, dtype, device, choice)
+        blocks = room.blocks(config.kv_blocks, free_memory(device))
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    int8 = config.quantize == "int8"
+    if choice.library:
+        compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
+    else:
+        compute, sampler = _torch(checkpoint.decoder, room, blocks, device, int8=int8), TorchSampler()
+    guides = Guides(
+        lambda: Tokenizer.load(Path(config.weights)).bytes_of,
+        vocab_size=room.shape.vocab_size,
+        most=config.max_running,
+    )
+    runner = Runner(compute, sampler=sampler, guides=guides)
+    announce("warming up")
+    runner.warm_up(config.max_running)
+    pool = BlockPool(blocks, room.block_size)
+    ready = _ready(checkpoint, room, defaults, device, pool, choice)
+    if int8:
+        ready = msgspec.structs.replace(ready, numerics=f"{ready.numerics}-int8")
+    return Assembled(Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready)
+
+
+def _room(
+    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device, choice: Choice
+) -> CacheRoom:
+    return CacheRoom(
+        shape=replace(shape, head_dim=head_numbers(shape)) if choice.library else shape,
+        context=choose_context(shape, config.max_context),
+        block_size=BLOCK if device.type == "cpu" else 64,
+        max_running=config.max_running,
+        dtype=dtype,
+    )
+
+
+def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[Compute, Sampler]:
+    library = Library(path)
+    threads = Threads(library, torch.get_num_threads())
+    compute = NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
+    sampler = NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads.handle, threads=threads.count)
+    return compute, sampler
+
+
+def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, *, int8: bool) -> Compute:
+    if int8:
+        round_weights(decoder)
+    cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)
+    if not decoder.config.n_encoder_layers:
+        return TorchCompute(decoder, cache)
+    slots, context = room.max_running, room.context
+    return TorchCompute(
+        decoder, cache, SourceCache(decoder, slots=slots, context=context, dtype=room.dtype, device=device)
+    )
+
+
+def _ready(
+    checkpoint: Checkpoint,
+    room: CacheRoom,
+    defaults: dict[str, float],
+    device: torch.device,
+    blocks: BlockPool,
+    choice: Choice,
+) -> Ready:
+    shape = checkpoint.decoder.config
+    return Ready(
+        context=room.context,
+        vocab_size=shape.vocab_size,
+        n_params=checkpoint.decoder.n_params,
+        dtype=_name(room.dtype),
+        device=describe(device),
+        weights_version=checkpoint.version,
+        eos_ids=checkpoint.eos_ids,
+        sampling_defaults=defaults,
+        start_id=checkpoint.bos_id if checkpoint.bos_id is not None else next(iter(checkpoint.eos_ids), None),
+        blocks_total=blocks.total,
+        block_size=blocks.block_size,
+        has_encoder=shape.n_encoder_layers > 0,
+        numerics=choice.numerics,
+        numerics_reason=choice.reason,
+        waits_for_build=choice.waits_for_build,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

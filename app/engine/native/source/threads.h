@@ -1,0 +1,106 @@
+// Threads that share out the tasks of one operation after another. Knows nothing of what a task is.
+//
+// Tasks are taken one by one, so that a thread that lost its core to another process delays nobody for longer than its
+// task. Between operations the others spin for a moment, then sleep.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace ink {
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+  public:
+    explicit Pool(int threads, int spins) : spins_(spins), threads_(threads > 1 ? threads : 1), shares_(new Share[threads_]) {
+        for (int i = 1; i < threads_; i++) helpers_.emplace_back([this, i] { help(i); });
+    }
+
+    ~Pool() {
+        stop_ = true;
+        wake();
+        for (auto& helper : helpers_) helper.join();
+    }
+
+    int size() const { return threads_; }
+
+    // Calls f(task, thread) for every task from 0 to n_tasks - 1, on all threads, and returns when all are done.
+    template <class F>
+    void run(int n_tasks, F&& f) {
+        if (n_tasks <= 1 || threads_ == 1) {
+            for (int task = 0; task < n_tasks; task++) f(task, 0);
+            return;
+        }
+        call_ = [](void* f, int task, int thread) { (*static_cast<std::remove_reference_t<F>*>(f))(task, thread); };
+        argument_ = const_cast<void*>(static_cast<const void*>(&f));
+        n_tasks_ = n_tasks;
+        for (int i = 0; i < threads_; i++) shares_[i].next.store(share(i), std::memory_order_relaxed);
+        busy_.store(threads_ - 1, std::memory_order_relaxed);
+        wake();
+        take(0);
+        for (int i = 0; busy_.load(std::memory_order_acquire); i++) i < kPatience ? pause() : std::this_thread::yield();
+    }
+
+  private:
+    static constexpr int kPatience = 4000;
+
+    struct alignas(64) Share {
+        std::atomic<int> next{0};
+    };
+
+    void wake() {
+        round_.fetch_add(1, std::memory_order_seq_cst);
+        if (sleeping_.load(std::memory_order_seq_cst)) round_.notify_all();
+    }
+
+    int share(int thread) const { return int(long(n_tasks_) * thread / threads_); }
+
+    // First its own share, which touches nobody's cache line; then what others have left.
+    void take(int thread) {
+        for (int i = 0; i < threads_; i++) {
+            const int whose = (thread + i) % threads_, end = share(whose + 1);
+            std::atomic<int>& next = shares_[whose].next;
+            while (next.load(std::memory_order_relaxed) < end)
+                if (const int task = next.fetch_add(1, std::memory_order_relaxed); task < end) call_(argument_, task, thread);
+        }
+    }
+
+    void help(int thread) {
+        uint32_t seen = 0;
+        for (;;) {
+            for (int i = 0; round_.load(std::memory_order_acquire) == seen && i < spins_; i++) pause();
+            if (round_.load(std::memory_order_acquire) == seen) {
+                sleeping_.fetch_add(1, std::memory_order_seq_cst);
+                round_.wait(seen, std::memory_order_seq_cst);
+                sleeping_.fetch_sub(1, std::memory_order_relaxed);
+            }
+            seen = round_.load(std::memory_order_acquire);
+            if (stop_) return;
+            take(thread);
+            busy_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    const int spins_, threads_;
+    std::vector<std::thread> helpers_;
+    std::unique_ptr<Share[]> shares_;
+    void (*call_)(void*, int, int) = nullptr;
+    void* argument_ = nullptr;
+    int n_tasks_ = 0;
+    std::atomic<bool> stop_{false};
+    alignas(64) std::atomic<uint32_t> round_{0};
+    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<int> sleeping_{0};
+};
+
+}  // namespace ink

@@ -1,0 +1,72 @@
+"""What drawing costs by itself, with torch and natively: `python -m benchmarks.draw LIBRARY`.
+
+Rows of random logits, 200 prompt and 64 generated tokens before each; both samplers take their turns on the same rows.
+LIBRARY is the compiled kernels. Figures are microseconds a step, medians over the turns; the last line of stdout is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import CDLL
+from pathlib import Path
+
+import msgspec
+import torch
+
+from app.engine.native.sampler import NativeSampler
+from app.engine.sampler import sample
+from app.engine.sampling_row import SamplingRow
+from benchmarks.sampling import WAYS
+
+_PROMPT, _LENGTH = 200, 264
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.draw", description=__doc__.partition("\n")[0])
+    parser.add_argument("library", type=Path, help="the compiled kernels")
+    parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 50257], help="vocabulary sizes (%(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="rows of a step (%(default)s)")
+    parser.add_argument("--turns", type=int, default=30, help="steps to take the median of (%(default)s)")
+    flags = parser.parse_args(argv)
+    library = CDLL(str(flags.library))
+    found = []
+    print(f"{'vocab':>7}{'rows':>6}{'way':>12}{'torch':>10}{'native':>10}  us a step")
+    for vocab in flags.vocab:
+        native = NativeSampler(library, vocab)
+        for n_rows in flags.rows:
+            for way in WAYS:
+                torch_us, native_us = _times(native, way, n_rows, flags.turns)
+                print(f"{vocab:7}{n_rows:6}{way:>12}{torch_us:10.1f}{native_us:10.1f}", flush=True)
+                found.append({"vocab": vocab, "rows": n_rows, "way": way, "torch_us": torch_us, "native_us": native_us})
+    print(msgspec.json.encode({"benchmark": "draw", "torch_threads": torch.get_num_threads(), "times": found}).decode())
+    return 0
+
+
+def _times(native: NativeSampler, way: str, n_rows: int, turns: int) -> tuple[float, float]:
+    generator = torch.Generator().manual_seed(n_rows)
+    logits_SV = torch.randn(n_rows, native.vocab, generator=generator) * 3
+    tokens = [array("q", torch.randint(native.vocab, (_LENGTH,), generator=generator).tolist()) for _ in range(n_rows)]
+    params = [msgspec.structs.replace(WAYS[way], seed=i) for i in range(n_rows)]
+    rows = [SamplingRow(p, history, _PROMPT) for p, history in zip(params, tokens, strict=True)]
+    by_torch, natively = [], []
+    for _ in range(turns):
+        by_torch.append(_microseconds(lambda: sample(logits_SV, rows)))
+        # The best of three: the first finds the caches full of the other's numbers.
+        natively.append(min(_microseconds(lambda: native.sample(logits_SV, rows)) for _ in range(3)))
+    return statistics.median(by_torch), statistics.median(natively)
+
+
+def _microseconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

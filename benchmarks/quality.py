@@ -1,0 +1,95 @@
+"""What a number format costs in quality: `python -m benchmarks.quality --text FILE...`, in bits per byte.
+
+Every way reads the same windows of tokens and is asked for the log-probability of each token but the first. Bits per
+byte are comparable between tokenizers and between machines; lower is better. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from app.engine.assembly import assemble
+from app.engine.engine import Engine
+from app.engine.frames import WorkerConfig
+from app.engine.native.build import find_or_build
+from app.engine.params import SamplingParams
+from app.engine.types import Request
+from model.tokenizer import Tokenizer
+
+Window = tuple[int, ...]
+_QUANTIZE: tuple[Literal["none", "int8"], ...] = ("none", "int8")
+_KERNELS: tuple[Literal["torch", "native"], ...] = ("torch", "native")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Of one way to compute."""
+
+    way: str
+    bits_per_byte: float
+    percent: float
+    """More than the first way's."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="text that the model was not trained on")
+    parser.add_argument("--tokens", type=int, default=100_000, help="how many tokens to read")
+    options = parser.parse_args(arguments)
+    tokenizer = Tokenizer.load(options.weights)
+    text = "\n".join(path.read_text() for path in options.text)
+    results: list[Quality] = []
+    print(f"{'way':24} {'bits per byte':>14} {'more':>9}")
+    for way, config in _ways(str(options.weights)):
+        bits = bits_per_byte(config, tokenizer, text, options.tokens)
+        first = results[0].bits_per_byte if results else bits
+        results.append(Quality(way=way, bits_per_byte=bits, percent=100 * (bits / first - 1)))
+        print(f"{way:24} {bits:14.5f} {results[-1].percent:+8.3f} %", flush=True)
+    print(msgspec.json.encode({"benchmark": "quality", "tokens": options.tokens, "ways": results}).decode())
+    return 0
+
+
+def bits_per_byte(config: WorkerConfig, tokenizer: Tokenizer, text: str, n_tokens: int) -> float:
+    """Of the text's first tokens, each foretold from those before it in its window of a context."""
+    assembled = assemble(config)
+    length = assembled.ready.context
+    ids = tokenizer.encode(text)[:n_tokens]
+    windows = [tuple(ids[start : start + length]) for start in range(0, len(ids) - 1, length)]
+    bytes_of = tokenizer.bytes_of
+    nats = -sum(_log_probabilities(assembled.engine, windows))
+    n_bytes = sum(len(bytes_of[token]) for window in windows for token in window[1:])
+    return nats / math.log(2) / n_bytes
+
+
+def _log_probabilities(engine: Engine, windows: Sequence[Window]) -> Iterator[float]:
+    for number, window in enumerate(windows):
+        engine.add(Request(id=str(number), prompt=window, max_tokens=0, params=SamplingParams(), prompt_logprobs=0))
+    while engine.has_work:
+        for scores in engine.step().scores:
+            yield from (logprob for logprob, _top in scores.tokens)
+
+
+def _ways(weights: str) -> Iterator[tuple[str, WorkerConfig]]:
+    library = str(find_or_build(None))
+    for dtype in ("float32", "bfloat16"):
+        for quantize in _QUANTIZE:
+            for kernels in _KERNELS:
+                name = f"{kernels} {dtype}{f' {quantize}' if quantize != 'none' else ''}"
+                yield (
+                    name,
+                    WorkerConfig(weights=weights, dtype=dtype, kernels=kernels, library=library, quantize=quantize),
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

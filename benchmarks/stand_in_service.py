@@ -1,0 +1,30 @@
+"""The service with a stand-in for its engine: `python -m benchmarks.stand_in_service WEIGHTS STEP_MS`, on any port."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from app.engine.admission import QueueLimits
+from app.engine.client import EngineClient
+from app.engine.frames import WorkerConfig
+from app.server import serve
+from app.settings import Settings
+
+
+def main(weights: str, step_ms: str) -> int:
+    """Runs until a signal; the exit code of the service."""
+
+    settings: dict[str, Any] = {"weights": Path(weights), "port": 0}
+
+    def stand_in(settings: Settings) -> EngineClient:
+        command = (sys.executable, "-P", "-m", "benchmarks.stand_in", step_ms)
+        limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
+        return EngineClient(WorkerConfig(weights=weights), limits, command=command)
+
+    return serve(Settings(**settings), stand_in)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

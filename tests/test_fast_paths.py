@@ -1,0 +1,167 @@
+"""Short ways that nearly all tokens take give byte for byte what the long ways give."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import json
+import socket
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.alarm import Alarm
+from app.api import sse
+from app.api.chat import _ChatAnswer
+from app.api.chunks import Chunks, frame
+from app.api.metrics import _Gaps
+from app.api.openai import _TextAnswer
+from app.api.openai_answer import Answer
+from app.api.shelf import Journal
+from app.choice import Choice, TextRules
+from app.engine.frames import Cancel, Frames, decode_down, decode_up, encode_frame
+from app.engine.inbox import Inbox
+from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
+from app.text import StreamDecoder
+
+
+@given(st.integers(0, 20), st.text())
+def test_a_text_event_is_the_event_of_its_dict(index: int, text: str) -> None:
+    assert sse.text_event(index, text, "req-1:5") == sse.event("token", {"index": index, "text": text}, "req-1:5")
+
+
+@given(st.text(), st.dictionaries(st.text(), st.text(), max_size=2))
+def test_a_chunk_is_the_frame_of_its_dict(text: str, extra: dict[str, Any]) -> None:
+    head, choice = {"id": text, "seed": 1}, {"index": 0, "text": text}
+    extra = {f"x{name}": value for name, value in extra.items()}
+    chunks = Chunks(head, extra)
+    assert chunks.chunk(json.dumps(choice)) == frame({**head, "choices": [choice], **extra})
+    told = chunks.chunk(json.dumps(choice), ', "usage": null')
+    assert told == frame({**head, "choices": [choice], **extra, "usage": None})
+
+
+@pytest.mark.parametrize("kind", [_TextAnswer, _ChatAnswer])
+@given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=3))
+def test_a_choice_that_goes_on_is_the_json_of_its_dict(kind: type[Answer], texts: list[str]) -> None:
+    slow, fast = kind.__new__(kind), kind.__new__(kind)
+    for answer in (slow, fast):
+        answer._begun = set()  # type: ignore[attr-defined]
+        answer.job = _NoJob()  # type: ignore[assignment]
+    for text in texts:
+        assert fast.text_of_choice(3, text) == json.dumps(slow.part_of_choice(3, text, (), None))
+
+
+class _NoJob:
+    """A job of which nothing is asked that a text without log-probabilities could depend on."""
+
+    class admitted:  # noqa: N801
+        tokenizer = None
+
+
+@given(st.text(), st.binary(max_size=6), st.lists(st.integers(0, 40)))
+def test_bytes_cut_anywhere_decode_as_the_codec_decodes_them(text: str, noise: bytes, cuts: list[int]) -> None:
+    data = text.encode("utf-8", "replace") + noise + b"ascii"
+    ours, codec = StreamDecoder(), codecs.getincrementaldecoder("utf-8")(errors="replace")
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    for start, stop in pairwise(places):
+        assert ours.feed(data[start:stop]) == codec.decode(data[start:stop])
+    assert ours.flush() == codec.decode(b"", final=True)
+
+
+@given(st.lists(st.integers(0, 255), min_size=1))
+def test_a_choice_with_nothing_to_look_for_gives_the_text_of_one_that_looks_in_vain(ids: list[int]) -> None:
+    plain, looking = (
+        Choice(0, Request(id="r", prompt=(65,), max_tokens=9), _Bytes(), TextRules(stops=stops))  # type: ignore[arg-type]
+        for stops in ((), ("\0" * 9,))
+    )
+    texts = ["", ""]
+    for index, token in enumerate(ids):
+        finish = FinishReason.LENGTH if index == len(ids) - 1 else None
+        event = TokenEvent("r", index, token, finish=finish)
+        for place, choice in enumerate((plain, looking)):
+            texts[place] += "".join(delta.text for delta in choice.take(event))
+    assert texts[0] == texts[1] == bytes(ids).decode("utf-8", "replace")
+    assert plain.n_tokens == looking.n_tokens == len(ids)
+    assert plain.ended == looking.ended is not None
+
+
+class _Bytes:
+    """A tokenizer whose tokens are single bytes."""
+
+    strips_first_space = False
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 10_000])
+def test_frames_cut_anywhere_are_the_same_frames(size: int) -> None:
+    report = StepReport(
+        events=(TokenEvent("a", 0, 7, -0.5, ((7, -0.5),)), TokenEvent("b", 3, None, finish=FinishReason.LENGTH)),
+        started=(Started("c", 4),),
+        counters=Counters(running=2),
+        at=1.5,
+    )
+    reports = [report, StepReport(), report]
+    data = b"".join(map(encode_frame, reports))
+    frames = Frames()
+    bodies = [body for at in range(0, len(data), size) for body in frames.feed(data[at : at + size])]
+    assert [decode_up(body) for body in bodies] == reports
+
+
+def test_the_inbox_gives_what_there_is_and_ends_with_its_pipe() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        inbox = Inbox(theirs)
+        with ours:
+            assert inbox.receive(0.0) == []
+            ours.sendall(encode_frame(Cancel("a")) + encode_frame(Cancel("b"))[:5])
+            assert inbox.receive(5.0) == [Cancel("a")]
+            ours.sendall(encode_frame(Cancel("b"))[5:])
+            assert inbox.receive(5.0) == [Cancel("b")] == [decode_down(encode_frame(Cancel("b"))[4:])]
+        with pytest.raises(EOFError):
+            inbox.receive(5.0)
+
+
+def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
+    journal = Journal(limit=6)
+    assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
+    assert (journal.first, journal.next_number) == (1, 4)
+    assert [journal.since(number) for number in (1, 3, 4)] == [b"cdefgh", b"gh", b""]
+
+
+def test_gaps_are_counted_where_prometheus_counts_them() -> None:
+    gaps = _Gaps()
+    gaps.add([0.001, 0.0011, 0.3, 99.0])
+    (family,) = gaps.collect()
+    counted = {sample.labels.get("le"): sample.value for sample in family.samples}
+    assert [counted[le] for le in ("0.001", "0.002", "0.2", "0.5", "5.0", "+Inf")] == [1, 2, 2, 3, 3, 4]
+    assert counted[None] == pytest.approx(99.3021)
+
+
+@pytest.mark.parametrize("dues", [(0.02,), (0.02, 30.0), (30.0, 0.02)])
+def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues: tuple[float, ...]) -> None:
+    async def ring() -> None:
+        heard = asyncio.Event()
+        alarm = Alarm(heard.set)
+        for due in dues:
+            alarm.set(time.monotonic() + due)
+        await asyncio.wait_for(heard.wait(), 20)
+
+    asyncio.run(ring())
+
+
+def test_a_cancelled_alarm_is_silent() -> None:
+    async def rung() -> bool:
+        heard = asyncio.Event()
+        alarm = Alarm(heard.set)
+        alarm.set(time.monotonic())
+        alarm.cancel()
+        await asyncio.sleep(0.02)
+        return heard.is_set()
+
+    assert not asyncio.run(rung())

@@ -1,0 +1,71 @@
+"""Which kernels a CPU gets, by what it says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.native.level import X86_LEVELS, NoLevel, level_of, levels_to_carry, runs_here, this_level
+
+SANDY_BRIDGE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt xsave avx aes pclmulqdq"
+HASWELL = f"{SANDY_BRIDGE} fma movbe f16c rdrand abm bmi1 avx2 bmi2 erms"
+SKYLAKE_X = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl clwb"
+ICE_LAKE = f"{SKYLAKE_X} avx512_vbmi2 avx512_vnni avx512ifma"
+ZEN_4 = f"{ICE_LAKE} avx512_bf16"
+KNIGHTS_LANDING = f"{HASWELL} avx512f avx512pf avx512er avx512cd"
+M1 = "processor\t: 0\nBogoMIPS\t: 48.00\nFeatures\t: fp asimd bf16\nCPU part\t: 0x022\n"
+GRAVITON = "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd sve bf16\nCPU part\t: 0xd40\n"
+
+
+def _cpuinfo(*cores: str) -> str:
+    texts = (f"processor\t: {i}\nflags\t\t: {flags}\nbugs\t\t:\n" for i, flags in enumerate(cores))
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        (HASWELL, "avx2"),
+        (KNIGHTS_LANDING, "avx2"),
+        (SKYLAKE_X, "avx512"),
+        (ICE_LAKE, "avx512"),
+        (ZEN_4, "avx512bf16"),
+        (ZEN_4.replace("avx512_bf16", "avx512_fp16"), "avx512"),
+    ],
+)
+def test_a_cpu_gets_the_best_level_that_it_can_run(flags: str, level: str) -> None:
+    assert level_of("x86_64", "Linux", _cpuinfo(flags, flags)).name == level
+    assert level_of("AMD64", "Linux", _cpuinfo(flags)) == level_of("x86_64", "Linux", _cpuinfo(flags, flags))
+
+
+@pytest.mark.parametrize("text", [_cpuinfo(SANDY_BRIDGE), _cpuinfo(HASWELL.replace("fma", "")), _cpuinfo(""), ""])
+def test_a_cpu_that_is_too_old_or_unknown_gets_a_reason(text: str) -> None:
+    with pytest.raises(NoLevel, match=r"has no .*fma|does not tell"):
+        level_of("x86_64", "Linux", text)
+
+
+def test_what_one_core_lacks_is_not_used_on_any() -> None:
+    assert level_of("x86_64", "Linux", _cpuinfo(ZEN_4, HASWELL, ZEN_4)).name == "avx2"
+
+
+def test_other_machines_get_their_own_level_which_is_not_that_of_their_neighbours() -> None:
+    here, there = level_of("aarch64", "Linux", GRAVITON), level_of("arm64", "Linux", M1)
+    assert (here.name, here.machine, here.flags) == ("native", "aarch64", ("-mcpu=native",))
+    assert here != there and here.flags == there.flags
+    assert here == level_of("aarch64", "Linux", GRAVITON.replace("2100", "1999")), "the clock is no part of it"
+    assert level_of("x86_64", "Darwin", "").flags == ("-march=native",)
+    assert level_of("riscv64", "Linux", "isa\t: rv64").flags == ()
+
+
+def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
+    for flags in (SANDY_BRIDGE, HASWELL, ZEN_4):
+        assert levels_to_carry("x86_64", "Linux", _cpuinfo(flags)) == X86_LEVELS
+    (only,) = levels_to_carry("aarch64", "Linux", GRAVITON)
+    assert only.name == "native"
+
+
+def test_a_machine_runs_its_own_level_and_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine.native.level.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SKYLAKE_X)))
+    assert this_level().name == "avx512"
+    assert [runs_here(level) for level in X86_LEVELS] == [False, True, True]
+    monkeypatch.setattr("app.engine.native.level.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SANDY_BRIDGE)))
+    assert not any(runs_here(level) for level in X86_LEVELS)
