@@ -15,7 +15,7 @@ _STEERING = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "I
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's, without what steers one engine or another: a passive OpenMP alone slows three peers sevenfold."""
+    """This process's, without what steers one engine or another: a passive OpenMP slows peers many times over."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
 
 
