@@ -4,6 +4,7 @@
 #   make test [JOBS=4] [ARGS="tests/test_page.py"]
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
+#   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 
@@ -25,10 +26,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench lint clients
+.PHONY: help FORCE install serve test train bench peers lint clients
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile; echo "targets: install serve test train bench lint clients"
+	@sed -n '3,9s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint clients"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -62,6 +63,9 @@ train: install
 
 bench: install
 	$(BIN)/python -m benchmarks.local $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
+
+peers: install
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m benchmarks.peers $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

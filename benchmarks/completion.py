@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from benchmarks.http_body import ProtocolError
-from benchmarks.http_client import Connection, Response, explain
+from benchmarks.http_client import Connection, NoAnswerError, Response, explain
 from benchmarks.openai_timeline import OpenAITimeline
 from benchmarks.sse import EventParser
 from benchmarks.timeline import Completed, Failed, Timeline, printable, reason
@@ -52,12 +52,22 @@ async def complete(connection: Connection, request: CompletionRequest) -> Comple
 
 
 async def _complete(connection: Connection, request: CompletionRequest) -> Completed | Failed:
-    await connection.open()
+    is_fresh = await connection.open()
     body = msgspec.json.encode(request)
     is_openai = isinstance(request, OpenAIRequest)
+    path = "/v1/completions" if is_openai else "/complete"
     sent = time.perf_counter()
+    try:
+        response = await connection.request("POST", path, body)
+    except (NoAnswerError, ConnectionError):
+        if is_fresh:
+            raise
+        # llama-server says keep-alive and closes after each stream: as any client does, ask again on a new connection.
+        connection.close()
+        await connection.open()
+        sent = time.perf_counter()
+        response = await connection.request("POST", path, body)
     timeline = OpenAITimeline(sent=sent) if is_openai else Timeline(sent=sent)
-    response = await connection.request("POST", "/v1/completions" if is_openai else "/complete", body)
     if response.status != 200:
         return Failed(f"HTTP {response.status}: {reason(await response.read_all())}")
     return await _follow(response, timeline)

@@ -15,6 +15,10 @@ from benchmarks.http_body import Body, ChunkedBody, LengthBody, ProtocolError, U
 _READ_SIZE = 65_536
 
 
+class NoAnswerError(ProtocolError):
+    """The connection ended before the first byte of an answer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
     """Where a server is. `base` is the path in front of every route, without a slash at its end."""
@@ -81,13 +85,15 @@ class Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._response: Response | None = None
 
-    async def open(self) -> None:
-        """Connects, unless the connection of the request before is still good."""
+    async def open(self) -> bool:
+        """Connects, unless the connection of the request before is still good; whether it connected."""
         if self._response is not None and not self._response.leaves_connection_usable:
             self.close()
         if self._streams is None:
             address = self._address
             self._streams = await asyncio.open_connection(address.host, address.port, ssl=address.tls or None)
+            return True
+        return False
 
     async def request(self, method: str, path: str, body: bytes = b"") -> Response:
         assert self._streams is not None
@@ -120,7 +126,8 @@ async def _read_head(reader: asyncio.StreamReader) -> Response:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
-        raise ProtocolError("the connection closed before the answer") from error
+        kind = ProtocolError if error.partial else NoAnswerError
+        raise kind("the connection closed before the answer") from error
     except asyncio.LimitOverrunError as error:
         raise ProtocolError("the answer does not begin like HTTP") from error
     status_line, *lines = head.decode("latin-1").split("\r\n")

@@ -83,7 +83,7 @@ class FakeServer:
         body = await reader.readexactly(int(head.partition(b"Content-Length: ")[2].partition(b"\r")[0]))
         if head.startswith(b"GET /v1/models "):
             writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n{"data": []}')
-        elif head.startswith(b"POST /complete "):
+        elif head.startswith((b"POST /complete ", b"POST /v1/completions ")):
             self.bodies.append(json.loads(body))
             await self.answer(writer, self.bodies[-1])
 
@@ -130,6 +130,31 @@ def test_each_request_asks_for_exactly_max_tokens_with_its_number_as_seed() -> N
     assert sorted(body.pop("seed") for body in counted) == list(range(8 + 8))
     assert len({body.pop("prompt") for body in counted}) == 16
     assert counted == [{"max_tokens": 6, "temperature": 0.5, "ignore_eos": True, "stream": True}] * 16
+
+
+async def answer_in_chunks(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    assert body["stream_options"] == {"include_usage": True}
+    data = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("a b", " c")]
+    data += [{"choices": [{"text": "", "finish_reason": "length"}]}]
+    data += [{"choices": [], "usage": {"completion_tokens": 6}}]
+    wire = b"".join(b"data: %b\n\n" % text for text in [*(json.dumps(d).encode() for d in data), b"[DONE]"])
+    writer.write(HEAD + chunks(wire, 11))
+
+
+def test_other_servers_are_asked_with_every_filter_switched_off() -> None:
+    server = FakeServer(answer_in_chunks)
+    (level,) = load(server, api="openai", max_tokens=6, temperature=0.5).levels
+    assert (level.completed, level.errors, level.output_tokens) == (4, 0, 4 * 6)
+    body = server.bodies[-1]
+    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (6, 0.5, True)
+    assert (body["top_k"], body["top_p"], body["min_p"]) == (0, 1, 0)
+
+
+def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
+    """llama-server does so, and does not say it before."""
+    server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
+    (level,) = load(server, requests=12).levels
+    assert (level.completed, level.errors) == (12, 0)
 
 
 def test_the_same_prompt_is_sent_always_if_asked() -> None:

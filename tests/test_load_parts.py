@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import pytest
 
 from benchmarks.http_body import ChunkedBody, LengthBody, ProtocolError, UntilCloseBody
 from benchmarks.load import main
+from benchmarks.openai_timeline import OpenAITimeline
 from benchmarks.plan import LoadPlan
 from benchmarks.prompts import pseudo_prose
 from benchmarks.sse import Event, EventParser
 from benchmarks.statistics import percentile
-from benchmarks.timeline import Completed, Timeline
+from benchmarks.timeline import Completed, Failed, Timeline
 
 
 @pytest.mark.parametrize("size", range(1, 40))
@@ -55,6 +57,34 @@ def test_the_first_token_is_the_first_with_text_and_gaps_lie_between_all_token_e
         assert timeline.take(Event(b"token", b'{"index": 0, "text": "%b"}' % text.encode()), now) is None
     outcome = timeline.take(Event(b"done", b'{"usage": {"completion_tokens": 9}}'), 31.0)
     assert outcome == Completed(first_token=6.0, gaps=[4.0, 8.0], tokens=9)
+
+
+def _chunk(text: str, finish: str | None = None, **more: object) -> Event:
+    choices = [{"index": 0, "text": text, "finish_reason": finish}]
+    return Event(b"message", json.dumps({"choices": choices, **more}).encode())
+
+
+def test_chunks_with_text_are_timed_and_the_last_one_counts() -> None:
+    timeline = OpenAITimeline(sent=1.0)
+    for now, event in ((2.0, _chunk("")), (3.0, _chunk("a")), (7.0, _chunk("b c")), (8.0, _chunk("", "length"))):
+        assert timeline.take(event, now) is None
+    usage = Event(b"message", b'{"choices": [], "usage": {"completion_tokens": 9}}')
+    assert timeline.take(usage, 9.0) is None
+    assert timeline.take(Event(b"message", b"[DONE]"), 9.5) == Completed(first_token=2.0, gaps=[4.0], tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([_chunk("a", "length")], "the stream told no usage, so its tokens cannot be counted"),
+        ([_chunk("a", "error", usage={"completion_tokens": 1})], "the stream ended early: finish_reason error"),
+        ([Event(b"message", b'{"error": {"message": "full"}}')], "full"),
+    ],
+)
+def test_a_stream_of_chunks_that_is_not_whole_is_a_failure(events: list[Event], message: str) -> None:
+    timeline = OpenAITimeline(sent=0.0)
+    outcomes = [timeline.take(event, 1.0) for event in (*events, Event(b"message", b"[DONE]"))]
+    assert next(filter(None, outcomes)) == Failed(message)
 
 
 def test_percentiles_are_those_of_the_standard_library() -> None:

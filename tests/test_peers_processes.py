@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.child import Child, ChildError
+from benchmarks.peers.child import Child, ChildError, plain_environment
 from benchmarks.peers.convert import ConvertError, made
 from benchmarks.peers.install import Environment, InstallError, install
 from benchmarks.peers.servers import InProcess
@@ -77,6 +77,14 @@ def test_a_side_that_dies_says_why(tmp_path: Path) -> None:
     with pytest.raises(ChildError, match="its process ended with 1: "):
         side.ask("decode", tokens=3, **PROMPT)
     side.close()
+
+
+def test_no_side_is_steered_by_what_this_shell_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "INKSTREAM_KERNELS", "PYTHONPATH"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("LANG", "C")
+    found = plain_environment()
+    assert found["LANG"] == "C" and not {"OMP_WAIT_POLICY", "KMP_BLOCKTIME", "INKSTREAM_KERNELS"} & found.keys()
 
 
 def test_a_load_that_gave_too_few_tokens_is_refused(tmp_path: Path) -> None:

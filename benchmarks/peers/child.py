@@ -11,6 +11,12 @@ from typing import Any
 
 _ROOT = Path(__file__).parent.parent.parent
 _CLOSE_SECONDS = 30
+_STEERING = ("PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "INKSTREAM_", "LLAMA_", "CT2_")
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's, without what steers one engine or another: a passive OpenMP slows peers many times over."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_STEERING)}
 
 
 class ChildError(RuntimeError):
@@ -22,12 +28,11 @@ class Child:
 
     def __init__(self, command: Sequence[str | Path], *, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 command,
                 cwd=_ROOT,
-                env={**inherited, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment},
+                env={**plain_environment(), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

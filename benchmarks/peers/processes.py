@@ -14,6 +14,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from app.settings import Settings
+from benchmarks.peers.child import plain_environment
 from benchmarks.peers.crew import Workshop
 from benchmarks.peers.install import llama_library
 from benchmarks.peers.shapes import Model
@@ -69,7 +70,7 @@ def llama_server(shop: Workshop, model: Model, precision: str) -> Iterator[Servi
 def _running(command: Sequence[str], port: int, route: str, log: Path) -> Iterator[Service]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
-        process = subprocess.Popen(command, cwd=_ROOT, stdout=file, stderr=file)
+        process = subprocess.Popen(command, cwd=_ROOT, env=plain_environment(), stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + _START_SECONDS
         url = f"http://127.0.0.1:{port}"

@@ -107,13 +107,14 @@ class InProcess:
 
 def compare(shop: Workshop, sides: Sequence[str], model: Model, precision: str, sizes: Sizes) -> ServerResult:
     """Starts everything, measures, ends everything. What breaks is lost with its reason; the others go on."""
-    crew, places = Crew(), dict[str, Loadable]()
+    crew, places, missing = Crew(), dict[str, Loadable](), dict[str, str]()
     samples: dict[int, dict[str, dict[int, Sample]]] = {streams: {} for streams in sizes.batches}
     with ExitStack() as stack:
         stack.callback(crew.dismiss)
-        _start_services(shop, sides, model, precision, places, crew, stack)
+        _start_services(shop, sides, model, precision, places, missing, stack)
         bare = [side for side in (OURS, *sides) if side in (OURS, "openvino")]
         crew.gather(shop, bare, model, precision)
+        missing |= {BARE.get(side, side): reason for side, reason in crew.missing.items()}
         places |= {BARE.get(side, side): InProcess(child) for side, child in crew.children.items()}
         for number, streams, side in schedule(list(places), sizes.batches, 1 + sizes.rounds):
             if side not in places:
@@ -121,13 +122,13 @@ def compare(shop: Workshop, sides: Sequence[str], model: Model, precision: str, 
             try:
                 sample = places[side].sample(_plan(places[side], streams, sizes), number)
             except (ChildError, ServiceError) as error:
-                crew.missing[side] = str(error)
+                missing[side] = str(error)
                 del places[side]
                 continue
             if number:  # the first round warms up
                 samples[streams].setdefault(side, {})[number] = sample
     facts = {BARE.get(side, side): facts for side, facts in crew.facts.items()}
-    return ServerResult(model=model.name, precision=precision, facts=facts, missing=crew.missing, samples=samples)
+    return ServerResult(model=model.name, precision=precision, facts=facts, missing=missing, samples=samples)
 
 
 def _start_services(
@@ -136,7 +137,7 @@ def _start_services(
     model: Model,
     precision: str,
     places: dict[str, Loadable],
-    crew: Crew,
+    missing: dict[str, str],
     stack: ExitStack,
 ) -> None:
     makers = {OURS: our_service, "llama.cpp": llama_server}
@@ -144,7 +145,7 @@ def _start_services(
         try:
             service = stack.enter_context(makers[side](shop, model, precision))
         except (InstallError, ConvertError, ServiceError) as error:
-            crew.missing[side] = str(error)
+            missing[side] = str(error)
         else:
             places[side] = OverHTTP(service)
 
