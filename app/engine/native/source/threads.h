@@ -52,11 +52,12 @@ class Pool {
         take(0);
         inside_.fetch_add(kClosed, std::memory_order_acq_rel);
         for (int i = 0; inside_.load(std::memory_order_acquire) != kClosed; i++)
-            i < kPatience ? pause() : std::this_thread::yield();
+            if (i < kPatience) pause();
+            else return wait_for_the_last();
     }
 
   private:
-    static constexpr int kPatience = 4000, kClosed = -(1 << 20);
+    static constexpr int kPatience = 800, kClosed = -(1 << 20);
 
     struct alignas(64) Share {
         std::atomic<int> next{0};
@@ -95,8 +96,16 @@ class Pool {
             }
             seen = round_.load(std::memory_order_acquire);  // stays until everybody has left
             take(thread);
-            inside_.fetch_sub(1, std::memory_order_release);
+            inside_.fetch_sub(1, std::memory_order_seq_cst);
+            if (is_waiting_.load(std::memory_order_seq_cst)) inside_.notify_all();
         }
+    }
+
+    // Somebody is late: most likely another process has its core. Sleeping, and not spinning, makes this core free for it.
+    void wait_for_the_last() {
+        is_waiting_.store(true, std::memory_order_seq_cst);
+        for (int count; (count = inside_.load(std::memory_order_seq_cst)) != kClosed;) inside_.wait(count);
+        is_waiting_.store(false, std::memory_order_relaxed);
     }
 
     bool come_in() {
@@ -112,7 +121,7 @@ class Pool {
     void (*call_)(void*, int, int) = nullptr;
     void* argument_ = nullptr;
     int n_tasks_ = 0;
-    std::atomic<bool> stop_{false};
+    std::atomic<bool> stop_{false}, is_waiting_{false};
     alignas(64) std::atomic<uint32_t> round_{0};
     alignas(64) std::atomic<int> inside_{kClosed};  // threads at work; far below 0 once nobody may come in
     alignas(64) std::atomic<int> sleeping_{0};
