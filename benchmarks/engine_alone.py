@@ -40,9 +40,15 @@ def engine_alone(
     return Engine(Scheduler(limits, BlockPool(blocks, BLOCK)), runner)
 
 
+def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False) -> NativeCompute:
+    """The decoder in this machine's kernels, on all threads."""
+    library, threads = _kernels()
+    return NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
+
+
 def _native(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
     library, threads = _kernels()
-    compute = NativeCompute(library, decoder, threads, blocks=blocks)
+    compute = native_compute(decoder, blocks)
     vocab = decoder.config.vocab_size
     return compute, NativeSampler(library.loaded, vocab, pool=threads.handle, threads=threads.count)
 

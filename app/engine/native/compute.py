@@ -46,12 +46,14 @@ class NativeCompute:
     ) -> None:
         self.config = decoder.config
         self._library, self._threads = library, threads
-        self._program = program = Program(library, decoder, int8=int8)
+        self.program = program = Program(library, decoder, int8=int8)
         shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * head_numbers(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_block = blocks
         self._machine = library.open(program.shape(self._cache), threads.handle)
         self._logits = torch.empty(0, program.logits_columns)
+        self.seconds: array[float] | None = None
+        """Where each operation of `program` adds the time it takes, if anybody wants to know."""
 
     def __del__(self) -> None:
         self._library.close(self._machine)
@@ -70,7 +72,8 @@ class NativeCompute:
             tokens.extend(sequence.tokens[start:stop])
             n_blocks = -(-stop // BLOCK)
             tables.extend(sequence.blocks[:n_blocks] or [self._padding_block] * n_blocks)
-        step = Step(len(tokens), len(plan.chunks), *(numbers.buffer_info()[0] for numbers in (tokens, chunks, tables)))
+        addresses = (numbers.buffer_info()[0] for numbers in (tokens, chunks, tables))
+        step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
         self._library.run(self._machine, ctypes.byref(step))
         return plan.chunks
 

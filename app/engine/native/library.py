@@ -74,6 +74,7 @@ class Step(Structure):
         ("tokens", c_void_p),
         ("chunks", c_void_p),
         ("tables", c_void_p),
+        ("seconds", c_void_p),
     )
 
 

@@ -74,6 +74,14 @@ class Program:
         self._shape = self._fixed(decoder)
 
     @property
+    def names(self) -> list[str]:
+        """What each operation is, for people."""
+        names = {Kind.NORM: "norm", Kind.REMEMBER: "rotate, cache", Kind.ATTEND: "attention", Kind.ADD: "add"}
+        targets = {Register.WIDE: "q, k, v", Register.HIDDEN: "gate, up" if self.config.gated else "up"}
+        out = {Register.NORMED: "out", Register.HIDDEN: "down"}
+        return [names.get(op.kind) or targets.get(op.target) or out[op.source] for op in self._operations]
+
+    @property
     def logits_columns(self) -> int:
         """Numbers of a row of logits: the vocabulary in whole panels."""
         return _whole(self.config.vocab_size, PANEL)

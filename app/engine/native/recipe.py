@@ -12,7 +12,7 @@ from pathlib import Path
 
 from app.engine.native.level import Level
 
-ABI = 1
+ABI = 2
 """What ink_abi() of the library must answer; raised whenever an exported function changes."""
 SOURCE = Path(__file__).parent / "source"
 UNIT = "inkstream.cpp"

@@ -21,7 +21,7 @@ void pack_as(const void* from, int n_rows, int k, int gate_rows, int panels, voi
 
 extern "C" {
 
-int ink_abi() { return 1; }
+int ink_abi() { return 2; }
 
 // So that Python can tell whether it means the same structures.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }

@@ -42,9 +42,10 @@ struct InkShape {
     const InkOperation* operations;
 };
 
-// chunks: [n_chunks, 3]: rows, position of the first one, where its blocks begin in `tables`.
+// One step. chunks: [n_chunks, 3]: rows, position of the first one, where its blocks begin in `tables`.
 struct InkStep {
     int32_t n_rows, n_chunks;
     const int32_t *tokens, *chunks, *tables;
+    double* seconds;  // null, or where each operation adds the time it took
 };
 }

@@ -5,7 +5,7 @@
 // the weights. app/engine/native/program.py writes the list.
 #pragma once
 
-#include <memory>
+#include <chrono>
 
 #include "attend.h"
 #include "elementwise.h"
@@ -49,7 +49,11 @@ class Decoder : public Machine {
         number_rows(step);
         reserve(step.n_rows);
         each_row([&](int row, int) { embed(step.tokens[row], row); });
-        for (int i = 0; i < s_.n_operations; i++) operate(s_.operations[i], step);
+        for (int i = 0; i < s_.n_operations; i++) {
+            const auto began = std::chrono::steady_clock::now();
+            operate(s_.operations[i], step);
+            if (step.seconds) step.seconds[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+        }
     }
 
     void head(const int32_t* rows, int n_rows, float* logits, long stride) override {
