@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import native_compute, tiny_config, tiny_decoder
+from tiny import kernels, native_compute, tiny_config, tiny_decoder
 from torch import Tensor
 
 from app.engine.native.build import build
@@ -16,8 +16,10 @@ from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.level import X86_LEVELS, this_level
 from app.engine.native.library import Library, LibraryError
 from app.engine.native.recipe import Recipe
+from app.engine.native.sampler import NativeSampler
 from app.engine.params import SamplingParams
 from app.engine.quantize import quantize, round_weights
+from app.engine.sampling_row import SamplingRow
 from app.engine.types import BatchPlan, Chunk, Request, Sequence
 from model.attention import CausalAttend
 from model.transformer import Decoder
@@ -174,6 +176,13 @@ def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> 
         for place in range(LENGTH):
             compute.run(BatchPlan((Chunk(sequence, place, place + 1),)))
             assert torch.equal(compute.logits([0])[0], whole[place]), "the law of rows"
+
+
+def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
+    logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
+    rows = [SamplingRow(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
+    shared = NativeSampler(kernels().loaded, 20_000, pool=Threads(kernels(), 2))
+    assert shared.sample(logits_SV, rows) == NativeSampler(kernels().loaded, 20_000).sample(logits_SV, rows)
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
