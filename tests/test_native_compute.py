@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import native_compute, tiny_config, tiny_decoder
+from tiny import kernels, native_compute, tiny_config, tiny_decoder
 from torch import Tensor
 
 from app.engine.native.build import build
@@ -16,8 +16,10 @@ from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.level import X86_LEVELS, this_level
 from app.engine.native.library import Library, LibraryError
 from app.engine.native.recipe import Recipe
+from app.engine.native.sampler import NativeSampler
 from app.engine.params import SamplingParams
 from app.engine.quantize import quantize, round_weights
+from app.engine.sampling_row import SamplingRow
 from app.engine.types import BatchPlan, Chunk, Request, Sequence
 from model.attention import CausalAttend
 from model.transformer import Decoder
@@ -104,6 +106,14 @@ def test_quantizing_keeps_zeros_and_comes_within_half_a_step() -> None:
     assert ((numbers * scales[:, None] - weight).abs() <= scales[:, None] * 0.5001).all()
 
 
+def test_a_matrix_is_quantized_piece_by_piece_as_a_whole() -> None:
+    weight = torch.randn(5, 100_000)
+    scales = weight.abs().amax(dim=1) / 127
+    ours = quantize(weight)
+    assert torch.equal(ours.scales, scales)
+    assert torch.equal(ours.numbers, (weight / scales[:, None]).round().to(torch.int8))
+
+
 def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
     decoder = tiny_decoder()
     decoder.embedding[7] = torch.nan  # tied: also a column of the logits
@@ -115,6 +125,30 @@ def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
     logits_TV = compute.logits(range(73))[:, torch.arange(320) != 7]
     assert logits_TV[40:].isfinite().all()
     assert logits_TV[20:40].isnan().all(), "positive control"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.float32, {**GPT2, "width": 52, "head_dim": 13}), (torch.bfloat16, {"width": 51, "head_dim": 20})],
+)
+def test_what_is_not_finite_is_gone_with_its_step(dtype: torch.dtype, shape: dict[str, Any]) -> None:
+    """Also from behind the numbers of a row whose width is no whole vectors, where the next step's row will stand."""
+    decoder = tiny_decoder(tiny_config(**shape), dtype=dtype)
+    sound, sick = _sequence(20, 320), _sequence(20, 320, first_block=8)
+    sound.tokens[:] = [token if token != 7 else 8 for token in sound.tokens]
+    expected = _logits(native_compute(decoder, 16), sound)
+    decoder.embedding[7] = torch.nan
+    sick.tokens[3] = 7
+    compute, others = native_compute(decoder, 16), torch.arange(320) != 7
+    assert _logits(compute, sick)[3:, others].isnan().all(), "positive control"
+    assert torch.equal(_logits(compute, sound)[:, others], expected[:, others])
+
+
+def test_a_sequence_without_a_block_for_each_token_is_our_mistake() -> None:
+    sequence = _sequence(40, 320)
+    sequence.blocks.pop()
+    with pytest.raises(AssertionError, match="blocks"):
+        _logits(native_compute(tiny_decoder(), 8), sequence)
 
 
 def test_blocks_are_cleared_and_copied_before_a_step() -> None:
@@ -142,6 +176,13 @@ def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> 
         for place in range(LENGTH):
             compute.run(BatchPlan((Chunk(sequence, place, place + 1),)))
             assert torch.equal(compute.logits([0])[0], whole[place]), "the law of rows"
+
+
+def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
+    logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
+    rows = [SamplingRow(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
+    shared = NativeSampler(kernels().loaded, 20_000, pool=Threads(kernels(), 2))
+    assert shared.sample(logits_SV, rows) == NativeSampler(kernels().loaded, 20_000).sample(logits_SV, rows)
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,20 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_are_cleared_for_the
     assert sorted(cleared) == sorted(bad), "once each, when they have a new owner"
 
 
+def test_who_leaves_before_a_draw_leaves_blocks_that_are_cleared() -> None:
+    """Whether what it wrote is finite, nobody knows yet."""
+    scheduler, device = make_scheduler(16, 4, 8, 4), SimulatedDevice(4)
+    scheduler.add(Request(id="left", prompt=tuple(range(1, 20)), max_tokens=3))
+    plan, _ = step(scheduler, device)
+    blocks = set(plan.chunks[0].sequence.blocks)
+    scheduler.cancel("left")
+    scheduler.add(Request(id="next", prompt=tuple(range(64)), max_tokens=0))
+    cleared: set[int] = set()
+    while scheduler.has_work:
+        cleared |= set(step(scheduler, device)[0].clear)
+    assert cleared == blocks
+
+
 def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
     """Its rows go through the head, too, and others are not to wait longer for that."""
     scheduler, device = make_scheduler(100, 4, 9, 4), SimulatedDevice(4)

@@ -20,7 +20,7 @@ class Allocator:
     def __init__(self, pool: BlockPool, weights_version: str) -> None:
         self.pool = pool
         self._version = weights_version
-        self._dirty: set[int] = set()  # held numbers that are not finite; cleared for their next owner
+        self._dirty: set[int] = set()  # may hold numbers that are not finite; cleared for their next owner
         self._clear: list[int] = []
         self._copies: list[tuple[int, int]] = []
 
@@ -58,6 +58,8 @@ class Allocator:
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks of a sequence back; full ones stay cached."""
+        if sequence.num_pending > 1:  # no draw has shown yet whether what it wrote is finite
+            self._dirty |= set(sequence.blocks)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_published = 0

@@ -100,7 +100,7 @@ def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[C
     library = Library(path)
     threads = Threads(library, torch.get_num_threads())
     compute = NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
-    sampler = NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads.handle, threads=threads.count)
+    sampler = NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads)
     return compute, sampler
 
 

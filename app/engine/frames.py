@@ -73,7 +73,7 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     block_size: int
     has_encoder: bool
     numerics: str
-    """What computes: "torch", or "native-" and the level of the CPU."""
+    """What computes: "torch", or "native-" and the level of the CPU; "-int8" behind it where weights are rounded."""
     numerics_reason: str
     """Why, for the log."""
     waits_for_build: bool

@@ -15,6 +15,8 @@ from model.layers import Linear
 from model.transformer import Decoder
 
 _MOST = 127
+_PIECE = 1 << 18
+"""Numbers at once: copies that stay in a core's cache, where those of a whole matrix are new memory each time."""
 
 
 class Quantized(NamedTuple):
@@ -28,10 +30,13 @@ class Quantized(NamedTuple):
 
 def quantize(weight: Tensor) -> Quantized:
     """The nearest matrix of whole numbers; a row of zeros stays one."""
-    wide = weight.detach().float()
-    scales = wide.abs().amax(dim=1) / _MOST
-    scales = scales.where(scales > 0, 1.0)
-    return Quantized((wide / scales[:, None]).round().to(torch.int8), scales)
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    rows = max(1, _PIECE // weight.shape[1])
+    for start in range(0, len(weight), rows):
+        part = slice(start, start + rows)
+        numbers[part], scales[part] = _quantize(weight.detach()[part].float())
+    return Quantized(numbers, scales)
 
 
 def round_weights(decoder: Decoder) -> None:
@@ -42,6 +47,12 @@ def round_weights(decoder: Decoder) -> None:
     decoder.embedding = _rounded(decoder.embedding)
     if decoder.untied_head is not None:
         decoder.untied_head = _rounded(decoder.untied_head)
+
+
+def _quantize(wide: Tensor) -> Quantized:
+    scales = wide.abs().amax(dim=1) / _MOST
+    scales = scales.where(scales > 0, 1.0)
+    return Quantized((wide / scales[:, None]).round_().to(torch.int8), scales)
 
 
 def _rounded(weight: Tensor) -> nn.Parameter:

@@ -51,7 +51,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _map(n_bytes: int) -> mmap.mmap:
     """With room to begin at a large page."""
-    region = mmap.mmap(-1, n_bytes + _LARGE_PAGE)
+    # Shared memory, Python's default, gets large pages only where an administrator asked for them (shmem_enabled).
+    region = mmap.mmap(-1, n_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if advice := getattr(mmap, "MADV_HUGEPAGE", None):
         region.madvise(advice)
     return region

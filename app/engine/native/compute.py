@@ -71,7 +71,9 @@ class NativeCompute:
             chunks.extend((stop - start, start, len(tables)))
             tokens.extend(sequence.tokens[start:stop])
             n_blocks = -(-stop // BLOCK)
-            tables.extend(sequence.blocks[:n_blocks] or [self._padding_block] * n_blocks)
+            table = sequence.blocks[:n_blocks] or [self._padding_block] * n_blocks
+            assert len(table) == n_blocks, "the kernels would read on in the next sequence's blocks"
+            tables.extend(table)
         addresses = (numbers.buffer_info()[0] for numbers in (tokens, chunks, tables))
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
         self._library.run(self._machine, ctypes.byref(step))

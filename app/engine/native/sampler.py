@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence as Items
 from ctypes import CDLL, c_char, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,20 @@ _TOP = 20
 """Places for the most likely tokens of a row: INK_TOP."""
 _PARAMS = struct.Struct("=7d6q")
 _ROW_FIELDS = 7
+
+
+class Pool(Protocol):
+    """Threads of the library: app/engine/native/compute.py."""
+
+    @property
+    def handle(self) -> int:
+        """What the library calls them by, until they are closed."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """How many draw at once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +58,8 @@ class _Packed:
 class NativeSampler:
     """Draws from rows of one vocabulary. Owns the memory that the library draws in; one call at a time."""
 
-    def __init__(self, library: CDLL, vocab: int, *, pool: int | None = None, threads: int = 1) -> None:
-        """pool: the library's threads, as many as `threads`; None draws in the thread that calls."""
+    def __init__(self, library: CDLL, vocab: int, *, pool: Pool | None = None) -> None:
+        """pool: the library's threads, which live as long as the sampler; None draws in the thread that calls."""
         for name in ("ink_params_bytes", "ink_row_bytes", "ink_draw_room"):
             getattr(library, name).restype = c_int64
         sizes = (library.ink_params_bytes(), library.ink_row_bytes())
@@ -56,7 +71,8 @@ class NativeSampler:
         self.vocab = vocab
         self._draw, self._score = library.ink_draw, library.ink_score
         self._pool = pool
-        self._room = (c_char * library.ink_draw_room(threads, vocab))()
+        self._handle = pool.handle if pool else None
+        self._room = (c_char * library.ink_draw_room(pool.count if pool else 1, vocab))()
         self._packed: dict[int, _Packed] = {}
         self._answers = _Answers(0)
 
@@ -74,7 +90,7 @@ class NativeSampler:
         answers.tokens[: len(chosen)] = array("q", chosen)
         most = min(count, self.vocab, _TOP)
         shape = (logits_XV.stride(0), self.vocab, len(chosen), most)
-        self._score(self._pool, self._room, logits_XV.data_ptr(), *shape, *answers.addresses)
+        self._score(self._handle, self._room, logits_XV.data_ptr(), *shape, *answers.addresses)
         return [answers.score(row, most) for row in range(len(chosen))]
 
     def draw(self, address: int, rows: Items[SamplingRow], stride: int | None = None) -> list[Drawn]:
@@ -103,7 +119,7 @@ class NativeSampler:
         self._packed = packed
         answers = self._room_for(len(tops))
         shape = (vocab if stride is None else stride, vocab, len(tops), fields.buffer_info()[0])
-        self._draw(self._pool, self._room, address, *shape, *answers.addresses)
+        self._draw(self._handle, self._room, address, *shape, *answers.addresses)
         if max(tops, default=-1) < 0:
             return [Drawn(token if token >= 0 else None) for token in answers.tokens[: len(tops)]]
         most = [min(n, vocab, _TOP) for n in tops]

@@ -1,4 +1,5 @@
-// What Python calls. No exception crosses this border, and nothing here knows Python or torch.
+// What Python calls. Nothing here knows Python or torch. An exception (no memory, no thread) ends the process: Python could
+// not go on with half a step.
 #include "draw.h"
 #include "steps.h"
 

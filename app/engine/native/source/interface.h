@@ -34,7 +34,7 @@ struct InkShape {
     int32_t n_operations, n_blocks;
     int32_t final_norm, unused;
     float attention_scale, embedding_scale, soft_cap, eps;
-    const float *angles, *places;     // [context, 2 * turned]; [context, width in whole panels] or null
+    const float *angles, *places;     // [context, 2 * turned]; [context, width] or null
     const InkMatrix *embedding, *head;
     const float *final_weight, *final_bias;
     void* cache;                      // [layer, 2, block, kv head, 16 * padded head]

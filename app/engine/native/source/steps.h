@@ -133,6 +133,8 @@ class Decoder : public Machine {
             unpack<P>(column + 2L * (i / P::kStep) * P::kBytes, lane, parts);
             to[i] = parts[i % P::kStep] * scale + (places ? places[i] : 0.0f);
         }
+        // What lies behind the numbers is read with them, and the row before may have left NaN there: 0 * inf.
+        std::fill(to + s_.width, to + s_.register_columns[kStream], 0.0f);
     }
 
     template <class P>
