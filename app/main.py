@@ -89,6 +89,7 @@ def make_client(settings: Settings) -> EngineClient:
         kv_blocks=settings.kv_blocks,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,
+        prompt_tokens_beside=settings.prompt_tokens_beside,
         max_running=settings.max_running,
     )
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)

@@ -57,7 +57,12 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
-        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
+        limits = SchedulerLimits(
+            tokens_per_step=config.tokens_per_step,
+            max_running=config.max_running,
+            # A CPU is as busy with 16 rows as with 256 in the same time each: a larger piece only makes streams wait.
+            prompt_tokens_beside=config.prompt_tokens_beside or (16 if device.type == "cpu" else None),
+        )
         libraries = Libraries.of(config.library, config.cache_dir)
         choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
         room = _room(config, checkpoint.decoder.config, dtype, device, choice)
