@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -27,6 +28,8 @@ from app.settings import Settings
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
 Errors have one shape: `{"error": {"message", "type", "param", "code", "request_id"}}`."""
+
+_log = logging.getLogger("inkstream")
 
 
 def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | None = None) -> FastAPI:
@@ -76,7 +79,13 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
 
 def make_client(settings: Settings) -> EngineClient:
     """An engine process with what the settings say of it."""
-    libraries = libraries_at_start(settings)
+    libraries, cores = libraries_at_start(settings), available_cores()
+    if settings.threads > cores:
+        _log.warning(
+            "--threads %d is more than the %d cores there are: threads will wait for one another",
+            settings.threads,
+            cores,
+        )
     config = WorkerConfig(
         weights=str(settings.weights),
         device=settings.device,
@@ -85,10 +94,11 @@ def make_client(settings: Settings) -> EngineClient:
         quantize=settings.quantize,
         library=str(libraries.found) if libraries.found else None,
         cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
-        threads=settings.threads or available_cores(),
+        threads=settings.threads or cores,
         kv_blocks=settings.kv_blocks,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,
+        prompt_tokens_beside=settings.prompt_tokens_beside,
         max_running=settings.max_running,
     )
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)

@@ -46,6 +46,13 @@ class Settings(BaseSettings):
     )
     max_running: int = Field(32, ge=1, le=1024, description="Requests computed together.")
     tokens_per_step: int = Field(256, ge=1, le=65536, description="Tokens computed in one step: prompts go in pieces.")
+    prompt_tokens_beside: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="Prompt tokens in a step that streams wait for, or 2 for each if that is more; "
+        "0: 16 on a CPU, else as many as fit.",
+    )
     max_waiting: int = Field(1024, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")
     max_waiting_tokens: int = Field(
         1_000_000, ge=1, description="Prompt tokens that may wait; more are refused with 503."

@@ -19,7 +19,7 @@ from benchmarks.timeline import Completed, Failed, Timeline, printable, reason
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /complete. `ignore_eos`, so that each stream gives exactly `max_tokens`."""
 
-    prompt: str
+    prompt: str | list[int]
     max_tokens: int
     temperature: float
     seed: int

@@ -23,6 +23,8 @@ class Completed:
     """Seconds between one `token` event and the next. An event may carry several tokens: nothing is weighted."""
     tokens: int
     """`usage.completion_tokens` of the `done` event."""
+    cached: int = 0
+    """Tokens of the prompt that were found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Timeline:
             first_token=None if self.first_text is None else self.first_text - self.sent,
             gaps=[after - before for before, after in pairwise(self.arrivals)],
             tokens=done.usage.completion_tokens,
+            cached=done.usage.prompt_tokens_details.cached_tokens,
         )
 
 
@@ -88,8 +91,13 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Cached(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
 class _Usage(msgspec.Struct):
     completion_tokens: int
+    prompt_tokens_details: _Cached = _Cached()
 
 
 class _Done(msgspec.Struct):

@@ -115,8 +115,9 @@ class Delivered:
         return [event.token for event in self.events[request_id]]
 
 
-def make_scheduler(blocks: int, block_size: int, budget: int, running: int) -> Scheduler:
-    return Scheduler(SchedulerLimits(tokens_per_step=budget, max_running=running), BlockPool(blocks, block_size))
+def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, beside: int | None = None) -> Scheduler:
+    limits = SchedulerLimits(tokens_per_step=budget, max_running=running, prompt_tokens_beside=beside)
+    return Scheduler(limits, BlockPool(blocks, block_size))
 
 
 def alone(request: Request) -> Delivered:

@@ -11,7 +11,7 @@ from simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, finish, ma
 
 from app.engine.blocks import BlockPool
 from app.engine.params import SamplingParams
-from app.engine.types import FinishReason, Request
+from app.engine.types import BatchPlan, FinishReason, Request
 
 
 def _random_request(rng: random.Random, name: str, longest: int, common: list[int]) -> Request:
@@ -49,7 +49,8 @@ def _simulate(rng: random.Random) -> int:
     block_size, longest = rng.choice([1, 2, 4]), rng.randint(8, 40)
     blocks = -(-longest // block_size) + rng.randint(0, 12)
     running = rng.randint(1, 8)
-    scheduler = make_scheduler(blocks, block_size, running + rng.randint(0, 12), running)
+    beside = rng.choice([None, 1, 3])
+    scheduler = make_scheduler(blocks, block_size, running + rng.randint(0, 12), running, beside=beside)
     device = SimulatedDevice(block_size)
     common = [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))]
     leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 5))]
@@ -141,6 +142,25 @@ def test_decodes_come_first_and_prompts_fill_what_is_left() -> None:
     for _ in range(5):
         plan, _ = step(scheduler, device)
         assert [(c.sequence.request.id, c.stop - c.start) for c in plan.chunks] == [("short", 1), ("long", 7)]
+
+
+def test_a_step_that_others_wait_for_carries_few_prompt_tokens() -> None:
+    scheduler, device = make_scheduler(64, 4, 40, 8, beside=5), SimulatedDevice(4)
+    for i in range(4):
+        scheduler.add(Request(id=f"decode {i}", prompt=(i, i, i), max_tokens=30))
+    assert [len(step(scheduler, device)[0].chunks) for _ in range(2)] == [4, 4], "nobody waits yet: all prompts at once"
+    scheduler.add(Request(id="prompt", prompt=tuple(range(60)), max_tokens=1))
+    sizes = [_sizes(step(scheduler, device)[0]) for _ in range(2)]
+    assert sizes == [[1, 1, 1, 1, 8]] * 2, "two for each decode, where that is more than five"
+    for i in range(3):
+        scheduler.cancel(f"decode {i}")
+    assert _sizes(step(scheduler, device)[0]) == [1, 5]
+    scheduler.cancel("decode 3")
+    assert _sizes(step(scheduler, device)[0]) == [39], "nobody waits any more"
+
+
+def _sizes(plan: BatchPlan) -> list[int]:
+    return [chunk.stop - chunk.start for chunk in plan.chunks]
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:

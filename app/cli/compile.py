@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.engine.native.build import TIMEOUT_SECONDS, build, find, need_cache_directory
+from app.engine.native.choice import check_loads
 from app.engine.native.compiler import Compiler
-from app.engine.native.errors import BuildError, NoCompiler
+from app.engine.native.errors import BuildError, NoCompiler, Unusable
 from app.engine.native.level import NoLevel, levels_to_carry, this_level, this_machine
 from app.engine.native.recipe import Recipe
 from app.engine.native.shelf import read_note
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--cache-dir",
-        type=Path,
+        type=_directory,
         metavar="DIR",
         help="where to keep them, and where serve has to look (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
     )
@@ -66,6 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quiet", action="store_true", help="say nothing but that a build begins, or has failed")
     return parser
+
+
+def _directory(text: str) -> Path:
+    """Raises ArgumentTypeError: an empty name would be the working directory, where no service looks."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a directory, or leave it out")
+    return Path(text)
 
 
 def _seconds(text: str) -> float:
@@ -101,6 +109,11 @@ def _check(directory: Path | None) -> int:
         print(f"torch computes: {error}")
         return 1
     if library := find(directory):
+        try:
+            check_loads(library)
+        except Unusable as error:
+            print(f"torch computes: {error}")
+            return 1
         print(f"native kernels ({level}) compute")
         _describe(library)
         return 0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from app.engine.blocks import BlockPool
@@ -57,7 +56,12 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
-        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
+        limits = SchedulerLimits(
+            tokens_per_step=config.tokens_per_step,
+            max_running=config.max_running,
+            # A CPU is as busy with 16 rows as with 256 in the same time each: a larger piece only makes streams wait.
+            prompt_tokens_beside=config.prompt_tokens_beside or (16 if device.type == "cpu" else None),
+        )
         libraries = Libraries.of(config.library, config.cache_dir)
         choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
         room = _room(config, checkpoint.decoder.config, dtype, device, choice)
@@ -78,9 +82,9 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     announce("warming up")
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, room.block_size)
-    ready = _ready(checkpoint, room, defaults, device, pool, choice)
-    if int8:
-        ready = msgspec.structs.replace(ready, numerics=f"{ready.numerics}-int8")
+    # Whatever changes bits: what computes, in which format.
+    numerics = "-".join((choice.numerics, _name(dtype), *(["int8"] if int8 else [])))
+    ready = _ready(checkpoint, room, defaults, device, pool, choice, numerics)
     return Assembled(Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready)
 
 
@@ -123,6 +127,7 @@ def _ready(
     device: torch.device,
     blocks: BlockPool,
     choice: Choice,
+    numerics: str,
 ) -> Ready:
     shape = checkpoint.decoder.config
     return Ready(
@@ -138,7 +143,7 @@ def _ready(
         blocks_total=blocks.total,
         block_size=blocks.block_size,
         has_encoder=shape.n_encoder_layers > 0,
-        numerics=choice.numerics,
+        numerics=numerics,
         numerics_reason=choice.reason,
         waits_for_build=choice.waits_for_build,
     )

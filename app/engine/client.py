@@ -181,6 +181,7 @@ class EngineClient:
                 self._take_report(frame)
             case Phase():
                 self.phase = frame.name
+                _log.info("engine: %s", frame.name)
             case Ready():
                 self.ready, self.phase = frame, "ready"
                 self._ready_event.set()

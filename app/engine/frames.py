@@ -34,6 +34,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     kv_blocks: int = 0
     max_context: int = 0
     tokens_per_step: int = 256
+    prompt_tokens_beside: int = 0
     max_running: int = 32
     heartbeat_seconds: float = 1.0
 

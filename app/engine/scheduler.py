@@ -5,9 +5,10 @@
        +---- preempt -----+      blocks released (full ones stay cached), tokens kept, recomputed later
 
 A step is a list of chunks under a token budget: decodes first, so that nobody's inter-token time hangs on somebody's
-prompt; then prefills in pieces; then new requests by arrival. Admission takes the blocks of all tokens known so far, so
-only decodes grow, and where no block is left the youngest gives way. A sequence that gave way `max_preemptions` times
-comes back with all the blocks it can ever need and is never chosen again: everybody finishes.
+prompt; then prefills in pieces, small ones where decodes wait for them; then new requests by arrival. Admission takes
+the blocks of all tokens known so far, so only decodes grow, and where no block is left the youngest gives way. A
+sequence that gave way `max_preemptions` times comes back with all the blocks it can ever need and is never chosen
+again: everybody finishes.
 """
 
 from __future__ import annotations
@@ -42,12 +43,23 @@ class SchedulerLimits:
     tokens_per_step: int
     max_running: int
     max_preemptions: int = 4
+    prompt_tokens_beside: int | None = None
+    """Prompt tokens in a step that others wait for; None: as many as fit."""
+    prompt_tokens_per_decode: int = 2
+    """So many for each who waits are allowed in any case: a step of many decodes is long without them."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_step < self.max_running:
             raise ValueError(
                 f"tokens per step ({self.tokens_per_step}) must be at least the running requests ({self.max_running})"
             )
+
+    def prompt_budget(self, n_decodes: int) -> int:
+        """Prompt tokens that fit into a step beside so many decodes."""
+        budget = self.tokens_per_step - n_decodes
+        if not n_decodes or self.prompt_tokens_beside is None:
+            return budget
+        return min(budget, max(self.prompt_tokens_beside, self.prompt_tokens_per_decode * n_decodes))
 
 
 class Scheduler:
@@ -102,7 +114,7 @@ class Scheduler:
         """The chunks of the next step; commit() must follow."""
         preemptions = self.preemptions
         chunks = self._plan_decodes()
-        budget = self.limits.tokens_per_step - len(chunks)
+        budget = self.limits.prompt_budget(len(chunks))
         for sequence in self.running:
             if sequence.num_pending > 1 and budget > 0:
                 chunks.append(_next_chunk(sequence, budget))

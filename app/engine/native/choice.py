@@ -78,7 +78,7 @@ def choose(
         if kernels == "auto" and libraries.found is None:
             return Choice(reason="the native kernels are not built", waits_for_build=True)
         library = _library(libraries, announce)
-        _check_loads(library)
+        check_loads(library)
     except Unusable as error:
         if kernels == "auto":
             return Choice(reason=str(error))
@@ -127,8 +127,8 @@ def _library(libraries: Libraries, announce: Callable[[str], None]) -> Path:
     return find_or_build(libraries.cache_dir, lambda _: announce("building native kernels"))
 
 
-def _check_loads(library: Path) -> None:
-    """Raises Unusable."""
+def check_loads(library: Path) -> None:
+    """Raises Unusable for a file that cannot be loaded here, or has another interface."""
     try:
         abi = ctypes.CDLL(str(library)).ink_abi()
     except (OSError, AttributeError) as error:

@@ -1,0 +1,124 @@
+"""How long the service takes to start: `python -m benchmarks.start [--starts N] [--kernels native,torch]`.
+
+Seconds from the start of the process until /health/live answers, until /health/ready answers with 200, and until the
+first token of the first request is there; kinds of kernels in turn, medians and the range. Native kernels should lie in
+the cache (`inkstream compile`): one start that is not counted goes before, and would build them. The last line of
+stdout is one JSON object. Exit status: 0; 1 where the service does not start or does not answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.completion import CompletionRequest, complete
+from benchmarks.http_body import ProtocolError
+from benchmarks.http_client import Connection, explain
+from benchmarks.result import this_machine
+from benchmarks.running import NotStarted, Running, running
+from benchmarks.timeline import Failed
+
+_REQUEST = CompletionRequest(prompt="Once upon a time", max_tokens=4, temperature=0.8, seed=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Seconds from the start of the process."""
+
+    live: float
+    ready: float
+    first_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Seconds."""
+
+    median: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starts:
+    """One kind of kernels."""
+
+    kernels: str
+    starts: int
+    live: Range
+    ready: Range
+    first_token: Range
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: see above."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
+    add("--kernels", default="native,torch", metavar="KIND,KIND", help="what computes (%(default)s)")
+    add("--starts", type=int, default=9, metavar="N", help="counted starts of each kind (%(default)s)")
+    flags = parser.parse_args(argv)
+    kinds = flags.kernels.split(",")
+    if flags.starts < 1:
+        parser.error("--starts must be 1 or more")
+    try:
+        found = _measure(flags.weights.resolve(), kinds, flags.starts)
+    except (NotStarted, OSError, ProtocolError) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
+        return 1
+    print(f"{'kernels':8}{'live s (range)':>24}{'ready s (range)':>24}{'first token s (range)':>24}")
+    for kind in found:
+        print(f"{kind.kernels:8}{_cell(kind.live):>24}{_cell(kind.ready):>24}{_cell(kind.first_token):>24}")
+    print(msgspec.json.encode({"benchmark": "start", "machine": this_machine(), "kinds": found}).decode())
+    return 0
+
+
+def summarise(kernels: str, starts: Sequence[Start]) -> Starts:
+    """Medians and ranges of one start and more."""
+    live, ready, first = ([getattr(s, name) for s in starts] for name in ("live", "ready", "first_token"))
+    return Starts(
+        kernels=kernels, starts=len(starts), live=_range(live), ready=_range(ready), first_token=_range(first)
+    )
+
+
+def _measure(weights: Path, kinds: Sequence[str], n_starts: int) -> list[Starts]:
+    starts: dict[str, list[Start]] = {kind: [] for kind in kinds}
+    for number in range(n_starts + 1):
+        for kind in kinds:
+            with running(["--weights", str(weights), "--kernels", kind]) as service:
+                start = asyncio.run(_watch(service))
+            if number:
+                starts[kind].append(start)
+    return [summarise(kind, found) for kind, found in starts.items()]
+
+
+async def _watch(service: Running) -> Start:
+    connection = Connection(service.address)
+    try:
+        live = await service.wait(connection, "/health/live")
+        ready = await service.wait(connection, "/health/ready")
+        outcome = await complete(connection, _REQUEST)
+    finally:
+        connection.close()
+    if isinstance(outcome, Failed) or outcome.first_token is None:
+        raise ProtocolError(outcome.message if isinstance(outcome, Failed) else "the first answer had no text")
+    return Start(live=live, ready=ready, first_token=ready + outcome.first_token)
+
+
+def _range(seconds: Sequence[float]) -> Range:
+    return Range(median=statistics.median(seconds), least=min(seconds), most=max(seconds))
+
+
+def _cell(seconds: Range) -> str:
+    return f"{seconds.median:.2f} ({seconds.least:.2f}-{seconds.most:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
