@@ -49,8 +49,7 @@ def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False) -> Nati
 def _native(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
     library, threads = _kernels()
     compute = native_compute(decoder, blocks)
-    vocab = decoder.config.vocab_size
-    return compute, NativeSampler(library.loaded, vocab, pool=threads.handle, threads=threads.count)
+    return compute, NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads)
 
 
 def _torch(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:

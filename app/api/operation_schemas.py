@@ -20,9 +20,7 @@ class Model(BaseModel):
     has_encoder: bool = Field(description="Whether it reads a `source`.")
     dtype: str = Field(description="Number format of weights and cache.")
     device: str = Field(description="Where it runs.")
-    numerics: str = Field(
-        description="What computes (torch, or native kernels for a kind of CPU), and in which number format."
-    )
+    numerics: str = Field(description="What computes (torch or native kernels), and in which number format.")
     weights_version: str = Field(description="SHA-256 of the weights.")
     sampling_defaults: dict[str, float] = Field(description="What POST /complete takes where a request says nothing.")
 

@@ -66,9 +66,7 @@ class Receipt(BaseModel):
     prompt_sha256: str | list[str] = Field(description="Of the prompt; of each, where there were several.")
     source_sha256: str | None = Field(None, description="Of the source.")
     suffix_sha256: str | None = Field(None, description="Of the suffix.")
-    numerics: str = Field(
-        description="What computed (torch, or native kernels for a kind of CPU), and in which number format."
-    )
+    numerics: str = Field(description="What computed (torch or native kernels), and in which number format.")
     version: str = Field(description="Of this service.")
 
 
