@@ -11,8 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.engine.native.build import TIMEOUT_SECONDS, build, find, need_cache_directory
-from app.engine.native.choice import check_loads
+from app.engine.native.build import TIMEOUT_SECONDS, build, check_loads, find, need_cache_directory
 from app.engine.native.compiler import Compiler
 from app.engine.native.errors import BuildError, NoCompiler, Unusable
 from app.engine.native.level import NoLevel, levels_to_carry, this_level, this_machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.engine.native.compiler import Compiler, find_compiler, run
-from app.engine.native.errors import BuildError
+from app.engine.native.errors import BuildError, Unusable
 from app.engine.native.level import X86_LEVELS, NoLevel, runs_here, this_level
 from app.engine.native.recipe import ABI, UNIT, Recipe
 from app.engine.native.shelf import PACKAGED, cache_directory, find_library, put_library, tidy, workplace
@@ -46,6 +47,16 @@ def need_cache_directory(asked: Path | None) -> Path:
     if directory := cache_directory(asked):
         return directory
     raise BuildError("there is no home directory to keep native kernels in: give a directory with --cache-dir")
+
+
+def check_loads(library: Path) -> None:
+    """Raises Unusable for a file that cannot be loaded here, or has another interface."""
+    try:
+        abi = ctypes.CDLL(str(library)).ink_abi()
+    except (OSError, AttributeError) as error:
+        raise Unusable(f"{library} does not load ({' '.join(str(error).split())})") from None
+    if abi != ABI:
+        raise Unusable(f"{library} has the interface {abi}, not {ABI}")
 
 
 def build(

@@ -8,18 +8,16 @@ native    -                                   the library, built if need be; ref
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from app.engine.native.build import find_or_build
+from app.engine.native.build import check_loads, find_or_build
 from app.engine.native.compiler import compiler_commands
 from app.engine.native.errors import BuildError, Unusable
 from app.engine.native.level import this_level
-from app.engine.native.recipe import ABI
 from app.engine.native.shelf import is_sound
 from model.config import ModelConfig
 
@@ -125,13 +123,3 @@ def _library(libraries: Libraries, announce: Callable[[str], None]) -> Path:
     if libraries.found and is_sound(libraries.found):
         return libraries.found
     return find_or_build(libraries.cache_dir, lambda _: announce("building native kernels"))
-
-
-def check_loads(library: Path) -> None:
-    """Raises Unusable for a file that cannot be loaded here, or has another interface."""
-    try:
-        abi = ctypes.CDLL(str(library)).ink_abi()
-    except (OSError, AttributeError) as error:
-        raise Unusable(f"{library} does not load ({' '.join(str(error).split())})") from None
-    if abi != ABI:
-        raise Unusable(f"{library} has the interface {abi}, not {ABI}")
