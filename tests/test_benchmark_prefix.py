@@ -20,7 +20,7 @@ def test_the_last_line_is_one_json_object_with_both_measurements(
     weights = str(tiny_weights(tmp_path / "weights"))
     assert main(["--weights", weights, "--kernels", "torch", *_SMALL, "--every-ms", "1"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (result["benchmark"], result["server"]["numerics"]) == ("prefix", "torch")
+    assert (result["benchmark"], result["server"]["numerics"]) == ("prefix", "torch-bfloat16")
     sharing, disturbance = result["sharing"], result["disturbance"]
     assert (sharing["pairs"], sharing["cached_tokens"], disturbance["windows"]) == (1, 64, 1)
     assert disturbance["arrivals"] >= 1

@@ -102,7 +102,7 @@ def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch:
     assert Recipe(level=X86_LEVELS[0], source=source).name == first
     for change in (
         lambda: (source / "inkstream.cpp").write_text(f"{STUB}\n"),
-        lambda: (source / "value.h").write_text("#define VALUE 2\n"),
+        lambda: (source / "value.h").write_text("#define VALUE 0\n"),
         lambda: (source / "more.h").write_text(""),
         lambda: (source / "more.h").rename(source / "most.h"),
         lambda: monkeypatch.setattr(recipe, "FLAGS", (*recipe.FLAGS, "-g")),

@@ -85,7 +85,7 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
         assert (shelf / Recipe(level=this_level()).name).exists()
         os.kill(_engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
-        assert _numerics(server) == {"torch-float32"}, "an engine that comes back computes as the one before it"
+        assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
     finally:
         assert stop_server(server) == 0
 
@@ -116,7 +116,7 @@ def test_a_failed_build_is_one_line_in_the_log(
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
     try:
         _said(server, f"native kernels could not be built, torch computes: {fake.path} failed: a.h:1: error: bad\n")
-        assert _numerics(server) == {"torch-float32"}
+        assert _numerics(server) == {"torch-bfloat16"}
     finally:
         assert stop_server(server) == 0
 
@@ -137,10 +137,10 @@ def test_kernels_that_are_there_compute_and_nothing_is_built(
 ) -> None:
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent))
     try:
-        assert _numerics(server) == {f"native-{this_level().name}-float32"}
+        assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
         os.kill(_engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
-        assert _numerics(server) == {f"native-{this_level().name}-float32"}
+        assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
     finally:
         assert stop_server(server) == 0
     assert BUILDING not in server.log.read_text() and not slow.pids

@@ -69,10 +69,13 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     except ValueError as error:
         raise StartError(str(error)) from None
     int8 = config.quantize == "int8"
-    if choice.library:
-        compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
-    else:
-        compute, sampler = _torch(checkpoint.decoder, room, blocks, device, int8=int8), TorchSampler()
+    try:
+        if choice.library:
+            compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
+        else:
+            compute, sampler = _torch(checkpoint.decoder, room, blocks, device, int8=int8), TorchSampler()
+    except ValueError as error:
+        raise StartError(str(error)) from None
     guides = Guides(
         lambda: Tokenizer.load(Path(config.weights)).bytes_of,
         vocab_size=room.shape.vocab_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence as Items
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -23,15 +24,14 @@ _SPINS = 2000
 
 
 class Threads:
-    """The kernels' threads. Closed when the last who uses them is gone."""
+    """The kernels' threads. Closed when the last who uses them is gone. Raises ValueError."""
 
     def __init__(self, library: Library, count: int) -> None:
-        self._library = library
         self.count = count
-        self.handle: int = library.open_pool(count, _SPINS)
-
-    def __del__(self) -> None:
-        self._library.close_pool(self.handle)
+        self.handle: int = library.open_pool(count, _SPINS) or 0
+        if not self.handle:
+            raise ValueError(f"the system gives this process no {count} threads: ask for fewer with --threads")
+        finalize(self, library.close_pool, self.handle)
 
 
 class NativeCompute:
@@ -51,12 +51,10 @@ class NativeCompute:
         self._cache = zeros(shape, program.dtype)
         self._padding_block = blocks
         self._machine = library.open(program.shape(self._cache), threads.handle)
+        finalize(self, library.close, self._machine)
         self._logits = torch.empty(0, program.logits_columns)
         self.seconds: array[float] | None = None
         """Where each operation of `program` adds the time it takes, if anybody wants to know."""
-
-    def __del__(self) -> None:
-        self._library.close(self._machine)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """One step; rows stand in the order of the plan."""

@@ -27,7 +27,8 @@ int ink_abi() { return 2; }
 // So that Python can tell whether it means the same structures.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }
 
-void* ink_open_pool(int threads, int spins) { return new Pool(threads, spins); }
+// Null where the system gives no more threads.
+void* ink_open_pool(int threads, int spins) try { return new Pool(threads, spins); } catch (...) { return nullptr; }
 void ink_close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
 long ink_packed_bytes(int panels, int k, int is_bf16, int is_int8) {

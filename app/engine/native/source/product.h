@@ -65,7 +65,7 @@ inline void multiply(const typename W::Number* x, long stride, const char* panel
     // Few rows wait for memory, so what comes soon is fetched; many rows have time to fetch the panels behind these.
     const long ahead = R <= kFewRows ? 4096 : P * panel_bytes;
     for (int s = 0; s < steps; s++) {
-        for (int v = 0; v < 2 * P; v += 64 / W::kBytes)
+        for (int v = 0; v < 2 * P; v += W::kBytes < 64 ? 2 : 1)
             __builtin_prefetch(panel + (v / 2) * panel_bytes + (2L * s + v % 2) * W::kBytes + ahead, 0, R <= kFewRows ? 3 : 2);
         typename W::Vector w[2 * P];
         for (int v = 0; v < 2 * P; v++)

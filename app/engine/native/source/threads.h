@@ -25,14 +25,15 @@ inline void pause() {
 class Pool {
   public:
     explicit Pool(int threads, int spins) : spins_(spins), threads_(threads > 1 ? threads : 1), shares_(new Share[threads_]) {
-        for (int i = 1; i < threads_; i++) helpers_.emplace_back([this, i] { help(i); });
+        try {
+            for (int i = 1; i < threads_; i++) helpers_.emplace_back([this, i] { help(i); });
+        } catch (...) {  // the system gives no more threads: those there are must not outlive us
+            end();
+            throw;
+        }
     }
 
-    ~Pool() {
-        stop_ = true;
-        wake();
-        for (auto& helper : helpers_) helper.join();
-    }
+    ~Pool() { end(); }
 
     int size() const { return threads_; }
 
@@ -63,6 +64,12 @@ class Pool {
         std::atomic<int> next{0};
     };
 
+    void end() {
+        stop_ = true;
+        wake();
+        for (auto& helper : helpers_) helper.join();
+    }
+
     void wake() {
         round_.fetch_add(1, std::memory_order_seq_cst);
         if (sleeping_.load(std::memory_order_seq_cst)) round_.notify_all();
@@ -90,8 +97,9 @@ class Pool {
                 sleeping_.fetch_sub(1, std::memory_order_relaxed);
             }
             if (stop_) return;
+            const uint32_t refused = round_.load(std::memory_order_acquire);
             if (!come_in()) {
-                seen = round_.load(std::memory_order_acquire);
+                seen = refused;  // and not a round that has begun since
                 continue;
             }
             seen = round_.load(std::memory_order_acquire);  // stays until everybody has left
