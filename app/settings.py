@@ -50,8 +50,8 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=65536,
-        description="Prompt tokens in a step that streams wait for, or 2 for each if that is more; "
-        "0: 16 on a CPU, else as many as fit.",
+        description="Prompt tokens in a step that streams wait for, or 4 for each if that is more; "
+        "0: 32 on a CPU, else as many as fit.",
     )
     max_waiting: int = Field(1024, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")
     max_waiting_tokens: int = Field(

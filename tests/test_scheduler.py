@@ -151,12 +151,12 @@ def test_a_step_that_others_wait_for_carries_few_prompt_tokens() -> None:
     assert [len(step(scheduler, device)[0].chunks) for _ in range(2)] == [4, 4], "nobody waits yet: all prompts at once"
     scheduler.add(Request(id="prompt", prompt=tuple(range(60)), max_tokens=1))
     sizes = [_sizes(step(scheduler, device)[0]) for _ in range(2)]
-    assert sizes == [[1, 1, 1, 1, 8]] * 2, "two for each decode, where that is more than five"
+    assert sizes == [[1, 1, 1, 1, 16]] * 2, "four for each decode, where that is more than five"
     for i in range(3):
         scheduler.cancel(f"decode {i}")
     assert _sizes(step(scheduler, device)[0]) == [1, 5]
     scheduler.cancel("decode 3")
-    assert _sizes(step(scheduler, device)[0]) == [39], "nobody waits any more"
+    assert _sizes(step(scheduler, device)[0]) == [23], "nobody waits any more"
 
 
 def _sizes(plan: BatchPlan) -> list[int]:

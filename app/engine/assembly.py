@@ -59,8 +59,8 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         limits = SchedulerLimits(
             tokens_per_step=config.tokens_per_step,
             max_running=config.max_running,
-            # A CPU is as busy with 16 rows as with 256 in the same time each: a larger piece only makes streams wait.
-            prompt_tokens_beside=config.prompt_tokens_beside or (16 if device.type == "cpu" else None),
+            # A CPU takes as long for each of 32 rows as for each of 256: a larger piece only makes streams wait.
+            prompt_tokens_beside=config.prompt_tokens_beside or (32 if device.type == "cpu" else None),
         )
         libraries = Libraries.of(config.library, config.cache_dir)
         choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)

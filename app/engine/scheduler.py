@@ -45,7 +45,7 @@ class SchedulerLimits:
     max_preemptions: int = 4
     prompt_tokens_beside: int | None = None
     """Prompt tokens in a step that others wait for; None: as many as fit."""
-    prompt_tokens_per_decode: int = 2
+    prompt_tokens_per_decode: int = 4
     """So many for each who waits are allowed in any case: a step of many decodes is long without them."""
 
     def __post_init__(self) -> None:
