@@ -120,7 +120,7 @@ def disturb(alone: Sequence[Window], beside: Sequence[Window], prompt: int) -> D
         alone_p99_ms=statistics.median(w.gap(99) for w in alone) * 1000,
         beside_p50_ms=statistics.median(w.gap(50) for w in beside) * 1000,
         beside_p99_ms=statistics.median(w.gap(99) for w in beside) * 1000,
-        p99_ratio=statistics.median(b.gap(99) / a.gap(99) for a, b in zip(alone, beside, strict=True)),
+        p99_ratio=statistics.median(b.gap(99) / max(a.gap(99), 1e-6) for a, b in zip(alone, beside, strict=True)),
         beside_most_ms=statistics.median(w.gap(100) for w in beside) * 1000,
         alone_tokens_per_second=statistics.median(w.tokens_per_second for w in alone),
         beside_tokens_per_second=statistics.median(w.tokens_per_second for w in beside),
