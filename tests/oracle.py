@@ -49,7 +49,9 @@ def adjusted(logits: list[float], row: SamplingRow) -> list[float]:
         logit, r = result[token], p.repetition_penalty
         result[token] = _float32(logit / r if logit > 0 else logit * r)
     for token in tokens & set(generated):
-        result[token] = _float32(result[token] - p.frequency_penalty * generated.count(token) - p.presence_penalty)
+        # One subtraction: penalties that cancel out must not take a tiny logit's digits with them.
+        penalty = p.frequency_penalty * generated.count(token) + p.presence_penalty
+        result[token] = _float32(result[token] - penalty)
     return result
 
 

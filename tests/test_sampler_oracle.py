@@ -17,9 +17,8 @@ from app.engine.params import SamplingParams
 from app.engine.philox import Draw, uniforms
 from app.engine.sampling_row import SamplingRow
 
-_LEAST_NORMAL = torch.finfo(torch.float32).tiny
 ROWS, EXAMPLES = 20, 250
-VOCABS = [1, 2, 3, 31, 32, 33, 64, 100, 129, 300]
+VOCABS = [1, 2, 3, 31, 32, 33, 64, 100, 129, 300, 1000]
 SCALES = [0.0, 1e-40, 1e-3, 1.0, 5.0, 30.0, 1e4, 1e37]
 
 
@@ -74,7 +73,7 @@ def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sam
     check()
     assert tally.rows >= 5000
     assert min(tally.predicted, tally.compared) > 0.6 * tally.rows, "rounding may not be the excuse for most rows"
-    assert tally.guided > 0.2 * tally.rows and len(tally.tokens) > 60
+    assert tally.guided > 0.2 * tally.rows and len(tally.tokens) > 100
 
 
 def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingRow], tally: Tally) -> None:
@@ -92,8 +91,8 @@ def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingRow], tally: Ta
         assert dict(drawn.top).get(drawn.token, drawn.logprob) == drawn.logprob
         assert list(drawn.top) == sorted(drawn.top, key=lambda pair: (-pair[1], pair[0]))
         tally.rows += 1
-        tally.tokens.add(drawn.token)
         tally.guided += row.allowed is not None
+        tally.tokens.add(drawn.token)
         _compare(drawn.token, oracle.adjusted(logits, row), row, tally)
 
 
@@ -103,8 +102,6 @@ def _compare(token: int, logits: list[float], row: SamplingRow, tally: Tally) ->
         tally.predicted += 1
         tally.compared += 1
         return
-    if any(0 < abs(logit) < _LEAST_NORMAL for logit in logits):
-        return  # float32 has few digits left there, or none: which of them are equal is nobody's promise
     left = oracle.survivors(logits, row.params)
     if left.clear:
         tally.compared += 1
