@@ -34,11 +34,12 @@ NEUTRAL = {
 class Batch:
     """All sequences of one answer: choice i of prompt p has the place p * n + i."""
 
-    def __init__(self, name: str, wish: Wish, ready: Ready, tokenizer: Tokenizer) -> None:
+    def __init__(self, name: str, wish: Wish, ready: Ready, tokenizer: Tokenizer, salt: str) -> None:
         self._name = name
         self._wish = wish
         self._ready = ready
         self._tokenizer = tokenizer
+        self._salt = salt
         self._eos_ids = () if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids)
 
     def _check_size(self, reads: Sequence[Read]) -> None:
@@ -79,6 +80,7 @@ class Batch:
                 stop_ids=tuple(dict.fromkeys((*self._eos_ids, *wish.stop_token_ids))),
                 prompt_logprobs=wish.logprobs if wish.echo else None,
                 guide=guide,
+                salt=self._salt,
             )
             requests.append(leader)
             for choice in range(1, wish.n_drawn):

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from app.batch import Batch
+from app.caller import Caller
 from app.completion import Clock, Completion, Patience
 from app.engine.client import EngineClient, EngineGone
 from app.engine.errors import InvalidRequest, NotReady
@@ -88,7 +89,7 @@ class Service:
         finally:
             engine_gone.cancel()
 
-    async def begin(self, name: str, wish: Wish, heartbeat: float) -> Admitted:
+    async def begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float) -> Admitted:
         """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
         clock = Clock()
         ready, tokenizer = self.require_ready()
@@ -97,7 +98,7 @@ class Service:
         reader = Reader(ready, tokenizer, self._long_texts)
         reads = await reader.prompts(wish)
         source = await reader.source(wish.source)
-        batch = Batch(name, wish, ready, tokenizer)
+        batch = Batch(name, wish, ready, tokenizer, caller.salt)
         requests = batch.requests(reads, source, await self._guide(wish))
         stream = self.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from fake_compiler import compiled
 from hypothesis import HealthCheck, settings
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
+from promise import Promise
 from tiny import WAY, tiny_weights
 
 from app.engine.native.build import find_or_build
@@ -45,12 +46,19 @@ settings.load_profile("any machine")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--nightly: the tests that repeat something run many times as long."""
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
+    parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
 
 
 @pytest.fixture(scope="session")
 def nightly(request: pytest.FixtureRequest) -> bool:
     """Whether there is a night's time."""
     return bool(request.config.getoption("--nightly"))
+
+
+@pytest.fixture
+def promise(request: pytest.FixtureRequest) -> Promise:
+    """Takes the figures of a test of tests/promises."""
+    return Promise(request.node.nodeid.partition("[")[0], full=bool(request.config.getoption("--full-size")))
 
 
 @pytest.fixture(scope="session")
@@ -104,18 +112,34 @@ class Server:
         return condition()
 
 
-def start_server(folder: Path, weights: Path, *flags: str, wait: bool = True, sabotage: str = "pass") -> Server:
-    """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first."""
+def start_server(
+    folder: Path,
+    weights: Path,
+    *flags: str,
+    wait: bool = True,
+    sabotage: str = "pass",
+    environment: Mapping[str, str] | None = None,
+    fake_ms: float | None = None,
+) -> Server:
+    """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first.
+
+    `fake_ms`: around the fake engine of tests/promises, whose steps take so long.
+    """
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program]
+    if fake_ms is not None:
+        assert sabotage == "pass", "the fake service takes faults"
+        command = [sys.executable, str(ROOT / "tests/promises/fake_service.py"), str(fake_ms)]
     log = folder / f"server-{time.monotonic_ns()}.log"
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | dict(environment or {})
     # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
-    environment["INKSTREAM_KERNELS"] = "torch"
+    variables["INKSTREAM_KERNELS"] = "torch"
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", program, "serve", "--weights", str(weights), "--port", "0", *flags],
+            [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
             cwd=ROOT,
-            env=environment,
+            env=variables,
             stderr=file,
             stdout=file,
             text=True,

@@ -16,7 +16,7 @@ SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filt
 DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
 BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
-EVENT_LOOP += ["app.kernels", "app.guide", "app.guide_checker", "app.guide_process"]
+EVENT_LOOP += ["app.engine.loop", "app.kernels", "app.guide", "app.guide_checker", "app.guide_process"]
 
 
 def _name(path: Path) -> str:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from app.api import shapes, sse
-from app.api.dependencies import MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
+from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
 from app.api.errors import ApiError
 from app.api.job import Job
 from app.api.native_fields import CompleteRequest
@@ -20,10 +20,12 @@ router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))
-async def complete(request: Request, service: ServiceDep, metrics: MetricsDep, shelf: ShelfDep) -> Response:
+async def complete(
+    request: Request, service: ServiceDep, metrics: MetricsDep, shelf: ShelfDep, caller: CallerDep
+) -> Response:
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
-    job = await Job.begin(request, body.wish, service, metrics)
+    job = await Job.begin(request, body.wish, service, metrics, caller)
     extra: dict[str, Any] = {**shapes.echoed(body)}
     if job.admitted.truncated:
         extra["truncated"] = True

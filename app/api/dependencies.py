@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.shelf import Shelf
+from app.caller import EVERYBODY, Caller
 from app.chat_template import ChatTemplate
 from app.long_texts import LongTexts
 from app.service import Service
@@ -45,6 +46,10 @@ async def _shelf(request: Request) -> Shelf:
     return shelf
 
 
+async def _caller() -> Caller:
+    return EVERYBODY
+
+
 def owner_of(request: Request) -> str:
     """Who sends a request, as far as it says: a digest of its credentials. Streams belong to who began them."""
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
@@ -55,6 +60,7 @@ MetricsDep = Annotated[Metrics, Depends(_metrics)]
 LongTextsDep = Annotated[LongTexts, Depends(_long_texts)]
 ChatTemplateDep = Annotated[ChatTemplate | None, Depends(_chat_template)]
 ShelfDep = Annotated[Shelf, Depends(_shelf)]
+CallerDep = Annotated[Caller, Depends(_caller)]
 
 
 def check_model(name: str | None, service: Service) -> None:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from app.api import sse
 from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
+from app.caller import Caller
 from app.completion import Completion
 from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
 from app.news import Delta, Ended, TokenDetail
@@ -44,13 +45,20 @@ class Job:
 
     @classmethod
     async def begin(
-        cls, request: Request, wish: Wish, service: Service, metrics: Metrics, *, heartbeat: float = 10.0
+        cls,
+        request: Request,
+        wish: Wish,
+        service: Service,
+        metrics: Metrics,
+        caller: Caller,
+        *,
+        heartbeat: float = 10.0,
     ) -> Job:
         """Admits a request; what can be known to be wrong is raised here, before any byte of an answer."""
         name = request_id_of(request)
         try:
             # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
-            admitted = await sse.until_disconnect(service.begin(name, wish, heartbeat), request.receive)
+            admitted = await sse.until_disconnect(service.begin(name, wish, caller, heartbeat), request.receive)
         except EngineError as error:
             metrics.rejected(_reason(error))
             raise

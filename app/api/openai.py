@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from app.api import openai_shapes as shapes
 from app.api.chunks import NOT_ENDED
-from app.api.dependencies import MetricsDep, ServiceDep, body_schema, check_model, read_body
+from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
 from app.api.job import Collected, Job
 from app.api.openai_answer import PING_SECONDS, Answer, head_of
 from app.api.openai_fields import CompletionsRequest
@@ -23,11 +23,11 @@ router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/v1/completions", response_model=CompletionsResponse, openapi_extra=body_schema(CompletionsRequest))
-async def completions(request: Request, service: ServiceDep, metrics: MetricsDep) -> Response:
+async def completions(request: Request, service: ServiceDep, metrics: MetricsDep, caller: CallerDep) -> Response:
     """Continue a prompt, as OpenAI's completions endpoint does."""
     body = await read_body(request, CompletionsRequest, service.settings.max_body_bytes)
     check_model(body.model, service)
-    job = await Job.begin(request, body.wish, service, metrics, heartbeat=PING_SECONDS)
+    job = await Job.begin(request, body.wish, service, metrics, caller, heartbeat=PING_SECONDS)
     return await _TextAnswer(job, body, head_of(job, "cmpl", "text_completion")).respond(request)
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from app.api import shapes
-from app.api.dependencies import MetricsDep, ServiceDep, body_schema, read_body
+from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, read_body
 from app.api.fields import Name, Prompts
 from app.api.job import Collected, Job
 from app.api.openapi import declared
@@ -62,7 +62,7 @@ class ScoreResponse(BaseModel):
 
 
 @router.post("/score", response_model=ScoreResponse, openapi_extra=body_schema(ScoreRequest))
-async def score(request: Request, service: ServiceDep, metrics: MetricsDep) -> Response:
+async def score(request: Request, service: ServiceDep, metrics: MetricsDep, caller: CallerDep) -> Response:
     """Log-probabilities of the tokens of given texts, from the model's raw logits."""
     body = await read_body(request, ScoreRequest, service.settings.max_body_bytes)
     prompts, is_batch = one_by_one(body.prompt)
@@ -74,7 +74,7 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep) -> R
         logprobs=body.logprobs or 0,
         deadline_ms=body.deadline_ms,
     )
-    job = await Job.begin(request, wish, service, metrics)
+    job = await Job.begin(request, wish, service, metrics, caller)
     return await job.respond(_answer(job, body), request)
 
 

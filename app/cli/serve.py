@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from app import faults
 from app.cli.client import CLIENT_KEY
 from app.server import StartError, serve
 from app.settings import Settings
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 def _refuse_unknown_variables() -> None:
     """A misspelt variable would be a setting that silently does not hold. Raises StartError."""
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
-    for name in sorted(os.environ.keys() - {CLIENT_KEY}):
+    for name in sorted(os.environ.keys() - {CLIENT_KEY, faults.VARIABLE}):
         # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service of our name.
         kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
         if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not kubernetes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,24 +26,12 @@ from app.engine.runner import Runner, Sampler
 from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.source_cache import SourceCache
+from app.engine.start import Assembled, StartError
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
-
-
-class StartError(ValueError):
-    """The configuration does not work; the message says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """An engine that can take requests."""
-
-    engine: Engine
-    guides: Guides
-    ready: Ready
 
 
 def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None) -> Assembled:

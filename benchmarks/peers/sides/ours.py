@@ -7,9 +7,10 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from app.engine.assembly import StartError, assemble
+from app.engine.assembly import assemble
 from app.engine.frames import WorkerConfig
 from app.engine.params import SamplingParams
+from app.engine.start import StartError
 from app.engine.types import Request
 from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run
 from model.tokenizer import Tokenizer

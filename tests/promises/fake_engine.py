@@ -1,0 +1,94 @@
+"""FE: the real loop, scheduler and blocks around a model that is a hash of its tokens. No torch; a step takes STEP_MS.
+
+`python fake_engine.py STEP_MS FD`, started by fake_service.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.frames import Ready, WorkerConfig
+from app.engine.loop import run
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.start import Assembled
+from app.engine.types import BatchPlan, Drawn, Request, StepResult
+
+BLOCK_SIZE, CONTEXT = 16, 8192
+_PRINTABLE = range(33, 256)
+"""Tokens of the tiny tokenizer that are letters or parts of words: what is drawn is text."""
+
+
+class FakeRunner:
+    """Draws by a hash of the sequence's tokens and seed: deterministic whatever else is in the batch."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._step_seconds = step_seconds
+
+    def run(self, plan: BatchPlan) -> StepResult:
+        """Takes as long as a step takes."""
+        time.sleep(self._step_seconds)
+        drawn = {}
+        for chunk in plan.chunks:
+            if chunk.samples:
+                request = chunk.sequence.request
+                seen = f"{request.params.seed}/{request.params.choice}".encode() + array("q", chunk.sequence.tokens)
+                number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
+                drawn[request.id] = Drawn(_PRINTABLE[number % len(_PRINTABLE)])
+        return StepResult(drawn, {})
+
+
+class NoGuides:
+    """Guides need a model's vocabulary."""
+
+    n_prepared = 0
+
+    def prepare(self, request: Request) -> None:
+        """Nothing to do."""
+
+    def forget(self, request_id: str) -> None:
+        """Nothing to do."""
+
+
+def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], None]], Assembled]:
+    """An assembly as the loop asks for it."""
+
+    def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> Assembled:
+        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
+        blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
+        scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
+        return Assembled(Engine(scheduler, FakeRunner(step_seconds)), NoGuides(), _ready(config, blocks))
+
+    return assemble_fake
+
+
+def _ready(config: WorkerConfig, blocks: int) -> Ready:
+    shape = json.loads((Path(config.weights) / "config.json").read_bytes())
+    return Ready(
+        context=config.max_context or CONTEXT,
+        vocab_size=shape["vocab_size"],
+        n_params=0,
+        dtype="none",
+        device="none",
+        weights_version="0" * 64,
+        eos_ids=(),
+        start_id=0,
+        sampling_defaults={},
+        blocks_total=blocks,
+        block_size=BLOCK_SIZE,
+        has_encoder=False,
+        numerics="fake",
+        numerics_reason="the engine is a fake one",
+        waits_for_build=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[2]), assemble(float(sys.argv[1]) / 1e3)))
