@@ -30,7 +30,7 @@ Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
 def run(descriptor: int, assemble: Assemble) -> int:
     """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
     # systemd signals every process of a service; the API process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
     inbox = Inbox(pipe)
