@@ -26,7 +26,7 @@ from app.reload import Reloader
 from app.served import Served
 from app.service import Service
 from app.settings import Settings
-from app.weights_watch import without_links
+from app.weights_watch import look, without_links
 from model.presence import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
@@ -50,13 +50,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         app.state.metrics = metrics = Metrics(lambda: service.engine)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         served.start()
-        app.state.reloader = reloader = Reloader(
-            service,
-            make,
-            metrics.reloaded,
-            watch_seconds=settings.watch,
-            drain_seconds=settings.request_timeout + settings.resume_seconds,
-        )
+        app.state.reloader = reloader = Reloader(service, make, metrics.reloaded)
         building = build_for_next_start(served.engine, settings.cache_dir)
         works = [service.load(), reloader.run(), metrics.watch_loop(), building]
         tasks = [asyncio.create_task(work) for work in works]
@@ -91,11 +85,12 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
 
 async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EngineClient]) -> Served:
     """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
+    seen = await asyncio.to_thread(look, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
     await asyncio.to_thread(check_layout, weights)
     chat_template = await asyncio.to_thread(ChatTemplate.load, weights)
     engine = make_engine(settings.model_copy(update={"weights": weights}))
-    return Served(weights, engine, chat_template, guide_seconds=settings.guide_seconds)
+    return Served(weights, seen, engine, chat_template, guide_seconds=settings.guide_seconds)
 
 
 def make_client(settings: Settings) -> EngineClient:

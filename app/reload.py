@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -35,24 +36,17 @@ class Reloader:
     """Runs as one task. Whatever asks while weights are loaded is answered by one more load after it."""
 
     def __init__(
-        self,
-        service: Service,
-        make: Callable[[], Awaitable[Served]],
-        note: Callable[[Outcome], None],
-        *,
-        watch_seconds: float,
-        drain_seconds: float,
+        self, service: Service, make: Callable[[], Awaitable[Served]], note: Callable[[Outcome], None]
     ) -> None:
-        """`make` makes what is to be served next, from the directory as it is then. `note` counts.
-
-        watch_seconds: how often to look at the directory; 0 never. drain_seconds: what answers of old weights get.
-        """
+        """`make` makes what is to be served next, from the directory as it is then. `note` counts."""
+        settings = service.settings
         self._service = service
-        self._weights = service.settings.weights
+        self._weights = settings.weights
         self._make = make
         self._note = note
-        self._watch_seconds = watch_seconds
-        self._drain_seconds = drain_seconds
+        self._watch_seconds = settings.watch
+        self._drain_seconds = settings.request_timeout + settings.resume_seconds
+        """What answers of old weights get: a stream may be resumed to its very end."""
         self._asked = asyncio.Event()
         self._retiring: asyncio.Task[None] | None = None
 
@@ -62,8 +56,10 @@ class Reloader:
 
     async def run(self) -> None:
         """Until it is cancelled; leaves no process behind but those of what the service has."""
-        tried = seen = await asyncio.to_thread(look, self._weights)
         await self._service.wait_loaded()
+        tried, seen = self._service.served.seen, await asyncio.to_thread(look, self._weights)
+        if seen != tried and not self._watch_seconds:
+            _log.warning("the weights changed while they were loaded: kill -HUP %d loads them again", os.getpid())
         try:
             while True:
                 if await self._is_asked():
@@ -97,22 +93,22 @@ class Reloader:
         """Switches to what is in the directory now, or tells why not. Returns how the directory looked."""
         if self._retiring:
             await asyncio.gather(self._retiring, return_exceptions=True)
-        before = await asyncio.to_thread(look, self._weights)
-        _log.info("new weights are loaded from %s", before.place)
+        seen = await asyncio.to_thread(look, self._weights)
+        _log.info("new weights are loaded from %s", seen.place)
         try:
-            served = await self._loaded(before)
+            served = await self._loaded()
         except LoadFailed as error:
             self._note("refused")
             _log.error("new weights are refused, the old ones stay: %s", one_line(str(error)))
-            return before
+            return seen
         old = self._service.switch(served)
         self._note("switched")
         version = served.engine.ready.weights_version[:16] if served.engine.ready else ""
         _log.info("new weights are served: %s, version %s", served.model_name, version)
         self._retiring = asyncio.create_task(self._retire(old))
-        return before
+        return served.seen
 
-    async def _loaded(self, before: Look) -> Served:
+    async def _loaded(self) -> Served:
         """Raises LoadFailed, with nothing left of it."""
         try:
             served = await self._make()
@@ -121,7 +117,7 @@ class Reloader:
         try:
             served.start()
             await self._wait_loaded(served)
-            if await asyncio.to_thread(look, self._weights) != before:
+            if await asyncio.to_thread(look, self._weights) != served.seen:
                 raise LoadFailed("they changed while they were loaded")
         except BaseException:
             await served.close()

@@ -17,6 +17,7 @@ from app.chat_template import ChatTemplate
 from app.engine.client import EngineClient
 from app.engine.errors import EngineError
 from app.guide_checker import GuideChecker
+from app.weights_watch import Look
 from model.tokenizer import Tokenizer, TokenizerError
 
 
@@ -24,9 +25,17 @@ class Served:
     """Owned by the service; nothing of it is ever exchanged, so what a request takes from it belongs together."""
 
     def __init__(
-        self, weights: Path, engine: EngineClient, chat_template: ChatTemplate | None, *, guide_seconds: float
+        self,
+        weights: Path,
+        seen: Look,
+        engine: EngineClient,
+        chat_template: ChatTemplate | None,
+        *,
+        guide_seconds: float,
     ) -> None:
+        """`seen` is how the directory looked before anything of it was read."""
         self.weights = weights
+        self.seen = seen
         self.model_name = weights.resolve().name
         """What clients call the model: the name of its directory."""
         self.created = int(time.time())

@@ -71,14 +71,19 @@ class House:
         self.engines: list[FakeEngine] = []
         self.noted: list[str] = []
         first = self._make()
-        self.service = Service(Settings(weights=weights), first, LongTexts())
-        self.reloader = Reloader(
-            self.service, self._make_later, self.noted.append, watch_seconds=watch, drain_seconds=drain
-        )
+        settings = Settings(weights=weights, watch=watch, request_timeout=drain, resume_seconds=0)
+        self.service = Service(settings, first, LongTexts())
+        self.reloader = Reloader(self.service, self._make_later, self.noted.append)
 
     def _make(self) -> Served:
         self.engines.append(FakeEngine())
-        return Served(without_links(self.weights), self.engines[-1], None, guide_seconds=1.0)  # type: ignore[arg-type]
+        return Served(
+            without_links(self.weights),
+            look(self.weights),
+            self.engines[-1],
+            None,
+            guide_seconds=1.0,  # type: ignore[arg-type]
+        )
 
     async def _make_later(self) -> Served:
         return self._make()
@@ -90,8 +95,13 @@ class House:
 
 @asynccontextmanager
 async def _house(weights: Path, **options: float) -> AsyncIterator[House]:
+    async with _serving(House(weights, **options)) as house:
+        yield house
+
+
+@asynccontextmanager
+async def _serving(house: House) -> AsyncIterator[House]:
     """Serves its first weights; its tasks end with it, and so does every engine."""
-    house = House(weights, **options)
     house.service.served.start()
     tasks = [asyncio.create_task(house.service.load()), asyncio.create_task(house.reloader.run())]
     house.engines[0].finish()
@@ -263,6 +273,21 @@ def test_a_draining_service_gives_a_load_up(directory: Path) -> None:
             await _until(lambda: house.running == [0])
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("watch", [0.0, 0.05])
+def test_first_weights_that_changed_while_they_were_loaded_are_loaded_again_or_told_of(
+    directory: Path, watch: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        house = House(directory, watch=watch)
+        (directory / "generation_config.json").write_text("{}")
+        async with _serving(house):
+            await _until(lambda: len(house.engines) == (2 if watch else 1))
+            await asyncio.sleep(0.2)
+
+    asyncio.run(scenario())
+    assert ("changed while they were loaded" in caplog.text) == (not watch)
 
 
 def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> None:
