@@ -32,6 +32,10 @@ class LoadFailed(Exception):
     """New weights that cannot be served; the message says why."""
 
 
+class StillChanging(LoadFailed):
+    """Files were replaced while they were read: whoever watches them looks again."""
+
+
 class Reloader:
     """Runs as one task. Whatever asks while weights are loaded is answered by one more load after it."""
 
@@ -98,6 +102,9 @@ class Reloader:
         try:
             served = await self._loaded()
         except LoadFailed as error:
+            if self._watch_seconds and isinstance(error, StillChanging):
+                _log.info("new weights are still being written")
+                return seen
             self._note("refused")
             _log.error("new weights are refused, the old ones stay: %s", one_line(str(error)))
             return seen
@@ -118,7 +125,7 @@ class Reloader:
             served.start()
             await self._wait_loaded(served)
             if await asyncio.to_thread(look, self._weights) != served.seen:
-                raise LoadFailed("they changed while they were loaded")
+                raise StillChanging("they changed while they were loaded")
         except BaseException:
             await served.close()
             raise

@@ -46,6 +46,7 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
+        tokenizer = Tokenizer.reader(Path(config.weights))  # the files may be others when a guide asks for it
         limits = SchedulerLimits(
             tokens_per_step=config.tokens_per_step,
             max_running=config.max_running,
@@ -67,7 +68,7 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     except ValueError as error:
         raise StartError(str(error)) from None
     guides = Guides(
-        lambda: Tokenizer.load(Path(config.weights)).bytes_of,
+        lambda: tokenizer().bytes_of,
         vocab_size=room.shape.vocab_size,
         most=config.max_running,
     )

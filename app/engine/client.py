@@ -20,6 +20,7 @@ from app.engine.types import Counters, PromptScores, Request, Started, StepRepor
 from app.engine.waiting_line import WaitingLine
 
 _log = logging.getLogger("inkstream")
+_OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"
 _MAX_CRASHES, _CRASH_WINDOW_SECONDS = 3, 600.0
 
 
@@ -50,6 +51,8 @@ class EngineClient:
         self._config = config
         self._command = command
         self._silence_seconds = silence_seconds
+        self._version = ""
+        """Of the weights that this client's engines serve, whatever is in their directory later."""
         self._process: EngineProcess | None = None
         self._streams: dict[str, Stream] = {}  # by the ids of their requests
         self._last_frame = 0.0
@@ -182,7 +185,10 @@ class EngineClient:
             case Phase():
                 self.phase = frame.name
                 _log.info("engine: %s", frame.name)
+            case Ready() if self._version not in ("", frame.weights_version):
+                self._give_up(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
             case Ready():
+                self._version = frame.weights_version
                 self.ready, self.phase = frame, "ready"
                 self._ready_event.set()
                 _log.info(
