@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Server
+from wire import chunks, whole
 
 from app.engine.client import EngineGone
 from app.engine.errors import EngineError, NotReady
@@ -377,3 +379,23 @@ def test_a_process_in_its_own_session_has_no_terminal() -> None:
     program = "import sys; from app.terminal import has_terminal; sys.exit(has_terminal())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, start_new_session=True, check=False)
     assert done.returncode == 0
+
+
+def test_every_answer_names_its_weights(server: Server) -> None:
+    version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
+    asked: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("POST", "/complete", {"prompt": "fox", "max_tokens": 2}),
+        ("POST", "/complete", {"prompt": "fox", "max_tokens": 2, "stream": False}),
+        ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2}),
+        ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2, "stream": True}),
+        ("POST", "/score", {"prompt": "fox"}),
+        ("POST", "/tokenize", {"prompt": "fox"}),
+        ("POST", "/detokenize", {"tokens": [70]}),
+        ("GET", "/tokenizer_info", None),
+    ]
+    for method, path, body in asked:
+        answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
+        assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
+    assert whole(server.url, prompt="fox", max_tokens=1)["receipt"]["weights_version"] == version
+    for chunk in chunks(server.url, prompt="fox", max_tokens=2):
+        assert chunk["system_fingerprint"] == f"{version[:16]}-torch-float32"

@@ -67,8 +67,7 @@ async def cancel(request: Request, request_id: str, shelf: ShelfDep) -> dict[str
 
 def _respond(stream: StreamJob, number: int = 0) -> Response:
     reader = stream.attach()
-    headers = {"X-Request-Id": stream.name}
-    return sse.EventStreamResponse(stream.frames(reader, number), lambda: stream.detach(reader), headers)
+    return sse.EventStreamResponse(stream.frames(reader, number), lambda: stream.detach(reader), stream.headers)
 
 
 def _number(request_id: str, last_event_id: str | None) -> int:

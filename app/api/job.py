@@ -13,6 +13,7 @@ from starlette.responses import Response
 from app.api import sse
 from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
+from app.api.version_header import version_header
 from app.caller import Caller
 from app.completion import Completion
 from app.engine.client import EngineClient
@@ -73,6 +74,11 @@ class Job:
         return cls(name, admitted, service, metrics)
 
     @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version)}
+
+    @property
     def engine(self) -> EngineClient:
         """The one it began with, whichever serves now."""
         return self.admitted.served.engine
@@ -111,7 +117,7 @@ class Job:
         finally:
             self.close()
         # Nobody reads the answer to a client that has left.
-        return sse.json_response(answer, self.name) if answer else Response(status_code=499)
+        return sse.json_response(answer, self.headers) if answer else Response(status_code=499)
 
     async def collect(self) -> list[Collected]:
         """Everything, by choice. Raises EngineError."""

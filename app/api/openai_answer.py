@@ -52,7 +52,7 @@ def head_of(job: Job, prefix: str, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": int(time.time()),
         "model": job.admitted.served.model_name,
-        "system_fingerprint": job.admitted.weights_version[:16],
+        "system_fingerprint": f"{job.admitted.weights_version[:16]}-{job.admitted.numerics}",
         "seed": job.admitted.params.seed,
     }
 
@@ -92,7 +92,7 @@ class Answer:
     async def respond(self, request: Request) -> Response:
         """The response; the job ends with it."""
         if self._stream:
-            return sse.EventStreamResponse(self._frames(), self.job.close, {"X-Request-Id": self.job.name})
+            return sse.EventStreamResponse(self._frames(), self.job.close, self.job.headers)
         return await self.job.respond(self._whole(), request)
 
     async def _whole(self) -> dict[str, Any]:

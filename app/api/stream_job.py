@@ -24,6 +24,7 @@ class StreamJob:
 
     def __init__(self, job: Job, shelf: Shelf, *, owner: str, extra: Mapping[str, Any], journal_bytes: int) -> None:
         self.name = job.name
+        self.headers = job.headers
         self.owner = owner
         self._job = job
         self._shelf = shelf
