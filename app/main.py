@@ -47,7 +47,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         app.state.long_texts = long_texts = LongTexts()
         served = await make()
         app.state.service = service = Service(settings, served, long_texts)
-        app.state.metrics = metrics = Metrics(lambda: service.engine)
+        app.state.metrics = metrics = Metrics(lambda: service.engines)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         served.start()
         app.state.reloader = reloader = Reloader(service, make, metrics.reloaded)

@@ -58,6 +58,11 @@ class Service:
         return self.served.engine
 
     @property
+    def engines(self) -> list[EngineClient]:
+        """That one, and those whose last answers are still being made."""
+        return [served.engine for served in (self.served, *self._retiring)]
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """Of what is served now; None until it is loaded."""
         return self.served.tokenizer
@@ -147,8 +152,8 @@ class Service:
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open stream with an error."""
-        for served in (self.served, *self._retiring):
-            served.engine.fail_all(error)
+        for engine in self.engines:
+            engine.fail_all(error)
 
     async def close(self) -> None:
         """Ends all processes; open streams end with an error."""

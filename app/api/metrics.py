@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -24,12 +24,12 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, engine: Callable[[], EngineClient]) -> None:
-        """`engine` gives the one that serves now."""
+    def __init__(self, engines: Callable[[], Sequence[EngineClient]]) -> None:
+        """`engines` gives the one that serves now, and behind it those that end."""
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
-        self._registry.register(_EngineState(engine))
+        self._registry.register(_EngineState(engines))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"inkstream_{name}", text, buckets=buckets, registry=self._registry)
@@ -120,18 +120,20 @@ class _Gaps(Collector):
 class _EngineState(Collector):
     """Reads the engine client when somebody scrapes."""
 
-    def __init__(self, engine: Callable[[], EngineClient]) -> None:
-        self._current = engine
+    def __init__(self, engines: Callable[[], Sequence[EngineClient]]) -> None:
+        self._engines = engines
 
     @property
     def _engine(self) -> EngineClient:
-        return self._current()
+        return self._engines()[0]
 
     def collect(self) -> Iterator[Metric]:
         counters = self._engine.counters
         used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
-        yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", counters.running)
-        yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", counters.waiting)
+        running = sum(engine.counters.running for engine in self._engines())
+        waiting = sum(engine.counters.waiting for engine in self._engines())
+        yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", running)
+        yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", waiting)
         yield GaugeMetricFamily("inkstream_kv_cache_usage_ratio", "Share of the cache blocks in use.", used)
         yield GaugeMetricFamily(
             "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))
