@@ -19,6 +19,7 @@ from app.engine.errors import (
     EngineError,
     EngineFailed,
     InvalidRequest,
+    QuotaUsedUp,
     Unavailable,
 )
 
@@ -76,6 +77,9 @@ def from_engine(error: EngineError) -> ApiError:
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded", extra=numbers)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
+        case QuotaUsedUp():
+            headers = {"Retry-After": str(error.retry_after)}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
         case Unavailable():
             return ApiError(503, str(error), headers={"Retry-After": str(error.retry_after)})
         case DeadlineExceeded():
