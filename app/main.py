@@ -15,13 +15,13 @@ from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
 from app.api.shelf import Shelf
-from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.cores import available_cores
 from app.engine.frames import WorkerConfig
 from app.kernels import build_for_next_start, libraries_at_start
 from app.long_texts import LongTexts
+from app.served import Served
 from app.service import Service
 from app.settings import Settings
 
@@ -39,11 +39,12 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = (engine or make_client)(settings)
         app.state.long_texts = long_texts = LongTexts()
-        app.state.service = service = Service(settings, client, long_texts)
-        app.state.metrics = metrics = Metrics(client)
+        served = Served(settings.weights, client, guide_seconds=settings.guide_seconds)
+        app.state.service = service = Service(settings, served, long_texts)
+        app.state.metrics = metrics = Metrics(lambda: service.engine)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
-        client.start()
-        works = [service.load_tokenizer(), metrics.watch_loop(), build_for_next_start(client, settings.cache_dir)]
+        served.start()
+        works = [service.load(), metrics.watch_loop(), build_for_next_start(client, settings.cache_dir)]
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -52,10 +53,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             long_texts.close()
-            if chat_template:
-                await chat_template.close()
             shelf.clear()
-            await asyncio.gather(client.stop(), service.guides.close())
+            await service.close()
 
     app = DescribedApp(
         title="inkstream",
@@ -68,7 +67,6 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         lifespan=lifespan,
     )
     app.add_middleware(RequestIds)
-    app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
     for room in (complete, openai, chat, score):
         app.include_router(room.router, tags=["completion"])

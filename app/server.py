@@ -151,4 +151,4 @@ def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:
     _log.info("ending: open streams get up to %g s; a second signal ends at once", seconds)
     service.draining = True
     error = NotReady("the service is shutting down: send it again in a moment", 5)
-    asyncio.get_running_loop().call_later(seconds, service.engine.fail_all, error)
+    asyncio.get_running_loop().call_later(seconds, service.fail_all, error)

@@ -1,22 +1,23 @@
-"""What every route shares: settings, engine, tokenizer, metrics; and how a request becomes a completion. No HTTP."""
+"""What every route shares: settings and what is served; and how a request becomes a completion. No HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 from app.batch import Batch
 from app.caller import Caller
+from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
 from app.engine.client import EngineClient, EngineGone
-from app.engine.errors import InvalidRequest, NotReady
+from app.engine.errors import EngineError, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
 from app.prompts import Reader
+from app.served import Served
 from app.settings import Settings
 from app.wish import Wish
 from model.tokenizer import Tokenizer, TokenizerError
@@ -24,8 +25,9 @@ from model.tokenizer import Tokenizer, TokenizerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """A completion that the engine has taken."""
+    """A completion that the engine has taken; whoever closes it releases `served`."""
 
+    served: Served
     completion: Completion
     wish: Wish
     params: SamplingParams
@@ -38,17 +40,43 @@ class Admitted:
 class Service:
     """Wired once, in app/main.py."""
 
-    def __init__(self, settings: Settings, engine: EngineClient, long_texts: LongTexts) -> None:
+    def __init__(self, settings: Settings, served: Served, long_texts: LongTexts) -> None:
         self.settings = settings
-        self.model_name = settings.weights.resolve().name
-        """What clients call the model: the name of its directory."""
+        self.served = served
+        """What new requests get. A request that goes on over an await keeps its own."""
         self._long_texts = long_texts
-        self.engine = engine
-        self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
-        self.tokenizer: Tokenizer | None = None
         self.draining = False
-        self.created = int(time.time())
         self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+
+    @property
+    def engine(self) -> EngineClient:
+        """Of what is served now."""
+        return self.served.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of what is served now; None until it is loaded."""
+        return self.served.tokenizer
+
+    @property
+    def guides(self) -> GuideChecker:
+        """Of what is served now."""
+        return self.served.guides
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Of what is served now, where its weights bring one."""
+        return self.served.chat_template
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model that is served now."""
+        return self.served.model_name
+
+    @property
+    def created(self) -> int:
+        """Unix time at which what is served now was loaded."""
+        return self.served.created
 
     @property
     def phase(self) -> str:
@@ -57,28 +85,23 @@ class Service:
             return "draining"
         return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
-    def require_ready(self) -> tuple[Ready, Tokenizer]:
-        """Raises NotReady while loading and draining."""
+    def require_ready(self, served: Served | None = None) -> tuple[Ready, Tokenizer]:
+        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
         if self.draining:
             raise NotReady("the service is shutting down: try again in a moment", 5)
-        if self.engine.ready is None or self.tokenizer is None:
+        served = served or self.served
+        if served.engine.ready is None or served.tokenizer is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        return self.engine.ready, self.tokenizer
+        return served.engine.ready, served.tokenizer
 
-    async def load_tokenizer(self) -> None:
-        """Beside the engine's start; a tokenizer that cannot be used ends the service."""
+    async def load(self) -> None:
+        """What is served first, which has been started; a tokenizer that cannot be used ends the service."""
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, self.settings.weights)
-            await asyncio.to_thread(lambda: tokenizer.bytes_of)
-            await self.engine.wait_ready()
-            self._check_vocabulary(tokenizer)
+            await self.served.load()
         except TokenizerError as error:
             self._failed.set_result(EngineGone(str(error), 2))
-            return
         except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
             self._failed.set_result(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
-            return
-        self.tokenizer = tokenizer
 
     async def wait_gone(self) -> EngineGone:
         """Waits until the service cannot go on, if ever."""
@@ -89,20 +112,43 @@ class Service:
         finally:
             engine_gone.cancel()
 
-    async def begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float) -> Admitted:
-        """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
+    def fail_all(self, error: EngineError) -> None:
+        """Ends every open stream with an error."""
+        self.engine.fail_all(error)
+
+    async def close(self) -> None:
+        """Ends all processes; open streams end with an error."""
+        await self.served.close()
+
+    async def begin(
+        self, name: str, wish: Wish, caller: Caller, heartbeat: float, served: Served | None = None
+    ) -> Admitted:
+        """Validates, admits, submits, with what is served now or with `served`, which is held until it is released.
+
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady.
+        """
+        served = served or self.served
+        served.hold()
+        try:
+            return await self._begin(name, wish, caller, heartbeat, served)
+        except BaseException:  # also where the client leaves meanwhile
+            served.release()
+            raise
+
+    async def _begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float, served: Served) -> Admitted:
         clock = Clock()
-        ready, tokenizer = self.require_ready()
-        self.engine.queue.check_count(len(wish.prompts) * wish.n_drawn)
+        ready, tokenizer = self.require_ready(served)
+        served.engine.queue.check_count(len(wish.prompts) * wish.n_drawn)
         patience = self._patience(wish, heartbeat)
         reader = Reader(ready, tokenizer, self._long_texts)
         reads = await reader.prompts(wish)
         source = await reader.source(wish.source)
         batch = Batch(name, wish, ready, tokenizer, caller.salt)
-        requests = batch.requests(reads, source, await self._guide(wish))
-        stream = self.engine.submit(requests)
+        requests = batch.requests(reads, source, await _guide(wish, served.guides))
+        stream = served.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)
         return Admitted(
+            served=served,
             completion=completion,
             wish=wish,
             params=requests[0].params,
@@ -112,15 +158,6 @@ class Service:
             truncated=any(read.truncated for read in reads),
         )
 
-    async def _guide(self, wish: Wish) -> str:
-        """The grammar that the text must follow, which can be followed; empty for none."""
-        # In a thread: a schema may be as large as a body.
-        guide = await asyncio.to_thread(guide_of, *wish.guide) if wish.guide else None
-        if guide is None:
-            return ""
-        await self.guides.check(guide)
-        return guide.grammar
-
     def _patience(self, wish: Wish, heartbeat: float) -> Patience:
         longest = self.settings.request_timeout
         deadline = longest if wish.deadline_ms is None else wish.deadline_ms / 1e3
@@ -128,9 +165,12 @@ class Service:
             raise InvalidRequest(f"deadline_ms must be at most {longest * 1e3:.0f}, this server's own", "deadline_ms")
         return Patience(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
-    def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        model_size = self.engine.ready.vocab_size if self.engine.ready else tokenizer.vocab_size
-        if tokenizer.vocab_size > model_size:
-            raise TokenizerError(
-                f"{self.settings.weights}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_size}"
-            )
+
+async def _guide(wish: Wish, guides: GuideChecker) -> str:
+    """The grammar that the text must follow, which can be followed; empty for none."""
+    # In a thread: a schema may be as large as a body.
+    guide = await asyncio.to_thread(guide_of, *wish.guide) if wish.guide else None
+    if guide is None:
+        return ""
+    await guides.check(guide)
+    return guide.grammar

@@ -91,7 +91,7 @@ async def _whole(job: Job, extra: dict[str, Any]) -> dict[str, Any]:
         choices.append({**shapes.choice(one.ended), "text": one.text, "tokens": tokens})
     return {
         "id": job.name,
-        "model": job.service.model_name,
+        "model": job.admitted.served.model_name,
         "choices": choices,
         "usage": job.completion.usage(),
         "timings": job.completion.timings(),

@@ -13,7 +13,6 @@ from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.shelf import Shelf
 from app.caller import EVERYBODY, Caller
-from app.chat_template import ChatTemplate
 from app.long_texts import LongTexts
 from app.service import Service
 
@@ -36,11 +35,6 @@ async def _long_texts(request: Request) -> LongTexts:
     return long_texts
 
 
-async def _chat_template(request: Request) -> ChatTemplate | None:
-    template: ChatTemplate | None = request.app.state.chat_template
-    return template
-
-
 async def _shelf(request: Request) -> Shelf:
     shelf: Shelf = request.app.state.shelf
     return shelf
@@ -58,7 +52,6 @@ def owner_of(request: Request) -> str:
 ServiceDep = Annotated[Service, Depends(_service)]
 MetricsDep = Annotated[Metrics, Depends(_metrics)]
 LongTextsDep = Annotated[LongTexts, Depends(_long_texts)]
-ChatTemplateDep = Annotated[ChatTemplate | None, Depends(_chat_template)]
 ShelfDep = Annotated[Shelf, Depends(_shelf)]
 CallerDep = Annotated[Caller, Depends(_caller)]
 

@@ -15,8 +15,10 @@ from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
 from app.caller import Caller
 from app.completion import Completion
+from app.engine.client import EngineClient
 from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
 from app.news import Delta, Ended, TokenDetail
+from app.served import Served
 from app.service import Admitted, Service
 from app.wish import Wish
 
@@ -53,18 +55,27 @@ class Job:
         caller: Caller,
         *,
         heartbeat: float = 10.0,
+        served: Served | None = None,
     ) -> Job:
-        """Admits a request; what can be known to be wrong is raised here, before any byte of an answer."""
+        """Admits a request; what can be known to be wrong is raised here, before any byte of an answer.
+
+        `served` is what the prompt was made for, where it was made by the weights' own chat template.
+        """
         name = request_id_of(request)
         try:
             # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
-            admitted = await sse.until_disconnect(service.begin(name, wish, caller, heartbeat), request.receive)
+            admitted = await sse.until_disconnect(service.begin(name, wish, caller, heartbeat, served), request.receive)
         except EngineError as error:
             metrics.rejected(_reason(error))
             raise
         if admitted is None:
             raise ApiError(499, "the client has left")
         return cls(name, admitted, service, metrics)
+
+    @property
+    def engine(self) -> EngineClient:
+        """The one it began with, whichever serves now."""
+        return self.admitted.served.engine
 
     @property
     def completion(self) -> Completion:
@@ -128,6 +139,7 @@ class Job:
         self.completion.close()
         if not self._closed:
             self._closed = True
+            self.admitted.served.release()
             outcome = self._outcome or "disconnected"
             duration = self.completion.duration
             self._metrics.ended(self.completion, outcome, duration)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,7 +23,8 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Callable[[], EngineClient]) -> None:
+        """`engine` gives the one that serves now."""
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
@@ -111,8 +112,12 @@ class _Gaps(Collector):
 class _EngineState(Collector):
     """Reads the engine client when somebody scrapes."""
 
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    def __init__(self, engine: Callable[[], EngineClient]) -> None:
+        self._current = engine
+
+    @property
+    def _engine(self) -> EngineClient:
+        return self._current()
 
     def collect(self) -> Iterator[Metric]:
         counters = self._engine.counters

@@ -51,7 +51,7 @@ def head_of(job: Job, prefix: str, kind: str) -> dict[str, Any]:
         "id": f"{prefix}-{job.name.removeprefix('req-')}",
         "object": kind,
         "created": int(time.time()),
-        "model": job.service.model_name,
+        "model": job.admitted.served.model_name,
         "system_fingerprint": job.admitted.weights_version[:16],
         "seed": job.admitted.params.seed,
     }

@@ -83,7 +83,7 @@ async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
     collected = await job.collect()
     return {
         "id": job.name,
-        "model": job.service.model_name,
+        "model": job.admitted.served.model_name,
         "weights_version": job.admitted.weights_version,
         "scores": [await _score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),

@@ -35,8 +35,8 @@ class StreamJob:
     def attach(self) -> Connection:
         """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
         if self._paused and self._job.completion.stream.is_open:
-            self._job.service.require_ready()
-            self._job.service.engine.resume(self._job.completion.stream)
+            self._job.service.require_ready(self._job.admitted.served)
+            self._job.engine.resume(self._job.completion.stream)
             self._job.completion.go_on()
         self._paused = False
         self._shelf.come_back(self)
@@ -109,7 +109,7 @@ class StreamJob:
                 tokens = shapes.tokens(self._job.admitted.tokenizer, details)
                 return self._kept("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
-                eta_ms = round(self._job.service.engine.queue.eta_seconds(position) * 1e3)
+                eta_ms = round(self._job.engine.queue.eta_seconds(position) * 1e3)
                 return self._kept("queue", {"position": position, "eta_ms": eta_ms})
             case Begun():
                 return self._kept("start", self._start())
@@ -130,7 +130,7 @@ class StreamJob:
     def _start(self) -> dict[str, Any]:
         return {
             "id": self.name,
-            "model": self._job.service.model_name,
+            "model": self._job.admitted.served.model_name,
             "weights_version": self._receipt["weights_version"],
             "seed": self._receipt["seed"],
             "prompt_tokens": self._job.completion.prompt_tokens,

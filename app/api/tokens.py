@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from app.api.dependencies import ChatTemplateDep, LongTextsDep, ServiceDep, body_schema, read_body
+from app.api.dependencies import LongTextsDep, ServiceDep, body_schema, read_body
 from app.api.openapi import declared
 from app.api.token_schemas import (
     DetokenizeRequest,
@@ -77,7 +77,7 @@ async def detokenize(request: Request, service: ServiceDep, long_texts: LongText
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(503))
-async def tokenizer_info(service: ServiceDep, chat_template: ChatTemplateDep) -> dict[str, Any]:
+async def tokenizer_info(service: ServiceDep) -> dict[str, Any]:
     """What starts and ends a text, and what else a client must know to make prompts by itself."""
     ready, tokenizer = service.require_ready()
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
@@ -94,7 +94,7 @@ async def tokenizer_info(service: ServiceDep, chat_template: ChatTemplateDep) ->
         "eos_token_id": eos,
         "eos_token_ids": list(ends),
         "special_tokens": [{"id": token, "text": text} for token, text in sorted(tokenizer.specials.items())],
-        "chat_template": chat_template.source if chat_template else None,
+        "chat_template": service.chat_template.source if service.chat_template else None,
     }
 
 
