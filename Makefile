@@ -87,7 +87,7 @@ lock: install
 
 # One test process: what is measured here must not wait for other tests. Some need minutes, the soak half an hour.
 promises: install
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/promises/run.py $(ONLY) $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/promises/run.py $(ONLY) $(ARGS)
 
 clients: install
 	PYTHONPATH=tests PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)

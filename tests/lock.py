@@ -68,7 +68,17 @@ def _lock(path: Path, names: set[str]) -> None:
         wanted = Path(folder) / "pins.txt"
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in pins().items() if name in names))
         # Options that find packages elsewhere (PIP_FIND_LINKS of a machine) must not decide what everybody installs.
-        command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--no-deps", "--universal", "--no-header"]
+        command = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "compile",
+            "--no-config",
+            "--no-deps",
+            "--universal",
+            "--no-header",
+        ]
         command += ["--generate-hashes", "--no-annotate", "--quiet", "--output-file", f"{folder}/out", str(wanted)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         path.write_text(_HEAD[path] + Path(folder, "out").read_text())
