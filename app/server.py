@@ -18,9 +18,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from app import event_loop
-from app.engine.client import EngineClient, EngineGone
+from app.engine.client import EngineClient
 from app.engine.errors import NotReady
 from app.engine.native.choice import check_possible
+from app.engine.supervisor import EngineGone
 from app.kernels import libraries_at_start
 from app.main import create_app
 from app.service import Service

@@ -9,10 +9,11 @@ from app.batch import Batch
 from app.caller import Caller
 from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
-from app.engine.client import EngineClient, EngineGone
+from app.engine.client import EngineClient
 from app.engine.errors import EngineError, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
+from app.engine.supervisor import EngineGone
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
@@ -85,10 +86,14 @@ class Service:
             return "draining"
         return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
-    def require_ready(self, served: Served | None = None) -> tuple[Ready, Tokenizer]:
-        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+    def require_open(self) -> None:
+        """Raises NotReady while draining."""
         if self.draining:
             raise NotReady("the service is shutting down: try again in a moment", 5)
+
+    def require_ready(self, served: Served | None = None) -> tuple[Ready, Tokenizer]:
+        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+        self.require_open()
         served = served or self.served
         if served.engine.ready is None or served.tokenizer is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)

@@ -35,7 +35,7 @@ class StreamJob:
     def attach(self) -> Connection:
         """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
         if self._paused and self._job.completion.stream.is_open:
-            self._job.service.require_ready(self._job.admitted.served)
+            self._job.service.require_open()  # not ready is no obstacle: it waits for the engine as all others do
             self._job.engine.resume(self._job.completion.stream)
             self._job.completion.go_on()
         self._paused = False
