@@ -124,4 +124,7 @@ class _EngineState(Collector):
             "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))
         )
         yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
+        yield CounterMetricFamily(
+            "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations
+        )
         yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)

@@ -81,12 +81,15 @@ def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_secon
                 door.cancel(frame.request_id)
         for request in door.leave():
             engine.add(request)
+        if failed := door.take_failed():
+            report(StepReport(failed=failed, counters=engine.scheduler.counters))
         if engine.has_work:
             fault("engine.step")
             done = engine.step(announce)
             report(done)
             door.settle(done)
         else:
+            engine.rest()
             report(StepReport(counters=engine.scheduler.counters))
 
 
