@@ -13,6 +13,7 @@ from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.shelf import Shelf
 from app.caller import EVERYBODY, Caller
+from app.faults import fault
 from app.long_texts import LongTexts
 from app.service import Service
 
@@ -83,6 +84,7 @@ async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
                 raise too_large
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
+    fault("api.validate", body)
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:

@@ -140,4 +140,7 @@ class _EngineState(Collector):
             "inkstream_replayed_requests", "Requests that went on with the next engine.", self._engine.replayed
         )
         yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
+        yield CounterMetricFamily(
+            "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations
+        )
         yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)

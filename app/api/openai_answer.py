@@ -17,6 +17,7 @@ from app.api.chunks import Chunks, frame
 from app.api.job import Collected, Job
 from app.api.openai_shapes import one_by_one
 from app.api.shapes import echoed
+from app.faults import fault
 from app.news import Delta, Ended, News, TokenDetail
 
 PING_SECONDS = 15.0
@@ -146,6 +147,7 @@ class Answer:
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None = None) -> bytes:
         if tokens or ended:
+            fault("api.chunk", self._extra)
             choice = json.dumps(self.part_of_choice(index, text, tokens, ended))
         else:
             choice = self.text_of_choice(index, text)

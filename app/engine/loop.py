@@ -92,7 +92,10 @@ class _Rounds:
         while True:
             hang_trace.alive(time.monotonic())
             self._take(self._inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)))
+            if failed := door.take_failed():
+                self._report(StepReport(failed=failed, counters=engine.scheduler.counters))
             if not engine.has_work:
+                engine.rest()
                 self._report(StepReport(counters=engine.scheduler.counters))
                 continue
             fault("engine.step", engine.scheduler.running)
