@@ -6,15 +6,16 @@ The end of the pipe means that the API process is gone, and this process goes wi
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from msgspec.structs import replace
 
+from app import logs
 from app.engine.door import Door
 from app.engine.engine import Engine
 from app.engine.frames import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
@@ -22,6 +23,8 @@ from app.engine.inbox import Inbox
 from app.engine.start import Assembled, StartError
 from app.engine.types import Started, StepReport
 from app.faults import fault
+
+_log = logging.getLogger("inkstream")
 
 Send = Callable[[Up], None]
 Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
@@ -40,6 +43,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
 
     try:
         config = _first_frame(inbox)
+        logs.set_up(config.log_level, config.log_format)
         assembled = assemble(config, lambda phase: send(Phase(phase)))
         guides = assembled.guides
         send(assembled.ready)
@@ -56,7 +60,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
         send(Fatal(str(error), user_error=True))
         return 2
     except Exception as error:
-        traceback.print_exc()
+        _log.critical("the engine cannot go on", exc_info=error)
         send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
         return 1
 
