@@ -63,6 +63,10 @@ class StreamJob:
             self._job.note_cancelled()
         return running
 
+    def facts(self) -> dict[str, Any]:
+        """For the line in the log of a request that goes on with this stream."""
+        return {**self._job.facts(), "stream": self.name}
+
     def close(self) -> None:
         """Nobody comes back."""
         self._job.close()

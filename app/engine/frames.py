@@ -39,6 +39,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     heartbeat_seconds: float = 1.0
     silence_seconds: float = 30.0
     """After which it is killed."""
+    log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
 
 class Submit(Struct, frozen=True, tag="submit"):

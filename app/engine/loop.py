@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Callable
 from threading import Lock
 from typing import NoReturn
 
 from msgspec.structs import replace
 
+from app import logs
 from app.engine.door import Door
 from app.engine.engine import Engine
 from app.engine.frames import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
@@ -26,6 +27,8 @@ from app.engine.start import Assembled, StartError
 from app.engine.types import Request, Started, StepReport
 from app.faults import fault, is_armed
 from app.parent import die_with_parent
+
+_log = logging.getLogger("inkstream")
 
 Send = Callable[[Up], None]
 Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
@@ -43,6 +46,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
     send = _Sender(pipe)
     try:
         config = _first_frame(inbox)
+        logs.set_up(config.log_level, config.log_format)
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
             assembled = assemble(config, lambda phase: send(Phase(phase)))
         guides = assembled.guides
@@ -55,7 +59,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
         send(Fatal(str(error), user_error=True))
         return 2
     except Exception as error:
-        traceback.print_exc()
+        _log.critical("the engine cannot go on", exc_info=error)
         send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
         return 1
 
