@@ -18,6 +18,7 @@ from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
 from app.api.request_log import RequestLog
 from app.api.shelf import Shelf
+from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.cores import available_cores
@@ -25,9 +26,12 @@ from app.engine.frames import WorkerConfig
 from app.kernels import build_for_next_start, libraries_at_start
 from app.keys import Keys
 from app.long_texts import LongTexts
+from app.reload import Reloader
 from app.served import Served
 from app.service import Service
 from app.settings import Settings
+from app.weights_watch import without_links
+from model.presence import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
@@ -41,14 +45,24 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client = (engine or make_client)(settings)
+        async def make() -> Served:
+            return await _serve_next(settings, engine or make_client)
+
         app.state.long_texts = long_texts = LongTexts()
-        served = Served(settings.weights, client, guide_seconds=settings.guide_seconds)
+        served = await make()
         app.state.service = service = Service(settings, served, long_texts)
         app.state.metrics = metrics = Metrics(lambda: service.engine)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         served.start()
-        works = [service.load(), metrics.watch_loop(), build_for_next_start(client, settings.cache_dir)]
+        app.state.reloader = reloader = Reloader(
+            service,
+            make,
+            metrics.reloaded,
+            watch_seconds=settings.watch,
+            drain_seconds=settings.request_timeout + settings.resume_seconds,
+        )
+        building = build_for_next_start(served.engine, settings.cache_dir)
+        works = [service.load(), reloader.run(), metrics.watch_loop(), building]
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -88,6 +102,15 @@ def _guard(app: FastAPI, settings: Settings) -> None:
         app.add_middleware(Cors, origins=settings.origins)
     app.add_middleware(HostNames, allowed=settings.host_names)
     app.add_middleware(RequestLog)
+
+
+async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EngineClient]) -> Served:
+    """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
+    weights = await asyncio.to_thread(without_links, settings.weights)
+    await asyncio.to_thread(check_layout, weights)
+    chat_template = await asyncio.to_thread(ChatTemplate.load, weights)
+    engine = make_engine(settings.model_copy(update={"weights": weights}))
+    return Served(weights, engine, chat_template, guide_seconds=settings.guide_seconds)
 
 
 def make_client(settings: Settings) -> EngineClient:

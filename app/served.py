@@ -23,15 +23,16 @@ from model.tokenizer import Tokenizer, TokenizerError
 class Served:
     """Owned by the service; nothing of it is ever exchanged, so what a request takes from it belongs together."""
 
-    def __init__(self, weights: Path, engine: EngineClient, *, guide_seconds: float) -> None:
-        """Raises CheckpointError for a chat template that cannot be read."""
+    def __init__(
+        self, weights: Path, engine: EngineClient, chat_template: ChatTemplate | None, *, guide_seconds: float
+    ) -> None:
         self.weights = weights
         self.model_name = weights.resolve().name
         """What clients call the model: the name of its directory."""
         self.created = int(time.time())
         self.engine = engine
         self.guides = GuideChecker(weights, seconds=guide_seconds)
-        self.chat_template = ChatTemplate.load(weights)
+        self.chat_template = chat_template
         self.tokenizer: Tokenizer | None = None
         """There once it is loaded."""
         self.is_closed = False
@@ -75,7 +76,7 @@ class Served:
         await self._free.wait()
 
     async def close(self, error: EngineError | None = None) -> None:
-        """Ends its processes; streams that are still open end with `error`."""
+        """Ends its processes, any number of times; streams that are still open end with `error`."""
         self.is_closed = True
         if error:
             self.engine.fail_all(error)

@@ -27,6 +27,7 @@ from app.key_file import KeysError, read_keys
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
+from app.terminal import has_terminal
 from model.chat_template import read_chat_template
 from model.presence import check_layout
 
@@ -117,6 +118,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, server, app)
+    loop.add_signal_handler(signal.SIGHUP, _on_hangup, server, app, has_terminal())
     host, port = listener.getsockname()[:2]
     _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
@@ -146,6 +148,14 @@ def _check_kernels(settings: Settings) -> None:
         check_possible(settings.kernels, settings.device, libraries_at_start(settings))
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def _on_hangup(server: uvicorn.Server, app: FastAPI, had_terminal: bool) -> None:
+    """A terminal that closes ends what runs in it; any other hang-up asks for new weights."""
+    if had_terminal and not has_terminal():
+        _on_signal(server, app)
+    elif reloader := getattr(app.state, "reloader", None):
+        reloader.ask()
 
 
 def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:

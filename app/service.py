@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from app.batch import Batch
 from app.caller import Caller
@@ -47,6 +48,9 @@ class Service:
         """What new requests get. A request that goes on over an await keeps its own."""
         self._long_texts = long_texts
         self.draining = False
+        self._names = {served.model_name}
+        self._retiring: list[Served] = []
+        self._loaded, self._switched = asyncio.Event(), asyncio.Event()
         self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
 
     @property
@@ -86,6 +90,10 @@ class Service:
             return "draining"
         return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
+    def is_called(self, name: str) -> bool:
+        """Whether clients know what is served by this name; those of weights that were served before count."""
+        return name in self._names
+
     def require_open(self) -> None:
         """Raises NotReady while draining."""
         if self.draining:
@@ -103,27 +111,53 @@ class Service:
         """What is served first, which has been started; a tokenizer that cannot be used ends the service."""
         try:
             await self.served.load()
+            self._loaded.set()
         except TokenizerError as error:
             self._failed.set_result(EngineGone(str(error), 2))
         except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
             self._failed.set_result(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
 
+    async def wait_loaded(self) -> None:
+        """Waits until there has been something to serve."""
+        await self._loaded.wait()
+
     async def wait_gone(self) -> EngineGone:
-        """Waits until the service cannot go on, if ever."""
-        engine_gone = asyncio.ensure_future(self.engine.wait_gone())
-        try:
-            await asyncio.wait({engine_gone, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            return self._failed.result() if self._failed.done() else engine_gone.result()
-        finally:
-            engine_gone.cancel()
+        """Waits until the service cannot go on, if ever; what became of weights served before does not matter."""
+        while not self._failed.done():
+            served = self.served
+            self._switched.clear()
+            engine_gone = asyncio.ensure_future(served.engine.wait_gone())
+            others: list[asyncio.Future[Any]] = [self._failed, asyncio.ensure_future(self._switched.wait())]
+            try:
+                await asyncio.wait([engine_gone, *others], return_when=asyncio.FIRST_COMPLETED)
+                if engine_gone.done() and served is self.served and not self._failed.done():
+                    self._failed.set_result(engine_gone.result())
+            finally:
+                engine_gone.cancel()
+                others[1].cancel()
+        return self._failed.result()
+
+    def switch(self, served: Served) -> Served:
+        """New requests get this, which is loaded. Returns what they got until now; retire() must be called for it."""
+        old, self.served = self.served, served
+        self._retiring.append(old)
+        self._names.add(served.model_name)
+        self._switched.set()
+        return old
+
+    async def retire(self, old: Served, error: EngineError) -> None:
+        """Ends the processes of what is no longer served; answers that still need them end with `error`."""
+        await old.close(error)
+        self._retiring.remove(old)
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open stream with an error."""
-        self.engine.fail_all(error)
+        for served in (self.served, *self._retiring):
+            served.engine.fail_all(error)
 
     async def close(self) -> None:
         """Ends all processes; open streams end with an error."""
-        await self.served.close()
+        await asyncio.gather(*[served.close() for served in (self.served, *self._retiring)])
 
     async def begin(
         self, name: str, wish: Wish, caller: Caller, heartbeat: float, served: Served | None = None

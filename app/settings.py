@@ -17,6 +17,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="INKSTREAM_", frozen=True, extra="forbid")
 
     weights: Path = Field(Path("weights"), description="Weights directory (Hugging Face layout).")
+    watch: float = Field(
+        0.0, ge=0, le=3600, description="Seconds between looks for new weights there; 0 loads them only on SIGHUP."
+    )
     host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need keys.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     keys_file: Path | None = Field(

@@ -63,7 +63,7 @@ CallerDep = Annotated[Caller, Depends(_caller)]
 
 def check_model(name: str | None, service: Service) -> None:
     """Raises ApiError 404 for a model that is not here."""
-    if name and name != service.model_name:
+    if name and not service.is_called(name):
         message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 

@@ -6,6 +6,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -46,6 +47,9 @@ class Metrics:
         self._cached_tokens = counter("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache.")
         self._requests = counter("requests_total", "Requests that ended.", ("finish_reason",))
         self._rejected = counter("rejected_total", "Requests that were refused.", ("reason",))
+        self._reloads = counter("weights_reloads_total", "New weights that were loaded while serving.", ("outcome",))
+        for outcome in ("switched", "refused"):
+            self._reloads.labels(outcome)
 
     async def watch_loop(self) -> None:
         """Measures, until it is cancelled, how late the event loop is."""
@@ -62,6 +66,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """A request was refused; `reason` is one of a few fixed words."""
         self._rejected.labels(reason).inc()
+
+    def reloaded(self, outcome: Literal["switched", "refused"]) -> None:
+        """New weights are served, or are not."""
+        self._reloads.labels(outcome).inc()
 
     def progressed(self, completion: Completion) -> None:
         """Takes the gaps between tokens, so that long streams show while they run."""

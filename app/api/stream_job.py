@@ -7,9 +7,12 @@ from typing import Any
 
 from app.api import shapes, sse
 from app.api.breather import Breather
+from app.api.errors import ApiError
 from app.api.job import Job
 from app.api.shelf import Journal, Shelf
 from app.news import Begun, Delta, Ended, Idle, News, Queued
+
+_OTHER_WEIGHTS = "the weights that this stream began with are no longer served: send the request again"
 
 
 class Connection:
@@ -33,8 +36,10 @@ class StreamJob:
         shelf.put(self)
 
     def attach(self) -> Connection:
-        """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
+        """A connection wants the frames. Raises Unavailable, ApiError where its engine cannot go on."""
         if self._paused and self._job.completion.stream.is_open:
+            if self._job.admitted.served.is_closed:
+                raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
             self._job.service.require_open()  # not ready is no obstacle: it waits for the engine as all others do
             self._job.engine.resume(self._job.completion.stream)
             self._job.completion.go_on()

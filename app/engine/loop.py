@@ -39,7 +39,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
     die_with_parent()
     faulthandler.enable()  # a crash of native code says where
     # systemd signals every process of a service; the API process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
     inbox = Inbox(pipe)
