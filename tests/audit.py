@@ -37,11 +37,16 @@ def main() -> int:
 def _ask(pins: Path, service: list[str]) -> list[dict[str, Any]]:
     """What the service says of each package; nothing where it does not answer."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
-    command += ["--progress-spinner", "off", "--format", "json", "--timeout", "5", "--service", *service]
+    command += ["--progress-spinner", "off", "--format", "json", "--timeout", "5", "-s", *service]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    if done.returncode not in (0, 1):  # 1: holes, or no answer
+        sys.exit(f"error: pip-audit does not run: {done.stderr.strip()[-300:]}")
+    try:
         packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
-    except (subprocess.TimeoutExpired, ValueError):
+    except ValueError:
         return []
     return packages
 
