@@ -1,4 +1,4 @@
-"""python -m app serve | complete | bench | check | compile, and `inkstream` with the same verbs and train."""
+"""python -m app serve | complete | bench | check | compile | keys, and `inkstream` with the same verbs and train."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _USAGE = """usage: inkstream VERB [options]
   bench --url URL      load a running service and print its speed
   check DIR            validate a weights directory
   compile              build the native kernels up front
+  keys add|list|revoke NAME        say who may use a service
   train --data PATH... --out DIR   train a model (python -m model.train)
 
 inkstream VERB --help tells a verb's options."""
@@ -61,6 +62,8 @@ def _run(verb: str, rest: list[str]) -> int:
             from app.cli.check import main as run
         case "compile":
             from app.cli.compile import main as run
+        case "keys":
+            from app.cli.keys import main as run
         case "train":
             from model.train import main as run
         case _:

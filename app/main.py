@@ -9,11 +9,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from app import VERSION
+from app import VERSION, logs
 from app.api import chat, complete, errors, openai, operations, page, score, tokens
+from app.api.auth import Gate, public_routes
+from app.api.cors import Cors
+from app.api.hosts import HostNames
 from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
-from app.api.request_ids import RequestIds
+from app.api.request_log import RequestLog
 from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
 from app.engine.admission import QueueLimits
@@ -21,6 +24,7 @@ from app.engine.client import EngineClient
 from app.engine.cores import available_cores
 from app.engine.frames import WorkerConfig
 from app.kernels import build_for_next_start, libraries_at_start
+from app.keys import Keys
 from app.long_texts import LongTexts
 from app.reload import Reloader
 from app.served import Served
@@ -72,15 +76,26 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         generate_unique_id_function=lambda route: route.name,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.add_middleware(RequestIds)
+    _guard(app, settings)
     errors.install(app)
     for room in (complete, openai, chat, score):
         app.include_router(room.router, tags=["completion"])
     for room in (tokens, operations, page):
         app.include_router(room.router)
     return app
+
+
+def _guard(app: FastAPI, settings: Settings) -> None:
+    """What every request passes before a route is looked for; the last one added is the first one passed."""
+    keys = Keys(settings.keys_file) if settings.keys_file else None
+    app.add_middleware(Gate, keys=keys, public=public_routes([operations.router, page.router]))
+    if settings.origins:
+        app.add_middleware(Cors, origins=settings.origins)
+    app.add_middleware(HostNames, allowed=settings.host_names)
+    app.add_middleware(RequestLog)
 
 
 async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EngineClient]) -> Served:
@@ -116,6 +131,8 @@ def make_client(settings: Settings) -> EngineClient:
         tokens_per_step=settings.tokens_per_step,
         prompt_tokens_beside=settings.prompt_tokens_beside,
         max_running=settings.max_running,
+        log_level=settings.log_level,
+        log_format=logs.chosen(settings.log_format),
     )
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
     return EngineClient(config, limits, silence_seconds=settings.engine_silence)

@@ -17,11 +17,13 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from app import event_loop
-from app.engine.client import EngineClient, EngineGone
+from app import event_loop, logs
+from app.engine.client import EngineClient
 from app.engine.errors import NotReady
 from app.engine.native.choice import check_possible
+from app.engine.supervisor import EngineGone
 from app.kernels import libraries_at_start
+from app.key_file import KeysError, read_keys
 from app.main import create_app
 from app.service import Service
 from app.settings import Settings
@@ -66,10 +68,11 @@ class _Server(uvicorn.Server):
 
 def bind(settings: Settings) -> socket.socket:
     """The listening socket, before anything slow. Raises StartError."""
-    if not settings.is_loopback and not settings.insecure_no_auth:
+    if not _has_keys(settings) and not settings.is_loopback and not settings.insecure_no_auth:
         raise StartError(
-            f"--host {settings.host} can be reached from other machines and no key protects the service: "
-            "use --host 127.0.0.1, or --insecure-no-auth behind a proxy that asks for keys"
+            f"--host {settings.host} can be reached from other machines and no key protects the service: make one "
+            "(inkstream keys add NAME --keys-file FILE) and serve with --keys-file FILE, use --host 127.0.0.1, or "
+            "--insecure-no-auth behind a proxy that asks for keys"
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
@@ -92,9 +95,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
 
     `engine` makes another client of the engine (benchmarks bring a stand-in).
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.set_up(settings.log_level, logs.chosen(settings.log_format))
     _check_weights(settings.weights)
     _check_kernels(settings)
     with bind(settings) as listener:
@@ -122,6 +123,14 @@ async def _serve(
     _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
     return server.gone
+
+
+def _has_keys(settings: Settings) -> bool:
+    """Raises StartError for a file of keys that cannot be used."""
+    try:
+        return bool(settings.keys_file and read_keys(settings.keys_file))
+    except KeysError as error:
+        raise StartError(str(error)) from None
 
 
 def _check_weights(directory: Path) -> None:

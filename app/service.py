@@ -10,10 +10,11 @@ from app.batch import Batch
 from app.caller import Caller
 from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
-from app.engine.client import EngineClient, EngineGone
+from app.engine.client import EngineClient
 from app.engine.errors import EngineError, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
+from app.engine.supervisor import EngineGone
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
@@ -98,10 +99,14 @@ class Service:
         """Whether clients know what is served by this name; those of weights that were served before count."""
         return name in self._names
 
-    def require_ready(self, served: Served | None = None) -> tuple[Ready, Tokenizer]:
-        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+    def require_open(self) -> None:
+        """Raises NotReady while draining."""
         if self.draining:
             raise NotReady("the service is shutting down: try again in a moment", 5)
+
+    def require_ready(self, served: Served | None = None) -> tuple[Ready, Tokenizer]:
+        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+        self.require_open()
         served = served or self.served
         if served.engine.ready is None or served.tokenizer is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
@@ -113,9 +118,9 @@ class Service:
             await self.served.load()
             self._loaded.set()
         except TokenizerError as error:
-            self._failed.set_result(EngineGone(str(error), 2))
+            self._fail(EngineGone(str(error), 2))
         except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
-            self._failed.set_result(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
+            self._fail(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
 
     async def wait_loaded(self) -> None:
         """Waits until there has been something to serve."""
@@ -130,8 +135,8 @@ class Service:
             others: list[asyncio.Future[Any]] = [self._failed, asyncio.ensure_future(self._switched.wait())]
             try:
                 await asyncio.wait([engine_gone, *others], return_when=asyncio.FIRST_COMPLETED)
-                if engine_gone.done() and served is self.served and not self._failed.done():
-                    self._failed.set_result(engine_gone.result())
+                if engine_gone.done() and served is self.served:
+                    self._fail(engine_gone.result())
             finally:
                 engine_gone.cancel()
                 others[1].cancel()
@@ -196,6 +201,10 @@ class Service:
             numerics=ready.numerics,
             truncated=any(read.truncated for read in reads),
         )
+
+    def _fail(self, gone: EngineGone) -> None:
+        if not self._failed.done():
+            self._failed.set_result(gone)
 
     def _patience(self, wish: Wish, heartbeat: float) -> Patience:
         longest = self.settings.request_timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +20,20 @@ class Settings(BaseSettings):
     watch: float = Field(
         0.0, ge=0, le=3600, description="Seconds between looks for new weights there; 0 loads them only on SIGHUP."
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need --insecure-no-auth.")
+    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need keys.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    keys_file: Path | None = Field(
+        None, description="File with the keys of callers (inkstream keys add NAME); None lets everybody in."
+    )
     insecure_no_auth: bool = Field(False, description="Serve on any address although no key protects the service.")
+    allowed_hosts: str = Field(
+        "",
+        description="Names of this service, with commas; addresses, localhost and names without a dot need no mention.",
+    )
+    allow_origin: str = Field(
+        "",
+        description="Origins whose pages may use the service (CORS), with commas: https://a.example,https://b.example",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
@@ -84,8 +96,29 @@ class Settings(BaseSettings):
         description="Seconds that a regex, schema or grammar may take to prepare; longer ones get 400.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+    log_format: Literal["auto", "text", "json"] = Field(
+        "auto", description="How a line of the log is written; auto is text on a terminal and JSON elsewhere."
+    )
 
-    @field_validator("cache_dir", mode="before")
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_names(cls, value: str) -> str:
+        for name in _listed(value):
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", name):
+                raise ValueError(f"{name[:100]!r} is no name: write a.example,b.example, without scheme and port")
+        return value
+
+    @field_validator("allow_origin")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in _listed(value):
+            if not re.fullmatch(r"https?://[a-z0-9_.-]+(:[0-9]{1,5})?", origin):
+                raise ValueError(
+                    f"{origin[:100]!r} is no origin: write https://a.example, in small letters, with a port but no path"
+                )
+        return value
+
+    @field_validator("cache_dir", "keys_file", mode="before")
     @classmethod
     def _nothing_is_none(cls, value: object) -> object:
         return None if value == "" else value  # a variable that is set to nothing does not mean the working directory
@@ -97,9 +130,23 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def host_names(self) -> frozenset[str]:
+        """What the service may be called in a request, beside what needs no mention."""
+        return frozenset(_listed(self.allowed_hosts)) | {self.host}
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Whose pages may read answers."""
+        return _listed(self.allow_origin)
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _listed(value: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in value.split(","))))

@@ -145,7 +145,7 @@ def start_server(
             text=True,
         )
     deadline = time.monotonic() + 60
-    while not (found := re.search(r"listening on (\S+)", log.read_text())):
+    while not (found := re.search(r"listening on (http://[^\s\"]+)", log.read_text())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     server = Server(found.group(1), process, log)

@@ -13,10 +13,11 @@ from app.api.errors import ApiError
 from app.api.job import Job
 from app.api.native_fields import CompleteRequest
 from app.api.openapi import declared
+from app.api.record import record_of
 from app.api.schemas import Cancellation, CompleteResponse
 from app.api.stream_job import StreamJob
 
-router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))
@@ -53,6 +54,7 @@ async def resume(
         raise ApiError(400, f"{param}: the last event that was sent is {stream.next_number - 1}", param=param)
     if not stream.keeps(number):
         raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
+    record_of(request).facts = stream.facts
     return _respond(stream, number)
 
 

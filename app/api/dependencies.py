@@ -9,10 +9,12 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from app.api.auth import caller_of
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.shelf import Shelf
 from app.caller import EVERYBODY, Caller
+from app.faults import fault
 from app.long_texts import LongTexts
 from app.service import Service
 
@@ -40,12 +42,15 @@ async def _shelf(request: Request) -> Shelf:
     return shelf
 
 
-async def _caller() -> Caller:
-    return EVERYBODY
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
 
 
 def owner_of(request: Request) -> str:
-    """Who sends a request, as far as it says: a digest of its credentials. Streams belong to who began them."""
+    """To whom streams belong that this request begins: to a key or, where none are set, to equal credentials."""
+    caller = caller_of(request)
+    if caller is not EVERYBODY:
+        return caller.salt  # not the name, which another key may have after this one was revoked
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
@@ -83,6 +88,7 @@ async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
                 raise too_large
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
+    fault("api.validate", body)
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from app.api import sse
 from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
+from app.api.record import record_of
 from app.api.version_header import version_header
 from app.caller import Caller
 from app.completion import Completion
@@ -71,7 +72,9 @@ class Job:
             raise
         if admitted is None:
             raise ApiError(499, "the client has left")
-        return cls(name, admitted, service, metrics)
+        job = cls(name, admitted, service, metrics)
+        record_of(request).facts = job.facts
+        return job
 
     @property
     def headers(self) -> dict[str, str]:
@@ -147,11 +150,19 @@ class Job:
             self._closed = True
             self.admitted.served.release()
             outcome = self._outcome or "disconnected"
-            duration = self.completion.duration
-            self._metrics.ended(self.completion, outcome, duration)
-            _log.info(
-                "request %s: %s, %d tokens, %.0f ms", self.name, outcome, self.completion.n_tokens, duration * 1e3
-            )
+            self._metrics.ended(self.completion, outcome, self.completion.duration)
+
+    def facts(self) -> dict[str, Any]:
+        """For the line in the log."""
+        completion, timings = self.completion, self.completion.timings()
+        return {
+            "outcome": self._outcome or "disconnected",
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_tokens": completion.cached_tokens,
+            "completion_tokens": completion.n_tokens,
+            "queue_ms": None if completion.clock.started is None else timings["queue_ms"],
+            "first_token_ms": None if completion.clock.first_token is None else timings["first_token_ms"],
+        }
 
 
 def _reason(error: EngineError) -> str:

@@ -138,5 +138,19 @@ class _EngineState(Collector):
         yield GaugeMetricFamily(
             "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))
         )
+        yield GaugeMetricFamily(
+            "inkstream_engine_report_age_seconds", "Since the engine was heard of last.", self._engine.report_age
+        )
+        yield GaugeMetricFamily(
+            "inkstream_engine_progress_age_seconds",
+            "Since the engine's last step that did anything; 0 where it has nothing to do.",
+            self._engine.progress_age,
+        )
+        yield CounterMetricFamily(
+            "inkstream_replayed_requests", "Requests that went on with the next engine.", self._engine.replayed
+        )
         yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
+        yield CounterMetricFamily(
+            "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations
+        )
         yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)

@@ -41,7 +41,7 @@ class StreamJob:
         if self._paused and self._job.completion.stream.is_open:
             if self._job.admitted.served.is_closed:
                 raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
-            self._job.service.require_ready(self._job.admitted.served)
+            self._job.service.require_open()  # not ready is no obstacle: it waits for the engine as all others do
             self._job.engine.resume(self._job.completion.stream)
             self._job.completion.go_on()
         self._paused = False
@@ -68,6 +68,10 @@ class StreamJob:
         if running:
             self._job.note_cancelled()
         return running
+
+    def facts(self) -> dict[str, Any]:
+        """For the line in the log of a request that goes on with this stream."""
+        return {**self._job.facts(), "stream": self.name}
 
     def close(self) -> None:
         """Nobody comes back."""

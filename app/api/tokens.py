@@ -32,7 +32,7 @@ router = APIRouter(tags=["tokens"])
     "/tokenize",
     response_model=TokenizeResponse,
     openapi_extra=body_schema(TokenizeRequest),
-    responses=declared(400, 413, 415, 503),
+    responses=declared(400, 401, 413, 415, 503),
 )
 async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep) -> Response:
     """Text to token ids, with the text, the bytes and the place of each token."""
@@ -59,7 +59,7 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     "/detokenize",
     response_model=DetokenizeResponse,
     openapi_extra=body_schema(DetokenizeRequest),
-    responses=declared(400, 413, 415, 503),
+    responses=declared(400, 401, 413, 415, 503),
 )
 async def detokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep) -> Response:
     """Token ids to the text that they are, from its start; special tokens are named in it."""
@@ -78,7 +78,7 @@ async def detokenize(request: Request, service: ServiceDep, long_texts: LongText
     return _answer(ready.weights_version, {"prompt": text}, len(body.tokens), {"pieces": pieces})
 
 
-@router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(503))
+@router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
 async def tokenizer_info(service: ServiceDep, response: Response) -> dict[str, Any]:
     """What starts and ends a text, and what else a client must know to make prompts by itself."""
     ready, tokenizer = service.require_ready()
