@@ -117,6 +117,8 @@ class Reloader:
 
     async def _loaded(self) -> Served:
         """Raises LoadFailed, with nothing left of it."""
+        if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine takes any memory
+            raise LoadFailed(problem)
         try:
             served = await self._make()
         except (ValueError, OSError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import CDLL
@@ -120,10 +122,12 @@ def start_server(
     sabotage: str = "pass",
     environment: Mapping[str, str] | None = None,
     fake_ms: float | None = None,
+    terminal: int | None = None,
 ) -> Server:
     """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first.
 
-    `fake_ms`: around the fake engine of tests/promises, whose steps take so long.
+    `fake_ms`: around the fake engine of tests/promises, whose steps take so long. `terminal`: a descriptor of the one
+    that it hangs on.
     """
     program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program]
@@ -143,6 +147,7 @@ def start_server(
             stderr=file,
             stdout=file,
             text=True,
+            preexec_fn=None if terminal is None else lambda: _hang_on(terminal),
         )
     deadline = time.monotonic() + 60
     while not (found := re.search(r"listening on (http://[^\s\"]+)", log.read_text())):
@@ -153,6 +158,12 @@ def start_server(
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
     return server
+
+
+def _hang_on(terminal: int) -> None:
+    """In the child: this is the terminal that it hangs on."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 def stop_server(server: Server) -> int:

@@ -20,7 +20,7 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("Authorization", "Last-Event-ID"),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "X-Weights-Version", "Retry-After"),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

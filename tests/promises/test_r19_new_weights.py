@@ -6,6 +6,7 @@ Bad weights are loaded by the real engine, around a tiny model; switches are tri
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import time
 from collections.abc import Iterator
@@ -224,22 +225,39 @@ def test_watching_takes_whole_sets_over_and_leaves_half_ones(tmp_path: Path) -> 
 @pytest.mark.parametrize("victim", ["the old engine", "the new engine"])
 def test_an_engine_that_dies_after_a_switch_does_not_end_the_service(tmp_path: Path, victim: str) -> None:
     ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
-    body = {"prompt": "The fox", "max_tokens": 300, "ignore_eos": True}
+    body = {"prompt": "The fox", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "seed": 3}
     with _service(tmp_path, ways[0], fake_ms=10) as (server, link):
         (old,) = _engines(server)
+        undisturbed = text_of(parse_events(httpx.post(f"{server.url}/complete", json=body, timeout=60).text))
         with httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
-            lines = response.iter_lines()
+            name, lines = response.headers["X-Request-Id"], response.iter_lines()
             while next(lines) != "event: token":
                 pass
             assert _reload(server, link, ways[1], "switched")
             new = next(pid for pid in _engines(server) if pid != old)
             os.kill(old if victim == "the old engine" else new, signal.SIGKILL)
             list(lines)
+        whole = parse_events(httpx.get(f"{server.url}/complete/{name}/events", timeout=60).text)
+        assert text_of(whole) == undisturbed, "its own weights are still behind the link's old target"
         ready = f"{server.url}/health/ready"
         assert server.wait_for(lambda: httpx.get(ready).status_code == 200)
         assert server.wait_for(lambda: len(_engines(server)) == 1)
         answer = httpx.post(f"{server.url}/complete", json={**body, "max_tokens": 5, "stream": False}, timeout=60)
         assert answer.json()["model"] == "two"
+
+
+def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_service(
+    tmp_path: Path, weights: Path
+) -> None:
+    ours, theirs = pty.openpty()
+    server = start_server(tmp_path, weights, environment=_ONE_THREAD, fake_ms=5, terminal=theirs)
+    os.close(theirs)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.wait_for(lambda: _reloads(server, "switched") == 1)
+    engines = _engines(server)
+    os.close(ours)  # the kernel sends SIGHUP
+    assert server.process.wait(timeout=20) == 0
+    assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()]
 
 
 def test_an_engine_never_comes_back_with_other_weights(tmp_path: Path) -> None:
