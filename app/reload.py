@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from app.engine.errors import NotReady
+from app.faults import is_armed
 from app.served import Served
 from app.service import Service
 from app.weights_watch import Look, look, what_is_missing
@@ -160,6 +161,8 @@ class Reloader:
 
     async def _retire(self, old: Served) -> None:
         """Closes old weights once nobody needs them, or the time is over."""
+        if is_armed("reload.keep_old"):
+            return
         error = NotReady("the weights that this answer began with are no longer served: send it again", 1)
         try:
             async with asyncio.timeout(self._drain_seconds):

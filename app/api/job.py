@@ -19,6 +19,7 @@ from app.caller import Caller
 from app.completion import Completion
 from app.engine.client import EngineClient
 from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
+from app.faults import is_armed
 from app.news import Delta, Ended, TokenDetail
 from app.served import Served
 from app.service import Admitted, Service
@@ -84,7 +85,7 @@ class Job:
     @property
     def engine(self) -> EngineClient:
         """The one it began with, whichever serves now."""
-        return self.admitted.served.engine
+        return self.service.engine if is_armed("job.other_engine") else self.admitted.served.engine
 
     @property
     def completion(self) -> Completion:

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from arming import Faults
 from bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
 from conftest import Server, start_server, stop_server
 from promise import Promise
 from steady_load import Answer, SteadyLoad, mixed
-from wire import parse_events, text_of
+from wire import Event, parse_events, text_of
 
 from model.files import write_files
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+_FOX = {"prompt": "The fox", "max_tokens": 120, "temperature": 0, "seed": 3, "ignore_eos": True}
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
 
 
@@ -63,11 +65,14 @@ def _refusals(server: Server) -> list[str]:
 
 
 @contextmanager
-def _service(folder: Path, first: Path, *flags: str, fake_ms: float | None = None) -> Iterator[tuple[Server, Path]]:
+def _service(
+    folder: Path, first: Path, *flags: str, fake_ms: float | None = None, faults: Faults | None = None
+) -> Iterator[tuple[Server, Path]]:
     """A service of what a link leads to, and the link."""
     link = folder / "current"
     link.symlink_to(first)
-    server = start_server(folder, link, *flags, environment=_ONE_THREAD, fake_ms=fake_ms)
+    environment = {**_ONE_THREAD, **(faults.environment if faults else {})}
+    server = start_server(folder, link, *flags, environment=environment, fake_ms=fake_ms)
     try:
         yield server, link
     finally:
@@ -162,29 +167,51 @@ def test_mixed_answers_would_be_found() -> None:
     assert mixed([*fine, Answer("b", "p", "xxxx")])
 
 
+def _across_a_switch(server: Server, link: Path, to: Path, *, is_cut: bool) -> list[Event]:
+    """The events of a stream that a switch meets half-way; a cut one is gone on with after it."""
+    with httpx.stream("POST", f"{server.url}/complete", json=_FOX, timeout=60) as response:
+        name, lines = response.headers["X-Request-Id"], response.iter_lines()
+        while next(lines) != "event: token":
+            pass
+        if is_cut:
+            response.close()
+        assert _reload(server, link, to, "switched")
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == to.name
+        if not is_cut:
+            list(lines)
+    return parse_events(httpx.get(f"{server.url}/complete/{name}/events", timeout=60).text)
+
+
 def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(tmp_path: Path, promise: Promise) -> None:
     ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
-    body = {"prompt": "The fox", "max_tokens": 120, "temperature": 0, "seed": 3, "ignore_eos": True}
     with _service(tmp_path, ways[0], "--resume-seconds", "3", fake_ms=10) as (server, link):
-        undisturbed = text_of(parse_events(httpx.post(f"{server.url}/complete", json=body, timeout=60).text))
-        good, n = 0, promise.size(4, 20)
+        good, n, texts = 0, promise.size(4, 20), [_undisturbed(server)]
         for place in range(n):
-            with httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
-                name, lines = response.headers["X-Request-Id"], response.iter_lines()
-                while next(lines) != "event: token":
-                    pass
-                if place % 2:  # cut, and resumed after the switch
-                    response.close()
-                assert _reload(server, link, ways[1], "switched")
-                assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "two"
-                if not place % 2:
-                    list(lines)
-            whole = parse_events(httpx.get(f"{server.url}/complete/{name}/events", timeout=60).text)
-            good += text_of(whole) == undisturbed and whole[-1].name == "done"
+            events = _across_a_switch(server, link, ways[(place + 1) % 2], is_cut=place % 4 > 1)
+            texts += [_undisturbed(server)] if place == 0 else []
+            good += text_of(events) == texts[place % 2] and events[-1].name == "done"
             assert server.wait_for(lambda: len(_engines(server)) == 1)
-            assert _reload(server, link, ways[0], "switched")
-            assert server.wait_for(lambda: len(_engines(server)) == 1)
+        assert texts[0] != texts[1]
         promise.all_of("R19", "streams that a switch met half-way, as without it", good, n)
+
+
+def test_old_engines_that_stay_and_streams_that_go_on_with_the_new_one_would_be_found(tmp_path: Path) -> None:
+    """The controls of the tests around: faults in the service, which their checks must see."""
+    faults = Faults(tmp_path / "faults")
+    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    with _service(tmp_path, ways[0], fake_ms=10, faults=faults) as (server, link):
+        undisturbed = _undisturbed(server)
+        faults.arm("job.other_engine", "mix")
+        assert text_of(_across_a_switch(server, link, ways[1], is_cut=True)) != undisturbed
+        faults.disarm("job.other_engine")
+        assert server.wait_for(lambda: len(_engines(server)) == 1)
+        faults.arm("reload.keep_old", "keep")
+        assert _reload(server, link, ways[0], "switched")
+        assert not server.wait_for(lambda: len(_engines(server)) == 1, 1.5)
+
+
+def _undisturbed(server: Server) -> str:
+    return text_of(parse_events(httpx.post(f"{server.url}/complete", json=_FOX, timeout=60).text))
 
 
 def test_a_parked_stream_keeps_its_weights_only_as_long_as_it_can_be_resumed(tmp_path: Path) -> None:
@@ -225,7 +252,7 @@ def test_watching_takes_whole_sets_over_and_leaves_half_ones(tmp_path: Path) -> 
 @pytest.mark.parametrize("victim", ["the old engine", "the new engine"])
 def test_an_engine_that_dies_after_a_switch_does_not_end_the_service(tmp_path: Path, victim: str) -> None:
     ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
-    body = {"prompt": "The fox", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "seed": 3}
+    body = {**_FOX, "max_tokens": 300}
     with _service(tmp_path, ways[0], fake_ms=10) as (server, link):
         (old,) = _engines(server)
         undisturbed = text_of(parse_events(httpx.post(f"{server.url}/complete", json=body, timeout=60).text))
