@@ -16,6 +16,8 @@ from app.api.openapi import TAGS, DescribedApp
 from app.api.request_ids import RequestIds
 from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
+from app.connections import Connections, Limits, possible_connections
+from app.descriptors import watch_descriptors
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.cores import available_cores
@@ -40,10 +42,11 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         client = (engine or make_client)(settings)
         app.state.long_texts = long_texts = LongTexts()
         app.state.service = service = Service(settings, client, long_texts)
-        app.state.metrics = metrics = Metrics(client)
+        app.state.metrics = metrics = Metrics(client, connections)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         client.start()
-        works = [service.load_tokenizer(), metrics.watch_loop(), build_for_next_start(client, settings.cache_dir)]
+        works = [service.load_tokenizer(), metrics.watch_loop(), watch_descriptors()]
+        works.append(build_for_next_start(client, settings.cache_dir))
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -68,6 +71,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         lifespan=lifespan,
     )
     app.add_middleware(RequestIds)
+    app.state.connections = connections = Connections(_connection_limits(settings))
     app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
     errors.install(app)
     for room in (complete, openai, chat, score):
@@ -75,6 +79,23 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
     for room in (tokens, operations, page):
         app.include_router(room.router)
     return app
+
+
+def _connection_limits(settings: Settings) -> Limits:
+    connections = possible_connections(settings.max_connections)
+    if connections < settings.max_connections:
+        _log.warning("the limit of open files (ulimit -n) allows %d connections", connections)
+    return Limits(
+        connections=connections,
+        per_address=settings.max_connections_per_address or max(1, connections // 2),
+        header_bytes=settings.max_header_bytes,
+        headers=settings.max_headers,
+        url_bytes=settings.max_url_bytes,
+        head_seconds=settings.head_timeout,
+        body_seconds=settings.body_timeout,
+        write_seconds=settings.write_timeout,
+        idle_seconds=settings.keep_alive_timeout,
+    )
 
 
 def make_client(settings: Settings) -> EngineClient:

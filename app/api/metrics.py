@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from app.completion import Completion
+from app.connections import Connections
 from app.engine.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,11 +24,12 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, connections: Connections) -> None:
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
         self._registry.register(_EngineState(engine))
+        self._registry.register(_ConnectionState(connections))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"inkstream_{name}", text, buckets=buckets, registry=self._registry)
@@ -125,3 +127,17 @@ class _EngineState(Collector):
         )
         yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
         yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)
+
+
+class _ConnectionState(Collector):
+    """Reads who is connected when somebody scrapes."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("inkstream_connections", "Connections there are.", self._connections.count)
+        cut = CounterMetricFamily("inkstream_connections_cut", "Connections refused or cut.", labels=["reason"])
+        for reason, count in self._connections.cut.items():
+            cut.add_metric([reason], count)
+        yield cut

@@ -18,12 +18,15 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "descripti
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model=Health, response_model_exclude_none=True)
 async def live() -> dict[str, str]:
     """200 as long as the process answers."""
     return {"status": "live"}
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 async def ready(service: ServiceDep) -> JSONResponse:

@@ -20,18 +20,21 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
+@router.head("/")
 async def page() -> FileResponse:
     """The completion notebook."""
     return _file("index.html")
 
 
 @router.get("/docs")
+@router.head("/docs")
 async def docs() -> FileResponse:
     """The API, to be read and tried."""
     return _file("docs.html")
 
 
 @router.get("/web/{name}")
+@router.head("/web/{name}")
 async def asset(name: str) -> FileResponse:
     """A script or a style sheet of the page."""
     return _file(name)
