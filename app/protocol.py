@@ -10,7 +10,6 @@ any other method FIN means that the client has left, which cannot be told from i
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Any
 
 import httptools
@@ -21,11 +20,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from app import refusal
-from app.alarm import Alarm
 from app.api.errors import ApiError
 from app.connections import Connections
 from app.flow import Flow
 from app.intake import Intake, Phase
+from app.watch import Watch
 
 
 class Connection(HttpToolsProtocol):
@@ -41,25 +40,25 @@ class Connection(HttpToolsProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._is_guest = True
-        self._alarm = Alarm(self._look)
         self._intake = Intake(connections.limits)
-        self._due: float | None = None
         self._running: RequestResponseCycle | None = None
+        self._is_last = False
 
     def connection_made(self, transport: Any) -> None:
         """Counts it; the head must come in time."""
         super().connection_made(transport)
         self.flow = Flow(transport, self._limits.write_seconds)
+        self._watch = Watch(self.flow, self._on_late_client, self._on_stalled_client)
         self.address = self.client[0] if self.client else ""
         self._is_guest = self._connections.enter(self)
         if not self._is_guest:
             self.app = refusal.Crowded(self.app)
-        self._set_due(self._limits.head_seconds if self._is_guest else self._limits.reserve_seconds)
+        self._watch.expect(self._limits.head_seconds if self._is_guest else self._limits.reserve_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The application hears of it, and nothing rings any more."""
         super().connection_lost(exc)
-        self._alarm.cancel()
+        self._watch.end()
         self._connections.leave(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -89,8 +88,7 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The kernel takes no more: the client must read on."""
         super().pause_writing()
-        if self.flow.write_due is not None:
-            self._alarm.set(self.flow.write_due)
+        self._watch.look_later()
 
     def on_message_begin(self) -> None:
         """A request begins; behind another one in the same packet it may be the first we hear of it."""
@@ -117,8 +115,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves
         self._intake.begin_body()
-        if self._connections.is_draining or not self._is_guest:
-            self.cycle.keep_alive = False
+        self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_guest
+        self.cycle.keep_alive = True  # for now: an answer before the end of the body must not close at once
         self._wait_for_client()
 
     def on_body(self, body: bytes) -> None:
@@ -132,12 +130,16 @@ class Connection(HttpToolsProtocol):
         """The client has sent all; now it is our turn."""
         super().on_message_complete()
         self._intake.phase = Phase.DONE
+        self.cycle.keep_alive = not self._is_last
         self._wait_for_client()
 
     def on_response_complete(self) -> None:
         """The next request's turn, if there is one."""
         self.server_state.total_requests += 1
         if self.transport.is_closing() or self._intake.phase is Phase.LINGER:
+            return
+        if self._reads_on and self._is_last:
+            self._linger()
             return
         self.flow.release()
         if self.pipeline:
@@ -153,7 +155,7 @@ class Connection(HttpToolsProtocol):
 
     def send_off(self) -> None:
         """Ends it at once, with all that is being done for it."""
-        self._alarm.cancel()
+        self._watch.end()
         self.transport.abort()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -186,31 +188,20 @@ class Connection(HttpToolsProtocol):
         """Sets the deadline of what the client owes us now, if it owes us anything."""
         if self._reads_on:
             # Answered already: the rest of the body is of no use, but to close now could cost the answer.
-            self._set_due(self._limits.linger_seconds if self.cycle.response_complete else self._limits.body_seconds)
+            self._watch.expect(
+                self._limits.linger_seconds if self.cycle.response_complete else self._limits.body_seconds
+            )
         elif self._is_busy:
-            self._due = None
+            self._watch.expect(None)
         elif self._intake.phase is Phase.HEAD:
-            self._set_due(self._limits.head_seconds)
+            self._watch.expect(self._limits.head_seconds)
         elif self._intake.phase is Phase.DONE:
             self._connections.rest(self)
-            self._set_due(self._limits.idle_seconds)
+            self._watch.expect(self._limits.idle_seconds)
 
-    def _set_due(self, seconds: float) -> None:
-        self._due = time.monotonic() + seconds
-        self._alarm.set(self._due)
-
-    def _look(self) -> None:
-        """The alarm rang: a deadline may have passed, or been moved."""
-        now = time.monotonic()
-        if self.flow.has_stalled(now):
-            self._connections.cut["write_stalled"] += 1
-            self.send_off()
-            return
-        if self._due is not None and now >= self._due:
-            self._due = None
-            self._on_late_client()
-        if dues := [due for due in (self._due, self.flow.write_due) if due is not None]:
-            self._alarm.set(min(dues))
+    def _on_stalled_client(self) -> None:
+        self._connections.cut["write_stalled"] += 1
+        self.send_off()
 
     def _on_late_client(self) -> None:
         phase = self._intake.phase
@@ -243,7 +234,11 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
             request_id = str(self.cycle.scope.get("inkstream_request_id", request_id))
         self.transport.write(refusal.as_bytes(error, request_id, self.server_state.default_headers))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Closes, but reads on for a moment."""
         self._intake.phase = Phase.LINGER
         self.flow.release()
         self.transport.write_eof()
-        self._set_due(self._limits.linger_seconds)
+        self._watch.expect(self._limits.linger_seconds)

@@ -31,7 +31,7 @@ from app.settings import Settings
 from model.chat_template import read_chat_template
 from model.presence import check_layout
 
-_UNSENT_BYTES = 1 << 16
+_UNSENT_BYTES = 1 << 14
 _LAST_SECONDS = 2.0
 """For clients to take what ends their streams, and for what was ended to notice."""
 _log = logging.getLogger("inkstream")
