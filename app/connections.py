@@ -17,6 +17,10 @@ _FILES = 64
 """Descriptors that are no connections: pipes to the engine, the pages' files, the event loop's own."""
 
 
+_REASONS = ("full", "address", "head_timeout", "body_timeout", "write_stalled")
+_REASONS += ("bad_request", "url_too_long", "headers_too_large", "pipelined")
+
+
 class Guest(Protocol):
     """One connection, as far as it is counted."""
 
@@ -55,8 +59,8 @@ class Connections:
         self.limits = limits
         self.is_draining = False
         self.count = 0
-        self.cut: Counter[str] = Counter()
-        """Connections that were refused or cut, by one of a few fixed words."""
+        self.cut = dict.fromkeys(_REASONS, 0)
+        """Connections that were refused or cut."""
         self._by_address: Counter[str] = Counter()
         self._idle: dict[Guest, None] = {}
         self._reserve: dict[Guest, None] = {}

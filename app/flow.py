@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import struct
 import termios
 import time
@@ -63,6 +64,10 @@ class Flow(FlowControl):
             return True
         self._unsent, self.write_due = unsent, now + self._write_seconds
         return False
+
+    def forget_unsent(self) -> None:
+        """The kernel shall not keep what the client has not read when the connection ends."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def _outstanding(self) -> int:
         """Bytes that the client has not taken: those that wait here, and the kernel's."""

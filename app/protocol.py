@@ -201,6 +201,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_stalled_client(self) -> None:
         self._connections.cut["write_stalled"] += 1
+        self.flow.forget_unsent()
         self.send_off()
 
     def _on_late_client(self) -> None:
@@ -215,7 +216,8 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answers what is being received with an error, if nothing else is on its way, and closes."""
-        self._connections.cut[error.code or "bad_request"] += 1
+        assert error.code
+        self._connections.cut[error.code] += 1
         if self._reads_on and self.cycle.response_started:
             self.transport.close()
         elif self._is_busy and not self._reads_on:
