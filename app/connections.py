@@ -17,8 +17,9 @@ _FILES = 64
 """Descriptors that are no connections: pipes to the engine, the pages' files, the event loop's own."""
 
 
-_REASONS = ("full", "address", "head_timeout", "body_timeout", "write_stalled")
-_REASONS += ("bad_request", "url_too_long", "headers_too_large", "pipelined")
+_TOO_MANY = ("full", "address")
+_TOO_SLOW = ("head_timeout", "body_timeout", "write_stalled")
+_TOO_MUCH = ("bad_request", "url_too_long", "headers_too_large", "pipelined")
 
 
 class Guest(Protocol):
@@ -59,7 +60,7 @@ class Connections:
         self.limits = limits
         self.is_draining = False
         self.count = 0
-        self.cut = dict.fromkeys(_REASONS, 0)
+        self.cut = dict.fromkeys(_TOO_MANY + _TOO_SLOW + _TOO_MUCH, 0)
         """Connections that were refused or cut."""
         self._by_address: Counter[str] = Counter()
         self._idle: dict[Guest, None] = {}

@@ -1,6 +1,7 @@
 """R5: Readers that stop reading hurt only themselves: others' tokens come as before, and what they hold is small.
 
-A slow reader holds no cache block: the engine writes its text into the request's own buffer, which the request bounds.
+A slow reader holds no cache block: the engine writes its text into the request's own buffer, which max_tokens bounds.
+A token that waits there takes 300 bytes, so the 256 KiB are kept by texts of up to some 800 tokens, not by any text.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import Server, start_server, stop_server
 from crowd_of_streams import read_streams
 from promise import Promise
 from raw import connect, post
 
 WRITE_TIMEOUT = 12.0
-STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True}
+STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
 NORMAL: dict[str, Any] = {"prompt": "b", "max_tokens": 300, "ignore_eos": True}
 N_NORMAL = 20
 
@@ -37,7 +37,6 @@ def _stalled(server: Server, n: int) -> Iterator[list[socket.socket]]:
         connections = [stack.enter_context(connect(server, receive_buffer=4096)) for _ in range(n)]
         for i, connection in enumerate(connections):
             connection.sendall(post({**STALLED, "seed": i}))
-        assert server.wait_for(lambda: server.metric("generation_tokens_total") >= 0, 1)
         assert server.wait_for(lambda: server.metric("requests_running") > 0, 10)
         assert server.wait_for(
             lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, WRITE_TIMEOUT + 60
@@ -96,7 +95,5 @@ def test_without_a_write_time_out_they_would_stay(tmp_path: Path, weights: Path)
             cut = 'connections_cut_total{reason="write_stalled"}'
             assert not server.wait_for(lambda: server.metric(cut) == 3, 3)
             assert server.metric("connections") >= 3
-        with pytest.raises(AssertionError):
-            server.metric("no such metric")
     finally:
         assert stop_server(server) == 0
