@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from app.engine.types import Request, StepReport
+from app.faults import fault
 
 _POLL_SECONDS = 0.002
 
@@ -75,4 +76,8 @@ class Door:
     def _compile(self) -> None:
         while self._waiting and self._n_kept() + len(self._compiled) < self._most:
             request = self._waiting.popleft()
-            self._compiled.append((request, self._thread.submit(self._prepare, request)))
+            self._compiled.append((request, self._thread.submit(self._compile_one, request)))
+
+    def _compile_one(self, request: Request) -> None:
+        fault("door.prepare", request)
+        self._prepare(request)

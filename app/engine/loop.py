@@ -44,6 +44,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
     try:
         config = _first_frame(inbox)
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
+            fault("engine.load")
             assembled = assemble(config, lambda phase: send(Phase(phase)))
         guides = assembled.guides
         send(assembled.ready)
