@@ -43,6 +43,8 @@ def run(descriptor: int, assemble: Assemble) -> int:
     send = _Sender(pipe)
     try:
         config = _first_frame(inbox)
+        if inbox.is_closed:  # whoever died before die_with_parent() was called
+            return 0
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
             fault("engine.load")
             assembled = assemble(config, lambda phase: send(Phase(phase)))

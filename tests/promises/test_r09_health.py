@@ -18,8 +18,8 @@ import httpx
 import pytest
 from arming import Faults
 from conftest import Server, start_server, stop_server
-from crowd import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
 from promise import Promise
+from visitors import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
 
 _SILENCE = 2.0
 _ASKS = [

@@ -19,9 +19,9 @@ import httpx
 import pytest
 from arming import Faults
 from conftest import Server, is_clean, start_server, stop_server
-from crowd import Answer, Ask, crowd, engine_pid, is_ready, visit
 from promise import Promise
 from tiny import tiny_weights
+from visitors import Answer, Ask, crowd, engine_pid, is_ready, visit
 
 from app.engine.quarantine import PROOF
 

@@ -130,11 +130,14 @@ def children(server: Server) -> list[int]:
 
 def engine_pid(server: Server) -> int:
     """The engine process, real or fake."""
-    for pid in children(server):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"app.engine.worker" in command or b"fake_engine.py" in command:
-            return pid
-    raise AssertionError("no engine process")
+    (pid,) = engine_pids(server)
+    return pid
+
+
+def engine_pids(server: Server) -> list[int]:
+    """None while one is being started."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(server)}
+    return [pid for pid, words in commands.items() if b"app.engine.worker" in words or b"fake_engine.py" in words]
 
 
 def is_gone(pid: int) -> bool:
