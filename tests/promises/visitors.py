@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,16 @@ class Answer:
 
 
 @contextmanager
-def crowd(server: Server, asks: Sequence[Ask]) -> Iterator[list[Answer]]:
-    """All of them at once; the answers fill while the test goes on, and are complete at the end."""
+def crowd(
+    server: Server, asks: Sequence[Ask], *, pause: float = 0.0, leave_after: float | None = None
+) -> Iterator[list[Answer]]:
+    """All of them at once; the answers fill while the test goes on, and are complete at the end.
+
+    pause: seconds that a client takes after each piece it reads. leave_after: seconds after which all hang up.
+    """
     answers = [Answer() for _ in asks]
-    thread = threading.Thread(target=lambda: asyncio.run(_visit(server.url, asks, answers)))
+    work = asyncio.wait_for(_visit(server.url, asks, answers, pause), leave_after)
+    thread = threading.Thread(target=_run, args=(work,))
     thread.start()
     try:
         yield answers
@@ -72,18 +78,25 @@ def visit(server: Server, asks: Sequence[Ask]) -> list[Answer]:
     return answers
 
 
-async def _visit(url: str, asks: Sequence[Ask], answers: list[Answer]) -> None:
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    with suppress(TimeoutError):
+        asyncio.run(work)
+
+
+async def _visit(url: str, asks: Sequence[Ask], answers: list[Answer], pause: float) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        await asyncio.gather(*(_ask(client, ask, answer) for ask, answer in zip(asks, answers, strict=True)))
+        await asyncio.gather(*(_ask(client, ask, answer, pause) for ask, answer in zip(asks, answers, strict=True)))
 
 
-async def _ask(client: httpx.AsyncClient, ask: Ask, answer: Answer) -> None:
+async def _ask(client: httpx.AsyncClient, ask: Ask, answer: Answer, pause: float) -> None:
     try:
         async with client.stream("POST", ask.path, json=ask.body) as response:
             answer.status, answer.name = response.status_code, response.headers.get("x-request-id", "")
             async for part in response.aiter_raw():
                 answer.body += part
+                if pause:
+                    await asyncio.sleep(pause)
     except httpx.TransportError as error:
         answer.error = repr(error)
 
@@ -116,6 +129,7 @@ def _told_by_chunks(text: str) -> Any:
     ends: dict[int, str] = {}
     for chunk in chunks:
         for choice in chunk.get("choices", []):
+            assert choice["index"] not in ends, "nothing comes behind the end"
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
             if choice["finish_reason"]:
                 ends[choice["index"]] = choice["finish_reason"]
