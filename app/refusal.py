@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.api.errors import ApiError, respond
-from app.api.request_ids import RequestIds
+from app.api.request_log import RequestLog
 
 _log = logging.getLogger("inkstream")
 _RETRY_AFTER = "2"
@@ -38,7 +38,7 @@ class Crowded:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._refuse = RequestIds(_refuse)
+        self._refuse = RequestLog(_refuse)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # An orchestrator that gets no answer would end a service that is only busy.

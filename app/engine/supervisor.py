@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from app.engine.crash_loop import MOST_CRASHES, CrashLoop
 from app.engine.frames import Down, Fatal, Phase, Ready, Up, WorkerConfig
 from app.engine.process import EngineProcess
+from app.engine.quarantine import PROOF
 from app.engine.types import StepReport
 
 _log = logging.getLogger("inkstream")
@@ -80,7 +81,8 @@ class Supervisor:
         """None until it has said something."""
         self._last_progress = time.monotonic()
         self._num_computed = 0
-        self._delivered = False
+        self._deliveries = 0
+        """Steps of this engine that gave somebody a token or a score."""
         self._crash_loop = CrashLoop()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready_event = asyncio.Event()
@@ -200,18 +202,19 @@ class Supervisor:
             return
         self.restarts += 1
         explained = self._ward.on_crash()
-        if self._crash_loop.record(time.monotonic(), delivered=self._delivered, explained=explained):
+        delivered, self._deliveries = self._deliveries >= PROOF, 0
+        if self._crash_loop.record(time.monotonic(), delivered=delivered, explained=explained):
             self.give_up(
                 EngineGone(f"the engine stopped {MOST_CRASHES} times in ten minutes and did nothing between", 1)
             )
-        self._delivered = False
 
     def _take(self, frame: Up) -> None:
         self._last_frame = time.monotonic()
         match frame:
             case StepReport():
                 if frame.events or frame.scores:
-                    self._last_progress, self._delivered = self._last_frame, True
+                    self._last_progress = self._last_frame
+                    self._deliveries += 1
                 elif frame.failed or frame.num_computed != self._num_computed:
                     self._last_progress = self._last_frame
                 self._num_computed = frame.num_computed
