@@ -57,7 +57,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("poison")
     faults = Faults(folder / "faults")
     weights = _poisoned_weights(folder / "weights")
-    server = start_server(folder, weights, "--dtype", "float32", environment=faults.environment)
+    server = start_server(folder, weights, "--dtype", "float32", "--threads", "1", environment=faults.environment)
     yield Service(server, faults)
     assert stop_server(server) == 0, server.log.read_text()[-2000:]
 
@@ -70,13 +70,13 @@ def _bodies() -> list[dict[str, Any]]:
 def _body(place: int, rng: random.Random, words: list[str]) -> dict[str, Any]:
     if place == VICTIM:
         own = {"prompt": "The victim sang to the moon", "user": "victim", "logprobs": 2, "echo": True}
-        return {**own, "stop": ["never written"], "max_tokens": 16, "seed": 1, "logit_bias": {str(POISON): -100}}
+        return {**own, "stop": ["never written"], "max_tokens": 9, "seed": 1, "logit_bias": {str(POISON): -100}}
     return {
-        "prompt": " ".join(rng.choices(words, k=rng.randint(1, 12))),
-        "max_tokens": rng.randint(8, 20),
+        "prompt": " ".join(rng.choices(words, k=rng.randint(1, 4))),
+        "max_tokens": rng.randint(4, 9),
         "seed": place,
         "temperature": rng.choice([0.0, 0.9]),
-        "logprobs": rng.choice([None, None, 1]),
+        "logprobs": rng.choice([None, None, None, 1]),
         "stop": rng.choice([None, ["the"]]),
         "logit_bias": {str(POISON): -100},
         "user": f"u{place}",
