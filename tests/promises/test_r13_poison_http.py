@@ -178,3 +178,20 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(service: Service, mode: s
     assert server.metric("engine_restarts_total") == 0
     what = f"places where only the poisoned one of 32 clients fails ({mode})"
     promise.all_of("R13", what, good, len(PLACES))
+
+
+def test_a_guide_whose_compilation_raises_fails_its_request_alone(service: Service, promise: Promise) -> None:
+    """The place that only guided requests come to; it was the end of the engine before."""
+    server, bodies = service.server, _bodies()
+    bodies[VICTIM] = {"prompt": "A number:", "max_tokens": 9, "seed": 1, "user": "victim", "regex": "[0-9]{4}"}
+    bodies[3] = {**bodies[VICTIM], "user": "u3", "regex": "[a-z]{4}"}
+    before = _all_at_once(server.url, bodies, "events")
+    service.faults.arm("engine.guide", "raise", match="[0-9]{4}")
+    after = _all_at_once(server.url, bodies, "events")
+    service.faults.disarm("engine.guide")
+    error = after[VICTIM].error
+    assert error and error["type"] == "server_error" and "guide" in error["message"]
+    assert error["request_id"] in server.log.read_text()
+    good = sum(one == other for i, (one, other) in enumerate(zip(before, after, strict=True)) if i != VICTIM)
+    assert server.metric("engine_restarts_total") == 0
+    promise.all_of("R13", "answers beside one whose guide raises", good, N - 1)
