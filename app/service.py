@@ -10,13 +10,15 @@ from app.batch import Batch
 from app.caller import Caller
 from app.completion import Clock, Completion, Patience
 from app.engine.client import EngineClient, EngineGone
-from app.engine.errors import InvalidRequest, NotReady
+from app.engine.errors import DeadlineExceeded, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
+from app.gate import Gate
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
-from app.prompts import Reader
+from app.prompts import Read, Reader
+from app.quotas import Lease
 from app.settings import Settings
 from app.wish import Wish
 from model.tokenizer import Tokenizer, TokenizerError
@@ -33,6 +35,8 @@ class Admitted:
     weights_version: str
     numerics: str
     truncated: bool
+    lease: Lease
+    """Of its caller's quota."""
 
 
 class Service:
@@ -44,6 +48,7 @@ class Service:
         """What clients call the model: the name of its directory."""
         self._long_texts = long_texts
         self.engine = engine
+        self.gate = Gate(engine.queue)
         self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
         self.tokenizer: Tokenizer | None = None
         self.draining = False
@@ -90,17 +95,20 @@ class Service:
             engine_gone.cancel()
 
     async def begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float) -> Admitted:
-        """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
+        """Validates, admits, submits.
+
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, QuotaUsedUp, NotReady, DeadlineExceeded.
+        """
         clock = Clock()
         ready, tokenizer = self.require_ready()
-        self.engine.queue.check_count(len(wish.prompts) * wish.n_drawn)
         patience = self._patience(wish, heartbeat)
-        reader = Reader(ready, tokenizer, self._long_texts)
-        reads = await reader.prompts(wish)
-        source = await reader.source(wish.source)
-        batch = Batch(name, wish, ready, tokenizer, caller.salt)
-        requests = batch.requests(reads, source, await self._guide(wish))
-        stream = self.engine.submit(requests)
+        with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
+            with self.gate.room(wish, caller, patience):
+                reads, source, guide = await self._read(wish, Reader(ready, tokenizer, self._long_texts), patience)
+            batch = Batch(name, wish, ready, tokenizer, caller.salt)
+            requests = batch.requests(reads, source, guide)
+            self.gate.charge(lease, wish, requests)
+            stream = self.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)
         return Admitted(
             completion=completion,
@@ -110,7 +118,18 @@ class Service:
             weights_version=ready.weights_version,
             numerics=ready.numerics,
             truncated=any(read.truncated for read in reads),
+            lease=lease,
         )
+
+    async def _read(self, wish: Wish, reader: Reader, patience: Patience) -> tuple[list[Read], tuple[int, ...], str]:
+        """Texts to tokens, and the guide; within the deadline, however many others wait for the same."""
+        try:
+            async with asyncio.timeout(patience.deadline) as limit:
+                return await reader.prompts(wish), await reader.source(wish.source), await self._guide(wish)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded("the deadline passed before the text was read: raise deadline_ms") from None
 
     async def _guide(self, wish: Wish) -> str:
         """The grammar that the text must follow, which can be followed; empty for none."""

@@ -15,7 +15,7 @@ from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
 from app.caller import Caller
 from app.completion import Completion
-from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
+from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
 from app.news import Delta, Ended, TokenDetail
 from app.service import Admitted, Service
 from app.wish import Wish
@@ -70,6 +70,21 @@ class Job:
     def completion(self) -> Completion:
         """What the engine makes of it."""
         return self.admitted.completion
+
+    def pause(self) -> None:
+        """Nobody listens: neither the engine nor its caller's quota has to do with it until go_on()."""
+        self.completion.pause()
+        self.admitted.lease.pause()
+
+    def go_on(self) -> None:
+        """Somebody listens again. Raises Unavailable where the engine, or the quota, has no room for it now."""
+        self.admitted.lease.go_on()
+        try:
+            self.service.engine.resume(self.completion.stream)
+        except BaseException:
+            self.admitted.lease.pause()
+            raise
+        self.completion.go_on()
 
     def note(self, news: object) -> None:
         """Keeps the metrics in step with what is sent."""
@@ -128,6 +143,8 @@ class Job:
         self.completion.close()
         if not self._closed:
             self._closed = True
+            was_read = self.completion.clock.started is not None
+            self.admitted.lease.end(self.completion.n_tokens + (self.completion.prompt_tokens if was_read else 0))
             outcome = self._outcome or "disconnected"
             duration = self.completion.duration
             self._metrics.ended(self.completion, outcome, duration)
@@ -140,6 +157,8 @@ def _reason(error: EngineError) -> str:
     match error:
         case QueueFull():
             return "queue_full"
+        case QuotaUsedUp():
+            return "quota"
         case NotReady():
             return "not_ready"
         case Unavailable():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -36,8 +37,7 @@ class StreamJob:
         """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
         if self._paused and self._job.completion.stream.is_open:
             self._job.service.require_ready()
-            self._job.service.engine.resume(self._job.completion.stream)
-            self._job.completion.go_on()
+            self._job.go_on()
         self._paused = False
         self._shelf.come_back(self)
         self._reader = Connection()
@@ -52,7 +52,7 @@ class StreamJob:
                 self._job.close()
             else:
                 self._paused = self._job.completion.stream.is_open
-                self._job.completion.pause()
+                self._job.pause()
             self._shelf.leave(self)
 
     def cancel(self) -> bool:
@@ -109,7 +109,7 @@ class StreamJob:
                 tokens = shapes.tokens(self._job.admitted.tokenizer, details)
                 return self._kept("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
-                eta_ms = round(self._job.service.engine.queue.eta_seconds(position) * 1e3)
+                eta_ms = round(self._job.service.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
                 return self._kept("queue", {"position": position, "eta_ms": eta_ms})
             case Begun():
                 return self._kept("start", self._start())

@@ -104,7 +104,7 @@ class EngineClient:
     def _check(self, requests: Sequence[Request]) -> None:
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        self.queue.check(requests)
+        self.queue.check(requests, time.monotonic())
 
     def _send(self, stream: Stream, requests: Sequence[Request]) -> None:
         assert self._process, "there is one while it is ready"
@@ -197,8 +197,7 @@ class EngineClient:
 
     def _take_report(self, report: StepReport) -> None:
         self.counters = report.counters
-        for started in report.started:
-            self.queue.begin(started.request_id, report.at)
+        self.queue.begin(report.started, report.at, has_backlog=report.counters.waiting > 0)
         items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
         for item in items:
             if stream := self._streams.get(item.request_id):

@@ -137,6 +137,7 @@ class Load:
 
     def __init__(self, plan: Plan) -> None:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.seconds = plan.seconds
         self._longest = plan.seconds + plan.patience + 30
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
@@ -148,11 +149,6 @@ class Load:
         self._process.stdin.write(msgspec.msgpack.encode(plan))
         self._process.stdin.close()
         self._process.stdin = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the generator has ended; small loads only, as a large result waits to be read."""
-        return self._process.poll() is not None
 
     def outcomes(self) -> list[Outcome]:
         """Waits for the end."""
