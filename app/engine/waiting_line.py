@@ -68,7 +68,8 @@ class WaitingLine:
         """
         self._check(salt, Adding(requests, tokens), now)
         wait = self.eta_seconds(self._position(salt, len(self._lane(salt).arrivals)), now)
-        if wait > patience and self._pace.has_backlog:
+        # What was measured holds only where somebody waits, in the engine and here.
+        if wait > patience and self._places and self._pace.has_backlog:
             raise QueueFull(
                 f"the request would wait {wait:.0f} s for its turn, and its time allows {patience:.0f}: try again in "
                 f"{self.retry_after(now)} s",

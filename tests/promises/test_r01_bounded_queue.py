@@ -50,9 +50,9 @@ def _deepest(server: Server, load: open_loop.Load) -> tuple[float, int]:
 
 def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(server: Server, promise: Promise) -> None:
     seconds = promise.size(5, 60)
-    load = open_loop.start(Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds))
-    deepest, looks = _deepest(server, load)
-    outcomes = load.outcomes()
+    with open_loop.started(Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds)) as load:
+        deepest, looks = _deepest(server, load)
+        outcomes = load.outcomes()
     told = open_loop.summary(outcomes)
     assert set(told.statuses) == {200, 503} and not told.errors, told
     assert told.good > _CAPACITY * seconds / 3
@@ -68,8 +68,7 @@ def test_retry_after_tells_how_long_the_queue_takes(server: Server, promise: Pro
     """Long texts, so that seconds can be told: as long as those waited that got in at the same time."""
     body = json.dumps({"prompt": "Once", "max_tokens": 300, "ignore_eos": True}).encode()
     rate = 20.0
-    load = open_loop.start(Plan(url=server.url, bodies=(body,), rate=rate, seconds=6, patience=60))
-    outcomes = load.outcomes()
+    outcomes = open_loop.run(Plan(url=server.url, bodies=(body,), rate=rate, seconds=6, patience=60))
     late = [o for o in outcomes if o.is_refused and o.due > outcomes[0].due + 3]
     waits = [o.first_token for o in outcomes if o.is_good and o.first_token and o.due > outcomes[0].due + 3]
     assert late and waits
