@@ -127,9 +127,7 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
     train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --steps 3"
     check = f"{sys.executable} -c 'import sys; from pathlib import Path; from model.snapshot import load_snapshot; "
     check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
-    script = (
-        f"mount -t tmpfs -o size=800k tmpfs {small} && {{ {train}; echo code $?; df {small} | tail -1; {check}; }}"
-    )
+    script = f"mount -t tmpfs -o size=800k tmpfs {small} && {{ {train}; echo code $?; df {small} | tail -1; {check}; }}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
     try:
