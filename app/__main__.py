@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -48,6 +49,9 @@ def _run(verb: str, rest: list[str]) -> int:
     # Each verb is imported when it is asked for: serve must answer before train's torch would be loaded.
     match verb:
         case "serve":
+            # Ctrl+C in an import: pydantic makes an error of it, with a traceback. There is nothing to tidy up yet;
+            # the server takes the signal over before there is.
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
             # Imports leave next to no garbage; looking for it took an eighth of the API's CPU time at start.
             gc.disable()
             from app.cli.serve import main as run

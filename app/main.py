@@ -19,6 +19,8 @@ from app.api.openapi import TAGS, DescribedApp
 from app.api.request_log import RequestLog
 from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
+from app.connections import Connections, Limits, possible_connections
+from app.descriptors import watch_descriptors
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.cores import available_cores
@@ -51,12 +53,12 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         app.state.long_texts = long_texts = LongTexts()
         served = await make()
         app.state.service = service = Service(settings, served, long_texts)
-        app.state.metrics = metrics = Metrics(lambda: service.engines)
+        app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         served.start()
         app.state.reloader = reloader = Reloader(service, make, metrics.reloaded)
-        building = build_for_next_start(served.engine, settings.cache_dir)
-        works = [service.load(), reloader.run(), metrics.watch_loop(), building]
+        works = [service.load(), reloader.run(), metrics.watch_loop(), watch_descriptors()]
+        works.append(build_for_next_start(served.engine, settings.cache_dir))
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -80,6 +82,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         lifespan=lifespan,
     )
     _guard(app, settings)
+    app.state.connections = connections = Connections(_connection_limits(settings))
     errors.install(app)
     for room in (complete, openai, chat, score):
         app.include_router(room.router, tags=["completion"])
@@ -106,6 +109,23 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Engi
     chat_template = await asyncio.to_thread(ChatTemplate.load, weights)
     engine = make_engine(settings.model_copy(update={"weights": weights}))
     return Served(weights, seen, engine, chat_template, guide_seconds=settings.guide_seconds)
+
+
+def _connection_limits(settings: Settings) -> Limits:
+    connections = possible_connections(settings.max_connections)
+    if connections < settings.max_connections:
+        _log.warning("the limit of open files (ulimit -n) allows %d connections", connections)
+    return Limits(
+        connections=connections,
+        per_address=settings.max_connections_per_address or max(1, connections // 2),
+        header_bytes=settings.max_header_bytes,
+        headers=settings.max_headers,
+        url_bytes=settings.max_url_bytes,
+        head_seconds=settings.head_timeout,
+        body_seconds=settings.body_timeout,
+        write_seconds=settings.write_timeout,
+        idle_seconds=settings.keep_alive_timeout,
+    )
 
 
 def make_client(settings: Settings) -> EngineClient:

@@ -11,14 +11,16 @@ from app.caller import Caller
 from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
 from app.engine.client import EngineClient
-from app.engine.errors import EngineError, InvalidRequest, NotReady
+from app.engine.errors import DeadlineExceeded, EngineError, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
 from app.engine.supervisor import EngineGone
+from app.gate import Gate
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
-from app.prompts import Reader
+from app.prompts import Read, Reader
+from app.quotas import Lease
 from app.served import Served
 from app.settings import Settings
 from app.wish import Wish
@@ -37,6 +39,8 @@ class Admitted:
     weights_version: str
     numerics: str
     truncated: bool
+    lease: Lease
+    """Of its caller's quota."""
 
 
 class Service:
@@ -47,6 +51,7 @@ class Service:
         self.served = served
         """What new requests get. A request that goes on over an await keeps its own."""
         self._long_texts = long_texts
+        self.gate = Gate()
         self.draining = False
         self._names = {served.model_name}
         self._retiring: list[Served] = []
@@ -169,7 +174,7 @@ class Service:
     ) -> Admitted:
         """Validates, admits, submits, with what is served now or with `served`, which is held until it is released.
 
-        Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady.
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, QuotaUsedUp, NotReady, DeadlineExceeded.
         """
         served = served or self.served
         served.hold()
@@ -182,14 +187,15 @@ class Service:
     async def _begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float, served: Served) -> Admitted:
         clock = Clock()
         ready, tokenizer = self.require_ready(served)
-        served.engine.queue.check_count(len(wish.prompts) * wish.n_drawn)
         patience = self._patience(wish, heartbeat)
-        reader = Reader(ready, tokenizer, self._long_texts)
-        reads = await reader.prompts(wish)
-        source = await reader.source(wish.source)
-        batch = Batch(name, wish, ready, tokenizer, caller.salt)
-        requests = batch.requests(reads, source, await _guide(wish, served.guides))
-        stream = served.engine.submit(requests)
+        with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
+            with self.gate.room(wish, caller, patience, served.engine.queue):
+                reader = Reader(ready, tokenizer, self._long_texts)
+                reads, source, guide = await _read(wish, reader, served.guides, patience)
+            batch = Batch(name, wish, ready, tokenizer, caller.salt)
+            requests = batch.requests(reads, source, guide)
+            self.gate.charge(lease, wish, requests)
+            stream = served.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)
         return Admitted(
             served=served,
@@ -200,6 +206,7 @@ class Service:
             weights_version=ready.weights_version,
             numerics=ready.numerics,
             truncated=any(read.truncated for read in reads),
+            lease=lease,
         )
 
     def _fail(self, gone: EngineGone) -> None:
@@ -212,6 +219,19 @@ class Service:
         if deadline > longest:
             raise InvalidRequest(f"deadline_ms must be at most {longest * 1e3:.0f}, this server's own", "deadline_ms")
         return Patience(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
+
+
+async def _read(
+    wish: Wish, reader: Reader, guides: GuideChecker, patience: Patience
+) -> tuple[list[Read], tuple[int, ...], str]:
+    """Texts to tokens, and the guide; within the deadline, however many others wait for the same."""
+    try:
+        async with asyncio.timeout(patience.deadline) as limit:
+            return await reader.prompts(wish), await reader.source(wish.source), await _guide(wish, guides)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the text was read: raise deadline_ms") from None
 
 
 async def _guide(wish: Wish, guides: GuideChecker) -> str:

@@ -73,6 +73,31 @@ class Settings(BaseSettings):
         1_000_000, ge=1, description="Prompt tokens that may wait; more are refused with 503."
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Largest request body; larger ones get 413.")
+    max_header_bytes: int = Field(16384, ge=1024, le=1 << 20, description="Largest request headers, in all; else 431.")
+    max_headers: int = Field(100, ge=8, le=10_000, description="Most headers of a request; more get 431.")
+    max_url_bytes: int = Field(8192, ge=256, le=1 << 16, description="Longest URL; longer ones get 414.")
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Connections at once, as far as the limit of open files allows; more are refused with 503.",
+    )
+    max_connections_per_address: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="The same from one address; 0 is half of all. Behind a proxy, all that it may open.",
+    )
+    head_timeout: float = Field(
+        10.0, gt=0, le=3600, description="Seconds for the headers of a request, from its first byte; then 408."
+    )
+    body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds for its body; then 408.")
+    write_timeout: float = Field(
+        30.0, gt=0, le=3600, description="Seconds that a client may not read while there is something to read."
+    )
+    keep_alive_timeout: float = Field(
+        75.0, gt=0, le=3600, description="Seconds that a connection may idle between two requests."
+    )
     request_timeout: float = Field(
         600.0, gt=0, le=86400, description="Seconds an answer may take in all; deadline_ms can ask for less."
     )

@@ -98,9 +98,9 @@ class Server:
     log: Path
 
     def metric(self, name: str) -> float:
-        """A gauge or counter without labels."""
+        """A gauge or counter; labels belong to the name."""
         text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^inkstream_{name} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found.group(1))
 

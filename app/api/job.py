@@ -18,7 +18,7 @@ from app.api.version_header import version_header
 from app.caller import Caller
 from app.completion import Completion
 from app.engine.client import EngineClient
-from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
+from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
 from app.faults import is_armed
 from app.news import Delta, Ended, TokenDetail
 from app.served import Served
@@ -92,6 +92,21 @@ class Job:
         """What the engine makes of it."""
         return self.admitted.completion
 
+    def pause(self) -> None:
+        """Nobody listens: neither the engine nor its caller's quota has to do with it until go_on()."""
+        self.completion.pause()
+        self.admitted.lease.pause()
+
+    def go_on(self) -> None:
+        """Somebody listens again. Raises Unavailable where the engine, or the quota, has no room for it now."""
+        self.admitted.lease.go_on()
+        try:
+            self.engine.resume(self.completion.stream)
+        except BaseException:
+            self.admitted.lease.pause()
+            raise
+        self.completion.go_on()
+
     def note(self, news: object) -> None:
         """Keeps the metrics in step with what is sent."""
         if isinstance(news, Delta):
@@ -149,6 +164,8 @@ class Job:
         self.completion.close()
         if not self._closed:
             self._closed = True
+            was_read = self.completion.clock.started is not None
+            self.admitted.lease.end(self.completion.n_tokens + (self.completion.prompt_tokens if was_read else 0))
             self.admitted.served.release()
             outcome = self._outcome or "disconnected"
             self._metrics.ended(self.completion, outcome, self.completion.duration)
@@ -170,6 +187,8 @@ def _reason(error: EngineError) -> str:
     match error:
         case QueueFull():
             return "queue_full"
+        case QuotaUsedUp():
+            return "quota"
         case NotReady():
             return "not_ready"
         case Unavailable():

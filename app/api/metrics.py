@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from app.completion import Completion
+from app.connections import Connections
 from app.engine.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,12 +25,13 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, engines: Callable[[], Sequence[EngineClient]]) -> None:
+    def __init__(self, engines: Callable[[], Sequence[EngineClient]], connections: Connections) -> None:
         """`engines` gives the one that serves now, and behind it those that end."""
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
         self._registry.register(_EngineState(engines))
+        self._registry.register(_ConnectionState(connections))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"inkstream_{name}", text, buckets=buckets, registry=self._registry)
@@ -154,3 +156,17 @@ class _EngineState(Collector):
             "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations
         )
         yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)
+
+
+class _ConnectionState(Collector):
+    """Reads who is connected when somebody scrapes."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("inkstream_connections", "Connections there are.", self._connections.count)
+        cut = CounterMetricFamily("inkstream_connections_cut", "Connections refused or cut.", labels=["reason"])
+        for reason, count in self._connections.cut.items():
+            cut.add_metric([reason], count)
+        yield cut

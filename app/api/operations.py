@@ -20,6 +20,7 @@ _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"s
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model=Health, response_model_exclude_none=True)
 @public
 async def live() -> dict[str, str]:
@@ -27,6 +28,8 @@ async def live() -> dict[str, str]:
     return {"status": "live"}
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 @public

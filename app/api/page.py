@@ -24,6 +24,7 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
+@router.head("/")
 @public
 async def page() -> FileResponse:
     """The completion notebook."""
@@ -31,12 +32,14 @@ async def page() -> FileResponse:
 
 
 @router.get("/docs")
+@router.head("/docs")
 async def docs() -> FileResponse:
     """The API, to be read and tried."""
     return _file("docs.html")
 
 
 @router.get("/web/{name}")
+@router.head("/web/{name}")
 @public
 async def asset(name: str) -> FileResponse:
     """A script or a style sheet of the page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -42,8 +43,7 @@ class StreamJob:
             if self._job.admitted.served.is_closed:
                 raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
             self._job.service.require_open()  # not ready is no obstacle: it waits for the engine as all others do
-            self._job.engine.resume(self._job.completion.stream)
-            self._job.completion.go_on()
+            self._job.go_on()
         self._paused = False
         self._shelf.come_back(self)
         self._reader = Connection()
@@ -58,7 +58,7 @@ class StreamJob:
                 self._job.close()
             else:
                 self._paused = self._job.completion.stream.is_open
-                self._job.completion.pause()
+                self._job.pause()
             self._shelf.leave(self)
 
     def cancel(self) -> bool:
@@ -119,7 +119,7 @@ class StreamJob:
                 tokens = shapes.tokens(self._job.admitted.tokenizer, details)
                 return self._kept("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
-                eta_ms = round(self._job.engine.queue.eta_seconds(position) * 1e3)
+                eta_ms = round(self._job.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
                 return self._kept("queue", {"position": position, "eta_ms": eta_ms})
             case Begun():
                 return self._kept("start", self._start())

@@ -95,7 +95,7 @@ class EngineClient:
         """Queues the sequences of one answer, all or none. Raises NotReady, QueueFull, InvalidRequest."""
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        self.queue.check(requests)
+        self.queue.check(requests, time.monotonic())
         stream = Stream(requests, self._drop, self.queue.position)
         self._hold(stream, requests)
         return stream
@@ -104,7 +104,7 @@ class EngineClient:
         """Queues again what a paused stream has left, also while the engine restarts. Raises NotReady, QueueFull."""
         if self._supervisor.is_gone:
             raise NotReady(_ENDING, 5)
-        self.queue.check(stream.open_requests)
+        self.queue.check(stream.open_requests, time.monotonic())
         self._hold(stream, stream.renew())
 
     def fail_all(self, error: EngineError) -> None:
@@ -118,8 +118,8 @@ class EngineClient:
         self.counters = report.counters
         for request_id in report.taken:
             self._quarantine.taken(request_id)
+        self.queue.begin(report.started, report.at, has_backlog=report.counters.waiting > 0)
         for started in report.started:
-            self.queue.begin(started.request_id, report.at)
             self._quarantine.begun(started.request_id)
         items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
         for item in items:

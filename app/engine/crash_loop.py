@@ -17,7 +17,7 @@ class CrashLoop:
         self._pardoned = False
 
     def record(self, now: float, *, delivered: bool, explained: bool) -> bool:
-        """Whether this crash is one too many. `delivered`: a token or a score, since the crash before this one.
+        """Whether this crash is one too many. `delivered`: tokens or scores, in more than one step since the last.
 
         explained: a request is refused, since this was its second crash.
         """

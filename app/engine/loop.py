@@ -46,8 +46,11 @@ def run(descriptor: int, assemble: Assemble) -> int:
     send = _Sender(pipe)
     try:
         config = _first_frame(inbox)
+        if inbox.is_closed:  # whoever died before die_with_parent() was called
+            return 0
         logs.set_up(config.log_level, config.log_format)
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
+            fault("engine.load")
             assembled = assemble(config, lambda phase: send(Phase(phase)))
         guides = assembled.guides
         send(assembled.ready)

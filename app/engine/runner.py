@@ -46,7 +46,8 @@ class Runner:
         """Computes every chunk, draws a token for those that sample, and scores the prompts of those who ask."""
         fault("engine.forward", plan)
         chunks = self.compute.run(plan)
-        return StepResult(self._draw(chunks), self._score(chunks))
+        scores = self._score(chunks)  # first: a guide that has taken a token in is built again if the step is
+        return StepResult(self._draw(chunks), scores)
 
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""

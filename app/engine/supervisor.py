@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from app.engine.crash_loop import MOST_CRASHES, CrashLoop
 from app.engine.frames import Down, Fatal, Phase, Ready, Up, WorkerConfig
 from app.engine.process import EngineProcess
+from app.engine.quarantine import PROOF
 from app.engine.types import StepReport
 
 _log = logging.getLogger("inkstream")
@@ -71,8 +72,7 @@ class Supervisor:
         self.ready: Ready | None = None
         self.phase = "starting"
         self.restarts = 0
-        self._version = ""
-        """Of the weights that this one's engines serve, whatever is in their directory later."""
+        self._version = ""  # of the weights that all its engines serve, whatever is in their directory later
         self._process: EngineProcess | None = None
         self._why = ""
         """Why we have killed it."""
@@ -80,7 +80,8 @@ class Supervisor:
         """None until it has said something."""
         self._last_progress = time.monotonic()
         self._num_computed = 0
-        self._delivered = False
+        self._deliveries = 0
+        """Steps of this engine that gave somebody a token or a score."""
         self._crash_loop = CrashLoop()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready_event = asyncio.Event()
@@ -200,18 +201,18 @@ class Supervisor:
             return
         self.restarts += 1
         explained = self._ward.on_crash()
-        if self._crash_loop.record(time.monotonic(), delivered=self._delivered, explained=explained):
-            self.give_up(
-                EngineGone(f"the engine stopped {MOST_CRASHES} times in ten minutes and did nothing between", 1)
-            )
-        self._delivered = False
+        delivered, self._deliveries = self._deliveries >= PROOF, 0
+        if self._crash_loop.record(time.monotonic(), delivered=delivered, explained=explained):
+            problem = f"the engine stopped {MOST_CRASHES} times in ten minutes and did nothing between"
+            self.give_up(EngineGone(problem, 1))
 
     def _take(self, frame: Up) -> None:
         self._last_frame = time.monotonic()
         match frame:
             case StepReport():
                 if frame.events or frame.scores:
-                    self._last_progress, self._delivered = self._last_frame, True
+                    self._last_progress = self._last_frame
+                    self._deliveries += 1
                 elif frame.failed or frame.num_computed != self._num_computed:
                     self._last_progress = self._last_frame
                 self._num_computed = frame.num_computed
@@ -219,10 +220,10 @@ class Supervisor:
             case Phase():
                 self.phase = frame.name
                 _log.info("engine: %s", frame.name)
-            case Ready() if self._version not in ("", frame.weights_version):
-                self.give_up(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
-            case Ready():
+            case Ready() if self._version in ("", frame.weights_version):
                 self._note_ready(frame)
+            case Ready():
+                self.give_up(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
             case Fatal():
                 self.phase = frame.message
                 if frame.user_error:

@@ -20,7 +20,7 @@ from app.engine.loop import run
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.start import Assembled
 from app.engine.types import BatchPlan, Drawn, Request, StepResult
-from app.faults import fault
+from app.faults import fault, is_armed
 
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)
@@ -44,7 +44,8 @@ class FakeRunner:
                 drawing = f"{self._version}/{request.params.seed}/{request.params.choice}"
                 seen = drawing.encode() + array("q", chunk.sequence.tokens)
                 number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
-                drawn[request.id] = Drawn(_PRINTABLE[number % len(_PRINTABLE)])
+                spoilt = is_armed("fake.not_finite", request)
+                drawn[request.id] = Drawn(None if spoilt else _PRINTABLE[number % len(_PRINTABLE)])
         return StepResult(drawn, {})
 
 

@@ -1,7 +1,7 @@
 """An open-loop load generator: requests arrive at a fixed rate, whatever becomes of those before.
 
 A closed loop waits for answers, and so offers an overloaded service just what it can bear. This one does not wait; it
-is bounded in count and in time. `run(plan)` measures in a process of its own, `start(plan)` lets the test look at the
+is bounded in count and in time. `run(plan)` measures in a process of its own, `started(plan)` lets the test look at the
 service meanwhile, `offer(plan)` is for a test that has an event loop already.
 
 Light, as it shares the cores with what it measures: a protocol without streams or tasks, answers that are looked at
@@ -14,9 +14,11 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -137,11 +139,14 @@ class Load:
 
     def __init__(self, plan: Plan) -> None:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.seconds = plan.seconds
         self._longest = plan.seconds + plan.patience + 30
+        # Not a pipe: nobody reads while the test looks at the service, and uvloop's processes write what fits, no more.
+        self._results = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes it
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._results,
             env={**os.environ, "PYTHONPATH": path},
         )
         assert self._process.stdin
@@ -149,26 +154,32 @@ class Load:
         self._process.stdin.close()
         self._process.stdin = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the generator has ended; small loads only, as a large result waits to be read."""
-        return self._process.poll() is not None
+    def stop(self) -> None:
+        """Ends it at once; any number of times."""
+        with self._process, self._results:
+            self._process.kill()
 
     def outcomes(self) -> list[Outcome]:
         """Waits for the end."""
-        out, _ = self._process.communicate(timeout=self._longest)
-        assert self._process.returncode == 0, "the load generator failed"
-        return msgspec.msgpack.decode(out, type=list[Outcome])
+        assert self._process.wait(timeout=self._longest) == 0, "the load generator failed"
+        self._results.seek(0)
+        return msgspec.msgpack.decode(self._results.read(), type=list[Outcome])
 
 
-def start(plan: Plan) -> Load:
-    """Begins in a process of its own."""
-    return Load(plan)
+@contextmanager
+def started(plan: Plan) -> Iterator[Load]:
+    """In a process of its own, which ends with the block if it has not ended before."""
+    load = Load(plan)
+    try:
+        yield load
+    finally:
+        load.stop()
 
 
 def run(plan: Plan) -> list[Outcome]:
     """In a process of its own, to the end. Outcomes in the order of their arrivals."""
-    return Load(plan).outcomes()
+    with started(plan) as load:
+        return load.outcomes()
 
 
 async def offer(plan: Plan) -> list[Outcome]:
@@ -367,3 +378,4 @@ class _Wire(asyncio.Protocol):
 if __name__ == "__main__":
     given = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Plan)
     sys.stdout.buffer.write(msgspec.msgpack.encode(event_loop.run(offer(given))))
+    sys.stdout.buffer.flush()
