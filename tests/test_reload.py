@@ -18,8 +18,12 @@ import pytest
 from conftest import ROOT, Server
 from wire import chunks, whole
 
-from app.engine.client import EngineGone
+from app.api import shapes
+from app.api.errors import ApiError
+from app.api.shelf import Shelf
+from app.api.stream_job import StreamJob
 from app.engine.errors import EngineError, NotReady
+from app.engine.supervisor import EngineGone
 from app.long_texts import LongTexts
 from app.reload import Reloader
 from app.served import Served
@@ -399,3 +403,34 @@ def test_every_answer_names_its_weights(server: Server) -> None:
     assert whole(server.url, prompt="fox", max_tokens=1)["receipt"]["weights_version"] == version
     for chunk in chunks(server.url, prompt="fox", max_tokens=2):
         assert chunk["system_fingerprint"] == f"{version[:16]}-torch-float32"
+
+
+def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "receipt", lambda _admitted: {})
+    served = SimpleNamespace(is_closed=False)
+    stream = SimpleNamespace(is_open=True, wake=lambda: None)
+    went_on: list[bool] = []
+    job: Any = SimpleNamespace(
+        name="req-1",
+        headers={},
+        admitted=SimpleNamespace(served=served),
+        completion=SimpleNamespace(stream=stream),
+        service=SimpleNamespace(require_open=lambda: None),
+        pause=lambda: None,
+        go_on=lambda: went_on.append(True),
+        close=lambda: None,
+    )
+
+    async def scenario() -> None:
+        shelf = Shelf(60.0)
+        parked = StreamJob(job, shelf, owner="", extra={}, journal_bytes=1000)
+        parked.detach(parked.attach())
+        parked.detach(parked.attach())
+        assert went_on == [True]
+        served.is_closed = True
+        with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
+            parked.attach()
+        assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
+        shelf.clear()
+
+    asyncio.run(scenario())
