@@ -160,7 +160,8 @@ async def _serve(
     # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.
     gc.freeze()
     connection = cast(type[asyncio.Protocol], functools.partial(Connection, app.state.connections))
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, http=connection, ws="none"))
+    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=connection, ws="none")
+    server = _Server(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, server)

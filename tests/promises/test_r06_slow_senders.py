@@ -93,14 +93,18 @@ def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("kind", ["headers", "body"])
-def test_without_a_deadline_they_would_stay(tmp_path: Path, weights: Path, kind: str) -> None:
+def test_without_a_deadline_they_would_stay(tmp_path: Path, weights: Path) -> None:
     """The control."""
     server = start_server(tmp_path, weights, "--head-timeout=60", "--body-timeout=60", fake_ms=1)
 
     async def attack() -> float:
         async with asyncio.timeout(DEADLINE + LATE + 0.5):
-            return await _attack(server, kind, random.Random(1))
+            rng = random.Random(1)
+            done, _ = await asyncio.wait(
+                [asyncio.ensure_future(_attack(server, kind, rng)) for kind in ("headers", "body")],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            return done.pop().result()
 
     try:
         with pytest.raises(TimeoutError):

@@ -72,7 +72,7 @@ def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(
     tmp_path: Path, weights: Path, promise: Promise, how: str
 ) -> None:
     n = promise.size(750, 10_000)
-    flags = ["--head-timeout", "0.3", "--body-timeout", "0.3", "--keep-alive-timeout", "0.3", "--max-running", "64"]
+    flags = ["--head-timeout", "0.15", "--body-timeout", "0.15", "--keep-alive-timeout", "0.15", "--max-running", "64"]
     server = start_server(tmp_path, weights, *flags, fake_ms=1)
 
     def send(number: int) -> tuple[int, bytes]:
@@ -90,7 +90,7 @@ def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(
         # A whole request before the wound is served as any other.
         return int(all(status < 500 for status in statuses)), data if any(s >= 500 for s in statuses) else b""
 
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(24) as pool:
         results = list(pool.map(send, range(n)))
     assert not [data for _, data in results if data][:3]
     assert is_clean(server, 5)
