@@ -112,7 +112,7 @@ class Settings(BaseSettings):
     )
     drain_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds that open streams get after SIGTERM.")
     engine_silence: float = Field(
-        30.0, ge=1, le=3600, description="Seconds without a sign of life until the engine restarts."
+        30.0, ge=1, le=3600, description="Seconds without a sign of life, or of progress, until the engine restarts."
     )
     guide_seconds: float = Field(
         2.0,

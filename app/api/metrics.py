@@ -148,6 +148,9 @@ class _EngineState(Collector):
             "Since the engine's last step that did anything; 0 where it has nothing to do.",
             self._engine.progress_age,
         )
+        yield GaugeMetricFamily(
+            "inkstream_requests_suspect", "In flight in a crash, and not gone on since.", self._engine.n_suspects
+        )
         yield CounterMetricFamily(
             "inkstream_replayed_requests", "Requests that went on with the next engine.", self._engine.replayed
         )

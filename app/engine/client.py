@@ -71,6 +71,11 @@ class EngineClient:
         return self._supervisor.progress_age
 
     @property
+    def n_suspects(self) -> int:
+        """Requests that were in flight in a crash, and go on one by one (quarantine.py)."""
+        return self._quarantine.n_suspects
+
+    @property
     def owes_progress(self) -> bool:
         """Whether the engine has something to compute; for the supervisor."""
         return self._quarantine.owes_progress

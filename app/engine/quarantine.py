@@ -55,6 +55,11 @@ class Quarantine:
         return any(case.stage in (_Stage.QUEUED, _Stage.BEGUN) for case in self._cases.values())
 
     @property
+    def n_suspects(self) -> int:
+        """How many have still to prove themselves."""
+        return len(self._suspects) + (self._trial is not None)
+
+    @property
     def is_careful(self) -> bool:
         """Whether somebody is held, or on trial."""
         return bool(self._suspects or self._others) or self._trial is not None

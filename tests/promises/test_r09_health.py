@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from arming import Faults
 from conftest import Server, start_server, stop_server
 from promise import Promise
 from visitors import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
 
-_SILENCE = 2.0
+_SILENCE = 1.0
 _ASKS = [
-    Ask(body={"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "seed": seed, "temperature": 1.0})
+    Ask(body={"prompt": "Once", "max_tokens": 120, "ignore_eos": True, "seed": seed, "temperature": 1.0})
     for seed in range(4)
 ]
 
@@ -108,10 +107,9 @@ def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path)
 def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path) -> None:
     """It is prepared beside the steps, and bounded by its own limits."""
     faults = Faults(tmp_path / "faults")
-    flags = ("--engine-silence", "1", "--dtype", "float32")
-    server = start_server(tmp_path, weights, *flags, environment=faults.environment)
+    server = start_server(tmp_path, weights, "--engine-silence", "1", fake_ms=5, environment=faults.environment)
     try:
-        faults.arm("engine.guide", "sleep", seconds=3, times=1)
+        faults.arm("engine.guide", "sleep", seconds=2.5, times=1)
         body = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
         assert httpx.post(f"{server.url}/complete", json=body, timeout=30).status_code == 200
         assert server.metric("engine_restarts_total") == 0
@@ -156,12 +154,11 @@ def _ask(lane: int, number: int) -> Ask:
     return Ask(body={"prompt": prompt, "ignore_eos": True, **dict(extra)})
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
-def test_the_log_names_the_signal_that_ended_an_engine(tmp_path: Path, weights: Path, number: signal.Signals) -> None:
+def test_the_log_names_the_signal_that_ended_an_engine(tmp_path: Path, weights: Path) -> None:
     server = start_server(tmp_path, weights, fake_ms=5)
     try:
-        os.kill(engine_pid(server), number)
-        assert server.wait_for(lambda: f"was ended by {number.name}" in server.log.read_text(), 10)
+        os.kill(engine_pid(server), signal.SIGSEGV)
+        assert server.wait_for(lambda: "was ended by SIGSEGV" in server.log.read_text(), 10)
         assert "Fatal Python error" in server.log.read_text(), "and where it was then"
         assert server.wait_for(lambda: is_ready(server), 30)
     finally:

@@ -79,7 +79,9 @@ def _told(answers: list[Answer]) -> list[Any]:
 
 
 def _count_same(answers: list[Answer], expected: list[Any]) -> int:
-    return sum(told == one for told, one in zip(_told(answers), expected, strict=True))
+    pairs = list(zip(_told(answers), expected, strict=True))
+    print(*[(told, one) for told, one in pairs if told != one], sep="\n")
+    return sum(told == one for told, one in pairs)
 
 
 def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer], int]:
@@ -91,13 +93,14 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
             _kill(server)
             killed += 1
             assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
-            assert _all_move(answers), server.log.read_text()
+            # Whoever shows nothing between two crashes is refused, so those that tell nothing have their time, too.
+            assert _all_move(answers) and server.wait_for(lambda: not server.metric("requests_suspect"), 60)
     return answers, killed
 
 
 def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: Promise) -> None:
     """32 streams of the fake engine, which starts in a moment, so that it can be killed often."""
-    asks, kills = _streams(32, max_tokens=600), promise.size(4, 20)
+    asks, kills = _streams(32, max_tokens=250), promise.size(4, 20)
     server = start_server(tmp_path, weights, fake_ms=10)
     try:
         expected = _told(visit(server, asks))
@@ -121,7 +124,7 @@ def test_requests_of_every_kind_go_on_after_a_kill(
     if kernels == "native":
         library: Path = request.getfixturevalue("native_library")
         flags += ["--kernels", "native", "--cache-dir", str(library.parent)]
-    asks, kills = _mixed(150), promise.size(2 if kernels == "torch" else 1, 20)
+    asks, kills = _mixed(100), promise.size(2 if kernels == "torch" else 1, 20)
     server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=2048), *flags)
     try:
         expected = _told(visit(server, asks))
@@ -139,12 +142,12 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
     tmp_path: Path, weights: Path, promise: Promise, point: str
 ) -> None:
     """When it is computed, or already when it is read; 31 others never hear of it."""
-    faults, asks = Faults(tmp_path / "faults"), _streams(31, max_tokens=300)
+    faults, asks = Faults(tmp_path / "faults"), _streams(31, max_tokens=120)
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
     try:
         expected = _told(visit(server, asks))
-        faults.arm(point, "kill", match="max_tokens=299,")
-        poison = Ask(body={**_TEXT, "max_tokens": 299, "seed": 1})
+        faults.arm(point, "kill", match="max_tokens=119,")
+        poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
         answers = visit(server, [*asks[:20], poison, *asks[20:]])
         refused = answers.pop(20).told()["end"]["error"]
         assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
@@ -152,7 +155,7 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
             "R10", f"others identical beside a poisoned request ({point})", _count_same(answers, expected), 31
         )
         assert server.metric("engine_restarts_total") == 2
-        for _ in range(2):  # whole, and again and again: it ends itself, not the service
+        for _ in range(2):  # whole, and again: it ends itself, not the service
             assert server.wait_for(lambda: is_ready(server), 30)
             (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
             assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"

@@ -82,11 +82,12 @@ def _is_error(answers: list[Answer], kind: str) -> list[bool]:
     return [outcome.error == kind and outcome.finish is None for outcome in outcomes]
 
 
-@pytest.fixture
-def stage(tmp_path: Path, weights: Path) -> Iterator[_Stage]:
-    """A fake engine whose requests take most of a second."""
-    faults = Faults(tmp_path / "faults")
-    server = start_server(tmp_path, weights, *_FLAGS, fake_ms=8, environment=faults.environment)
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[_Stage]:
+    """A fake engine whose requests take most of a second; what one fault did to it is over before the next."""
+    folder = tmp_path_factory.mktemp("stage")
+    faults = Faults(folder / "faults")
+    server = start_server(folder, weights, *_FLAGS, fake_ms=8, environment=faults.environment)
     yield _Stage(server, faults)
     assert stop_server(server) == 0
 
@@ -109,11 +110,11 @@ def _undisturbed(stage: _Stage, **extra: Any) -> _Outcome:
 
 def _broken_engine(break_it: Callable[[_Stage], None]) -> Callable[[_Stage], list[bool]]:
     def meet(stage: _Stage) -> list[bool]:
-        expected = _undisturbed(stage)
+        expected, before = _undisturbed(stage), stage.server.metric("replayed_requests_total")
         with _under_way(stage.server, _asks()) as answers:
             break_it(stage)
         assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
-        assert stage.server.metric("replayed_requests_total") == 4
+        assert stage.server.metric("replayed_requests_total") == before + 4
         return _is_same(answers, expected)
 
     return meet
@@ -146,8 +147,8 @@ def _half_a_character(stage: _Stage) -> list[bool]:
 
 
 def _deadline(stage: _Stage) -> list[bool]:
-    text = _undisturbed(stage, max_tokens=1000).text
-    outcomes = [_outcome(answer) for answer in visit(stage.server, _asks(max_tokens=1000, deadline_ms=1000))]
+    text = _undisturbed(stage, max_tokens=300).text
+    outcomes = [_outcome(answer) for answer in visit(stage.server, _asks(max_tokens=300, deadline_ms=1000))]
     assert all(outcome.text for outcome in outcomes)
     # The last character may have been cut in its middle.
     return [o.finish == "timeout" and text.startswith(o.text.rstrip("\ufffd")) for o in outcomes]
@@ -155,17 +156,20 @@ def _deadline(stage: _Stage) -> list[bool]:
 
 def _not_finite(stage: _Stage) -> list[bool]:
     stage.faults.arm("fake.not_finite", "nothing", after=40)
-    return _is_error(visit(stage.server, _asks()), "server_error")
+    answers = visit(stage.server, _asks())
+    stage.faults.disarm("fake.not_finite")
+    return _is_error(answers, "server_error")
 
 
 def _poisoned(stage: _Stage) -> list[bool]:
-    companion = Ask(body={**_BODY, "max_tokens": 2000})
+    companion = Ask(body={**_BODY, "max_tokens": 400})
     with crowd(stage.server, [companion]) as others:
         assert stage.server.wait_for(lambda: others[0].n_events > 3)
         stage.faults.arm("engine.step", "kill", match="max_tokens=120,")
         answers = visit(stage.server, _asks())
         stage.faults.disarm("engine.step")
     assert _outcome(others[0]).finish == "length"
+    assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
     return _is_error(answers, "server_error")
 
 

@@ -1,0 +1,61 @@
+"""Streams of OpenAI's doors where something goes wrong in the middle of what is written at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from app.api.errors import ApiError
+from app.api.openai_answer import Answer
+from app.news import Delta
+
+
+class _Texts(Answer):
+    """Cannot write the text "bad"."""
+
+    def text_of_choice(self, index: int, text: str) -> str:
+        if text == "bad":
+            raise ValueError(text)
+        return json.dumps({"index": index, "text": text})
+
+
+class _Completion:
+    """News that are there at once, and no end."""
+
+    is_over = False
+
+    def __init__(self, *texts: str) -> None:
+        self._news = deque(Delta(0, text) for text in texts)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    async def ready(self) -> bool:
+        return True
+
+    def take(self) -> Delta:
+        return self._news.popleft()
+
+
+def test_what_was_written_before_an_error_is_sent_before_it() -> None:
+    job: Any = SimpleNamespace(
+        name="r",
+        completion=_Completion("a", "b", "bad", "c"),
+        admitted=SimpleNamespace(truncated=False),
+        note=lambda _news: None,
+        failure=lambda error: ApiError(500, f"broken by {error}"),
+    )
+    body: Any = SimpleNamespace(stream=True, stream_options=None, user=None, request_id=None, warnings=[])
+
+    async def read() -> bytes:
+        return b"".join([frames async for frames in _Texts(job, body, {"id": "r"})._frames()])
+
+    blocks = asyncio.run(read()).decode().split("\n\n")
+    assert blocks[3:] == ["data: [DONE]", ""]
+    first, second, error = (json.loads(block.removeprefix("data: ")) for block in blocks[:3])
+    assert [first["choices"][0]["text"], second["choices"][0]["text"]] == ["a", "b"]
+    assert error["error"]["message"] == "broken by bad"
