@@ -5,7 +5,8 @@
 #
 # Without keys the server refuses every address but loopback, and inside a container it has to listen on all of them. So the
 # image alone refuses to start, INKSTREAM_INSECURE_NO_AUTH=true says that this is meant, and the port is published on
-# 127.0.0.1 only. Every other setting is an environment variable INKSTREAM_... too.
+# 127.0.0.1 only. Or mount a folder with a file of keys, and name the file in INKSTREAM_KEYS_FILE (docs/keys.md). Every other
+# setting is an environment variable INKSTREAM_... too.
 #
 # BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module
 # TORCH        the torch to use, in place of the one that constraints.txt names
@@ -30,15 +31,16 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python3 -m venv /opt/inkstream
 # The dependencies have a layer of their own: a change of the code does not fetch torch again.
-COPY pyproject.toml constraints.txt ./
+# By their hashes, but for torch, whose build is a choice: what it and the lines of pyproject.toml ask for is there then.
+COPY pyproject.toml constraints.txt requirements.lock ./
 RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
-    && /opt/inkstream/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['guided'], sep='\n')" > needs.txt \
-    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt --requirement needs.txt
+    && /opt/inkstream/bin/pip install --require-hashes --no-deps --requirement requirements.lock \
+    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}"
 COPY README.md LICENSE ./
 COPY app app
 COPY model model
 COPY benchmarks benchmarks
-RUN /opt/inkstream/bin/pip install --no-deps . && /opt/inkstream/bin/pip check
+RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inkstream/bin/pip check
 COPY --from=kernels /kernels /kernels
 RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.native.shelf import PACKAGED; print(PACKAGED)')" \
     && mkdir "$built" && cp /kernels/inkstream-* "$built"

@@ -60,11 +60,11 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def json_response(answer: Mapping[str, Any], request_id: str) -> Response:
+def json_response(answer: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
     """An answer in one object; parts of it may be JSON text already (msgspec.Raw)."""
     fault("api.answer", answer)
     body = msgspec.json.encode(answer)
-    return Response(body, media_type="application/json", headers={"X-Request-Id": request_id})
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:

@@ -173,7 +173,7 @@ class Scheduler:
 
     def _plan_admissions(self, budget: int) -> tuple[list[Chunk], list[Started]]:
         chunks, started = [], []
-        for sequence in self.waiting.candidates():
+        for sequence in self.waiting.candidates(self._has_place_for):
             # The encoder reads the source in the same step, and in one piece; a leader's is read already.
             to_read = 0 if sequence.living_leader else len(sequence.request.source)
             if budget <= 0 or len(self.running) >= self.limits.max_running or not self._admit(sequence):
@@ -183,8 +183,13 @@ class Scheduler:
                 started.append(Started(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, budget))
             budget -= chunks[-1].cost + to_read
-        self.waiting.remove(chunk.sequence for chunk in chunks)
+        self.waiting.admit(chunk.sequence for chunk in chunks)
         return chunks, started
+
+    def _has_place_for(self, salt: str) -> bool:
+        """Where callers are told apart, none takes the last eighth of the places if it has one: others come at once."""
+        is_last = self.limits.max_running - len(self.running) <= self.limits.max_running // 8
+        return not (is_last and salt and any(s.request.salt == salt for s in self.running))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""

@@ -129,6 +129,10 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
     counters: Counters = msgspec.field(default_factory=Counters)
     at: float = 0.0
     """When it was sent: monotonic seconds, the same clock in both processes."""
+    taken: tuple[str, ...] = ()
+    """Requests that came into the engine's queue since the last report."""
+    num_computed: int = 0
+    """Of all running requests: changes with every step that computes something."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
