@@ -32,7 +32,8 @@ def crowd(count: int, *, seed: int = 0, longest: int = 60, max_tokens: int = 12)
     common = _tokens(rng, 40)
     made: list[Request] = []
     while len(made) < count:
-        name = VICTIM if len(made) == count // 2 else f"r{len(made)}"
+        is_there = any(request.id == VICTIM for request in made)
+        name = VICTIM if len(made) >= count // 2 and not is_there else f"r{len(made)}"
         prompt = (common if rng.random() < 0.4 else []) + _tokens(rng, rng.randint(1, longest))
         leader = Request(
             id=name,
