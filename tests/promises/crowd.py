@@ -37,7 +37,7 @@ def crowd(count: int, *, seed: int = 0, longest: int = 60, max_tokens: int = 12)
         prompt = (common if rng.random() < 0.4 else []) + _tokens(rng, rng.randint(1, longest))
         leader = Request(
             id=name,
-            prompt=tuple(prompt[:longest]),
+            prompt=tuple(prompt[:longest] if name != VICTIM else _tokens(rng, 110)),  # of several pieces
             max_tokens=rng.randint(2, max_tokens) if name != VICTIM else max_tokens,
             params=_params(rng),
             prompt_logprobs=2 if name == VICTIM or rng.random() < 0.2 else None,
