@@ -26,10 +26,11 @@ from app.engine.blocks import BlockPool
 from app.engine.compute import TorchCompute
 from app.engine.engine import Engine
 from app.engine.kv_cache import KVCache
+from app.engine.limits import SchedulerLimits
 from app.engine.params import SamplingParams
 from app.engine.runner import Runner
 from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.scheduler import Scheduler
 from app.engine.types import Request
 from benchmarks.result import Machine, this_machine
 from model.attention import CausalAttend, PerHeadAttend

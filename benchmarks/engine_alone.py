@@ -11,6 +11,7 @@ from app.engine.compute import Compute, TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
+from app.engine.limits import SchedulerLimits
 from app.engine.native.build import find_or_build
 from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
@@ -18,7 +19,7 @@ from app.engine.native.program import BLOCK
 from app.engine.native.sampler import NativeSampler
 from app.engine.runner import Runner, Sampler
 from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.scheduler import Scheduler
 from model.transformer import Decoder
 
 KERNELS = ("native", "torch")

@@ -23,7 +23,8 @@ from torch import Tensor
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.params import SamplingParams
-from app.engine.types import Drawn, Request
+from app.engine.result import Drawn
+from app.engine.types import Request
 from app.engine.types import Sequence as EngineSequence
 from app.guide import guide_of
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from app.engine.native.sampler import NativeSampler
+from app.engine.result import Drawn
 from app.engine.sampling_row import SamplingRow
-from app.engine.types import Drawn
 
 Sample = Callable[[Tensor, Items[SamplingRow]], list[Drawn]]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 
 from app.engine.blocks import BlockPool
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.limits import SchedulerLimits
+from app.engine.result import Drawn, StepResult
+from app.engine.scheduler import Scheduler
 from app.engine.types import (
     BatchPlan,
     Chunk,
-    Drawn,
     Request,
     Sequence,
     StepReport,
-    StepResult,
     TokenEvent,
     TokenScore,
 )

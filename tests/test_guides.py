@@ -18,7 +18,8 @@ from torch import Tensor
 
 from app.engine.guides import Guides
 from app.engine.params import SamplingParams
-from app.engine.types import BatchPlan, Drawn, FinishReason, Request, TokenEvent
+from app.engine.result import Drawn
+from app.engine.types import BatchPlan, FinishReason, Request, TokenEvent
 from app.engine.types import Sequence as EngineSequence
 from app.guide import guide_of
 from model.tokenizer import Tokenizer

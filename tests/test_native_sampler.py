@@ -17,9 +17,9 @@ from test_philox import VECTORS
 from app.engine.native.sampler import NativeSampler
 from app.engine.params import SamplingParams
 from app.engine.philox import Draw, uniforms
+from app.engine.result import Drawn
 from app.engine.sampler import sample as torch_sample
 from app.engine.sampling_row import SamplingRow
-from app.engine.types import Drawn
 
 VOCABS = [1, 2, 31, 32, 63, 64, 65, 255, 256, 257, 1000, 4096, 50_257]
 SPREADS = [0.0, 0.3, 1.0, 3.0, 10.0, 100.0]

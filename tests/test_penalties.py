@@ -10,8 +10,8 @@ import torch
 from native import Sample
 
 from app.engine.params import SamplingParams
+from app.engine.result import Drawn
 from app.engine.sampling_row import SamplingRow
-from app.engine.types import Drawn
 
 LOGITS = torch.tensor([3.0, 2.0, 1.0, -1.0])
 

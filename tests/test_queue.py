@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.blocks import BlockPool
+from app.engine.limits import SchedulerLimits
 from app.engine.queue import WaitingQueue
-from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.types import Drawn, Request, Sequence, StepResult
+from app.engine.result import Drawn, StepResult
+from app.engine.scheduler import Scheduler
+from app.engine.types import Request, Sequence
 
 
 def _sequence(name: str, salt: str = "", leader: Sequence | None = None) -> Sequence:

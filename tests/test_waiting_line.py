@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from app.engine.admission import QueueLimits
 from app.engine.blocks import BlockPool
 from app.engine.errors import InvalidRequest, QueueFull
+from app.engine.limits import SchedulerLimits
 from app.engine.pace import Pace
-from app.engine.scheduler import Scheduler, SchedulerLimits
-from app.engine.types import Request, Started, StepResult
+from app.engine.result import StepResult
+from app.engine.scheduler import Scheduler
+from app.engine.types import Request, Started
 from app.engine.waiting_line import WaitingLine
 
 

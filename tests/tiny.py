@@ -14,6 +14,7 @@ from app.engine.compute import Compute, TorchCompute
 from app.engine.engine import Engine
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
+from app.engine.limits import SchedulerLimits
 from app.engine.native.build import find_or_build
 from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
@@ -22,7 +23,7 @@ from app.engine.native.sampler import NativeSampler
 from app.engine.quantize import round_weights
 from app.engine.runner import Runner
 from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.scheduler import Scheduler
 from app.engine.source_cache import SourceCache
 from app.engine.types import Request, TokenEvent
 from model.checkpoint import weights_files

@@ -15,6 +15,7 @@ from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
+from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom, choose_context, free_memory
 from app.engine.native.choice import Choice, Libraries, choose
 from app.engine.native.compute import NativeCompute, Threads
@@ -25,7 +26,7 @@ from app.engine.proof import prove
 from app.engine.quantize import round_weights
 from app.engine.runner import Runner, Sampler
 from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.scheduler import Scheduler
 from app.engine.source_cache import SourceCache
 from app.engine.start import Assembled, StartError
 from model.checkpoint import Checkpoint, load

@@ -10,7 +10,8 @@ import logging
 import traceback
 from typing import Protocol
 
-from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
+from app.engine.result import Drawn, StepResult
+from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
 
 _log = logging.getLogger("inkstream")
 _FAILED = "the engine could not compute this request; its id names the reason in the server's log"

@@ -12,8 +12,9 @@ from torch import Tensor
 from app.engine.compute import Compute
 from app.engine.guides import Guides
 from app.engine.params import SamplingParams
+from app.engine.result import Drawn, StepResult
 from app.engine.sampling_row import SamplingRow
-from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
+from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
 from app.faults import fault
 
 _PIECE_BYTES = 8 << 20

@@ -21,8 +21,9 @@ from app.engine.logprobs import top_logprobs
 from app.engine.masks import forbid
 from app.engine.penalties import adjust
 from app.engine.philox import Draw, uniforms
+from app.engine.result import Drawn
 from app.engine.sampling_row import SamplingRow
-from app.engine.types import Drawn, TokenScore
+from app.engine.types import TokenScore
 
 
 class TorchSampler:

@@ -14,16 +14,16 @@ again: everybody finishes.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
 
 from app.engine.allocator import Allocator
 from app.engine.blocks import BlockPool
+from app.engine.limits import SchedulerLimits
 from app.engine.queue import WaitingQueue
+from app.engine.result import Drawn, StepResult
 from app.engine.types import (
     BatchPlan,
     Chunk,
     Counters,
-    Drawn,
     Failed,
     FinishReason,
     PromptScores,
@@ -31,35 +31,8 @@ from app.engine.types import (
     Sequence,
     Started,
     StepReport,
-    StepResult,
     TokenEvent,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Bounds of one step."""
-
-    tokens_per_step: int
-    max_running: int
-    max_preemptions: int = 4
-    prompt_tokens_beside: int | None = None
-    """Prompt tokens in a step that others wait for; None: as many as fit."""
-    prompt_tokens_per_decode: int = 4
-    """So many for each who waits are allowed in any case: a step of many decodes is long without them."""
-
-    def __post_init__(self) -> None:
-        if self.tokens_per_step < self.max_running:
-            raise ValueError(
-                f"tokens per step ({self.tokens_per_step}) must be at least the running requests ({self.max_running})"
-            )
-
-    def prompt_budget(self, n_decodes: int) -> int:
-        """Prompt tokens that fit into a step beside so many decodes."""
-        budget = self.tokens_per_step - n_decodes
-        if not n_decodes or self.prompt_tokens_beside is None:
-            return budget
-        return min(budget, max(self.prompt_tokens_beside, self.prompt_tokens_per_decode * n_decodes))
 
 
 class Scheduler:

@@ -32,11 +32,12 @@ def crowd(count: int, *, seed: int = 0, longest: int = 60, max_tokens: int = 12)
     common = _tokens(rng, 40)
     made: list[Request] = []
     while len(made) < count:
-        name = VICTIM if len(made) == count // 2 else f"r{len(made)}"
+        is_there = any(request.id == VICTIM for request in made)
+        name = VICTIM if len(made) >= count // 2 and not is_there else f"r{len(made)}"
         prompt = (common if rng.random() < 0.4 else []) + _tokens(rng, rng.randint(1, longest))
         leader = Request(
             id=name,
-            prompt=tuple(prompt[:longest]),
+            prompt=tuple(prompt[:longest] if name != VICTIM else _tokens(rng, 110)),  # of several pieces
             max_tokens=rng.randint(2, max_tokens) if name != VICTIM else max_tokens,
             params=_params(rng),
             prompt_logprobs=2 if name == VICTIM or rng.random() < 0.2 else None,

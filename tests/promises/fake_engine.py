@@ -16,10 +16,12 @@ from pathlib import Path
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
+from app.engine.limits import SchedulerLimits
 from app.engine.loop import run
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.result import Drawn, StepResult
+from app.engine.scheduler import Scheduler
 from app.engine.start import Assembled
-from app.engine.types import BatchPlan, Drawn, Request, StepResult
+from app.engine.types import BatchPlan, Request
 from app.faults import fault, is_armed
 
 BLOCK_SIZE, CONTEXT = 16, 8192

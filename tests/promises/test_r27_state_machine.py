@@ -19,8 +19,9 @@ from app.engine.allocator import Allocator
 from app.engine.engine import Engine
 from app.engine.isolation import Isolation
 from app.engine.params import SamplingParams
+from app.engine.result import StepResult
 from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Request, Sequence, StepReport, StepResult
+from app.engine.types import BatchPlan, Request, Sequence, StepReport
 
 LONGEST, BLOCK_SIZE, BLOCKS = 20, 2, 16
 EXAMPLES: list[int] = []

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from app.engine.params import SamplingParams
+from app.engine.result import Drawn
 from app.engine.sampling_row import SamplingRow
-from app.engine.types import Drawn, TokenScore
+from app.engine.types import TokenScore
 
 _TOP = 20
 """Places for the most likely tokens of a row: INK_TOP."""
