@@ -116,6 +116,8 @@ class _EngineState(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counters = self._engine.counters
+        tasks = len(asyncio.all_tasks())
+        yield GaugeMetricFamily("inkstream_event_loop_tasks", "Tasks of the event loop, this scrape's own too.", tasks)
         used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
         yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", counters.running)
         yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", counters.waiting)
