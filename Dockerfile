@@ -30,15 +30,16 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python3 -m venv /opt/inkstream
 # The dependencies have a layer of their own: a change of the code does not fetch torch again.
-COPY pyproject.toml constraints.txt ./
+# By their hashes, but for torch, whose build is a choice: what it and the lines of pyproject.toml ask for is there then.
+COPY pyproject.toml constraints.txt requirements.lock ./
 RUN { grep -v "^torch==" constraints.txt; echo "${TORCH}"; } > pins.txt \
-    && /opt/inkstream/bin/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['guided'], sep='\n')" > needs.txt \
-    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt --requirement needs.txt
+    && /opt/inkstream/bin/pip install --require-hashes --no-deps --requirement requirements.lock \
+    && /opt/inkstream/bin/pip install ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} --constraint pins.txt "${TORCH}"
 COPY README.md LICENSE ./
 COPY app app
 COPY model model
 COPY benchmarks benchmarks
-RUN /opt/inkstream/bin/pip install --no-deps . && /opt/inkstream/bin/pip check
+RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inkstream/bin/pip check
 COPY --from=kernels /kernels /kernels
 RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.native.shelf import PACKAGED; print(PACKAGED)')" \
     && mkdir "$built" && cp /kernels/inkstream-* "$built"

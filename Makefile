@@ -5,8 +5,10 @@
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
+#   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
+#   make install LOCK=                          without hashes, for a folder or an index of wheels that were built again
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -17,19 +19,21 @@ DATA ?=
 ARGS ?=
 ONLY ?=
 JOBS ?= 2
+LOCK ?= requirements.lock requirements-dev.lock
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 # The torch that was asked for last stays; asking for another one installs again.
 TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench peers lint clients
+.PHONY: help FORCE install serve test train bench peers lint lock clients promises
 
 help:
-	@sed -n '3,9s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint clients"
+	@sed -n '3,11s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint lock clients promises"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -38,14 +42,17 @@ install: $(VENV)/installed
 $(VENV)/torch: FORCE
 	@mkdir -p $(VENV); echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
-$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
+# Everything but torch, whose build is the reader's choice, comes by its hash and without a look at what it asks for: the
+# pins are complete. The last line then finds all of it there; without isolation it builds with the setuptools of the lock.
+$(VENV)/installed: pyproject.toml constraints.txt $(LOCK) $(VENV)/torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: inkstream needs Python 3.11 or newer; point to one with PYTHON=python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment (Debian: apt install python3-venv)"; exit 2; }
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e ".[dev]"
+	$(if $(LOCK),$(PIP) --require-hashes --no-deps $(addprefix -r ,$(LOCK)))
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)"
+	$(PIP) -c $(VENV)/constraints.txt $(if $(LOCK),--no-build-isolation) -e ".[dev]"
 	@touch $@
 
 serve: install
@@ -71,6 +78,16 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive app model benchmarks
+	$(BIN)/python tests/audit.py
+
+# After a change of constraints.txt: the hashes of every pin, from the index.
+lock: install
+	$(BIN)/python tests/lock.py
+
+# One test process: what is measured here must not wait for other tests. Some need minutes, the soak half an hour.
+promises: install
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/promises/run.py $(ONLY) $(ARGS)
 
 clients: install
 	PYTHONPATH=tests PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)

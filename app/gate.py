@@ -26,8 +26,7 @@ _FEW_CHARACTERS = 3.0
 class Gate:
     """Owned by the event loop."""
 
-    def __init__(self, queue: WaitingLine) -> None:
-        self._queue = queue
+    def __init__(self) -> None:
         self._quotas = Quotas()
         self._characters, self._tokens = _FEW_CHARACTERS * 1000, 1000.0
         """Of the texts that were read lately."""
@@ -51,7 +50,7 @@ class Gate:
             raise
 
     @contextmanager
-    def room(self, wish: Wish, caller: Caller, patience: Patience) -> Iterator[None]:
+    def room(self, queue: WaitingLine, wish: Wish, caller: Caller, patience: Patience) -> Iterator[None]:
         """A place in the queue while the texts are read; who would come too late to write much is refused now.
 
         Raises QueueFull, InvalidRequest where the queue is too short for it at any time.
@@ -60,7 +59,7 @@ class Gate:
         texts = [*wish.prompts, *([wish.source] if wish.source else []), *([wish.suffix] if wish.suffix else [])]
         tokens = sum(map(self._guess, texts))
         requests = len(wish.prompts) * wish.n_drawn
-        with self._queue.reserved(caller.salt, requests, tokens, time.monotonic(), longest):
+        with queue.reserved(caller.salt, requests, tokens, time.monotonic(), longest):
             yield
 
     def charge(self, lease: Lease, wish: Wish, requests: Sequence[Request]) -> None:

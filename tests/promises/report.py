@@ -1,0 +1,173 @@
+"""RELIABILITY.md, made from what the tests of promises wrote down.
+
+results.json beside this file keeps the last figures; merge() brings new ones in from where the tests leave them. A
+figure of full size is replaced by one of full size only, so that a run of the suite does not undo a night's measuring.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from promise import RESULTS, Figure
+
+from benchmarks.result import this_machine
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+KEPT = HERE / "results.json"
+PAGE = ROOT / "RELIABILITY.md"
+PROMISES = [*(f"R{n}" for n in range(1, 28)), *(f"S{n}" for n in range(1, 25) if n != 22)]
+"""There is no S22."""
+WITHOUT_A_TEST: dict[str, str] = {}
+"""Promise -> why nothing here can test it. Keep it empty."""
+
+_HEAD = """# Reliability
+
+What inkstream promises when things go wrong, and what was measured. Made by `make promises` from what the tests in
+`tests/promises` wrote down (`tests/promises/results.json`); no line of it is typed. R: reliability, S: security.
+
+{summary}
+Machine: {machines}.
+
+- **target** is what we want; a figure beside it is marked. **floor** is what a test fails below; "=" is the target.
+- **n** is how many things were tried. **size** "full" is what the promise asks for (`make promises`, or
+  `make promises ONLY="r10 s08"`, on a machine with nothing else to do: some tests take minutes, the soak half an hour);
+  "ci" is the smaller number that `make test` runs every time, on a machine that may be busy.
+- Tests of leaks, liveness and overload have a control: a planted fault with which the same check must fail.
+- All of it was measured on loopback, with clients, service and engine on the same cores. "FE" in a test is the real
+  service and the real engine loop around a fake model; the others run a tiny random model or the default weights.
+
+| # | promise | figure | value | n | target | floor | size | date |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A figure and where it was measured."""
+
+    figure: Figure
+    machine: str
+
+
+def files_of_promises(folder: Path = HERE) -> dict[str, list[Path]]:
+    """Promise -> the files that test it."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("test_[rs][0-9][0-9]_*.py")):
+        _, number, _ = path.stem.split("_", 2)
+        found.setdefault(f"{number[0].upper()}{int(number[1:])}", []).append(path)
+    return found
+
+
+def sentence(path: Path) -> str:
+    """The promise: the first line of the docstring of its test file."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].strip()
+
+
+def read_kept(path: Path = KEPT) -> list[Kept]:
+    """What was kept so far."""
+    if not path.exists():
+        return []
+    return [Kept(figure=Figure(**entry["figure"]), machine=entry["machine"]) for entry in json.loads(path.read_text())]
+
+
+def merge(kept: list[Kept], new: list[Kept]) -> list[Kept]:
+    """`new` over `kept`: full sizes stay against CI sizes; a test that ran again loses the figures it has no more."""
+    ran = {(k.figure.test, k.figure.size) for k in new}
+
+    def is_replaced(old: Kept) -> bool:
+        return any((old.figure.test, size) in ran for size in {old.figure.size, "full"})
+
+    left = [old for old in kept if not is_replaced(old)]
+    full = {(k.figure.promise, k.figure.what) for k in [*left, *new] if k.figure.size == "full"}
+    fresh = [k for k in new if k.figure.size == "full" or (k.figure.promise, k.figure.what) not in full]
+    return sorted([*left, *fresh], key=_order)
+
+
+def read_new(folder: Path = RESULTS) -> list[Kept]:
+    """What the tests left, on this machine."""
+    machine = this_machine()
+    where = f"{machine.cores} cores of {machine.cpu}, Python {machine.python}"
+    return [Kept(figure=Figure(**json.loads(p.read_text())), machine=where) for p in sorted(folder.glob("*.json"))]
+
+
+def render(kept: list[Kept], files: dict[str, list[Path]]) -> str:
+    """The page."""
+    machines = sorted({k.machine for k in kept}) or ["none yet"]
+    head = _HEAD.format(summary=_summary(kept), machines="; ".join(machines))
+    figures = {number: list(of) for number, of in groupby(sorted(kept, key=_order), lambda k: k.figure.promise)}
+    lines = [line for number in PROMISES for line in _rows(number, files.get(number, []), figures.get(number, []))]
+    return head + "\n".join(lines) + "\n"
+
+
+def _summary(kept: list[Kept]) -> str:
+    figures = [k.figure for k in kept]
+    measured = {figure.promise for figure in figures}
+    short = [f for f in figures if not f.reaches(f.target)]
+    low = [f for f in short if not f.reaches(f.floor)]
+    full = sum(figure.size == "full" for figure in figures)
+    return (
+        f"{len(measured)} of {len(PROMISES)} promises have figures: {len(figures)} figures, {full} of full size; "
+        f"{len(figures) - len(short)} reach their target, {len(short)} do not, {len(low)} of these miss their floor."
+    )
+
+
+def _rows(number: str, files: list[Path], kept: list[Kept]) -> list[str]:
+    """One promise: a row for each figure, or one that says why there is none."""
+    if not files:
+        reason = WITHOUT_A_TEST.get(number, "has no test yet")
+        return [f"| {number} | {reason} | | | | | | | |"]
+    words = " ".join(_cell(sentence(path)) for path in files)
+    links = ", ".join(f"[{path.stem}](tests/promises/{path.name})" for path in files)
+    told = f"{words} ({links})"
+    if not kept:
+        return [f"| {number} | {told} | no figure was written down yet | | | | | | |"]
+    rows = []
+    for i, figure in enumerate(k.figure for k in kept):
+        first = f"{number} | {told}" if i == 0 else f"{number} | "
+        floor = "=" if figure.floor == figure.target else _bound(figure, figure.floor)
+        rows.append(
+            f"| {first} | {_cell(figure.what)} | {_value(figure)} | {figure.n} | {_bound(figure, figure.target)} | "
+            f"{floor} | {figure.size} | {figure.date} |"
+        )
+    return rows
+
+
+def _value(figure: Figure) -> str:
+    shown = f"{figure.value:g} {figure.unit}".strip()
+    if figure.reaches(figure.target):
+        return shown
+    return f"**{shown}** (misses its {'target' if figure.reaches(figure.floor) else 'floor'})"
+
+
+def _bound(figure: Figure, bound: float) -> str:
+    if figure.unit.startswith("of "):
+        return "all" if bound == figure.n else f"{bound:g}"
+    return f"{'<=' if figure.better == 'low' else '>='} {bound:g} {figure.unit}".strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _order(kept: Kept) -> tuple[int, str, str]:
+    figure = kept.figure
+    return PROMISES.index(figure.promise), figure.test, figure.what
+
+
+def write(kept: list[Kept]) -> None:
+    """results.json and RELIABILITY.md."""
+    entries: list[dict[str, Any]] = [asdict(k) for k in kept]
+    KEPT.write_text(json.dumps(entries, indent=1) + "\n")
+    PAGE.write_text(render(kept, files_of_promises()))
+
+
+def is_number(text: str) -> bool:
+    """Whether it is how make promises ONLY= names a promise: r10, S8."""
+    return bool(re.fullmatch(r"[rRsS]\d+", text)) and f"{text[0].upper()}{int(text[1:])}" in PROMISES

@@ -1,0 +1,68 @@
+"""The tests of promises at full size, a file after another, then RELIABILITY.md: make promises [ONLY="r10 s08"].
+
+One process at a time, because most of them measure. Each has its time; one that fails or takes too long does not keep
+the others from running. Exit status 1 where one failed, 2 for a promise that there is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import report
+from promise import RESULTS
+
+_MOST_SECONDS = 45 * 60.0
+"""For one file. The longest is the soak's: half an hour, and its control."""
+
+
+def main() -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("only", nargs="*", metavar="PROMISE", help="r10, S8, ... (all)")
+    parser.add_argument("--ci-size", action="store_true", help="the sizes that make test runs")
+    parser.add_argument("--report", action="store_true", help="run nothing: write down what the last run of tests left")
+    options = parser.parse_args()
+    if options.report:
+        report.write(report.merge(report.read_kept(), report.read_new()))
+        return 0
+    files = report.files_of_promises()
+    if unknown := [name for name in options.only if not report.is_number(name)]:
+        print(f"error: there is no promise {unknown[0]}: they are {', '.join(report.PROMISES)}", file=sys.stderr)
+        return 2
+    asked = [f"{name[0].upper()}{int(name[1:])}" for name in options.only] or [p for p in report.PROMISES if p in files]
+    for leftover in RESULTS.glob("*.json"):
+        leftover.unlink()
+    failed = [
+        path.name for number in asked for path in files.get(number, []) if not _run(path, full=not options.ci_size)
+    ]
+    report.write(report.merge(report.read_kept(), report.read_new()))
+    told = f"Failed: {', '.join(failed)}" if failed else "All passed."
+    print(f"RELIABILITY.md is written. {told}")
+    return 1 if failed else 0
+
+
+def _run(path: Path, *, full: bool) -> bool:
+    command = [sys.executable, "-m", "pytest", "-q", *(["--full-size"] if full else []), str(path)]
+    print(f"{path.stem} ...", flush=True)
+    started = time.monotonic()
+    process = subprocess.Popen(command, cwd=report.ROOT, start_new_session=True)
+    try:
+        passed = process.wait(_MOST_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        passed = False
+    finally:
+        if process.poll() is None:  # with the services it started; they are of its group
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    print(f"{path.stem}: {'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s", flush=True)
+    return passed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Nothing that comes from outside is ever run as code: no pickle, no eval, no torch.load, in any process."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import ROOT, Server, start_server, stop_server
+from promise import Promise
+from wire import stream, whole
+
+FILES = sorted(path for folder in ("app", "model") for path in (ROOT / folder).rglob("*.py"))
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "code",
+    "codeop",
+    "pty",
+}
+"""They turn bytes or text into running code."""
+NAMES = {"eval", "exec", "compile", "__import__", "breakpoint"}
+METHODS = {
+    ("torch", "load"), ("torch", "hub"), ("torch", "package"), ("torch", "jit"), ("os", "system"), ("os", "popen"),
+    ("numpy", "load"), ("np", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("Path", "exec_module"),
+}  # fmt: skip
+KEYWORDS = {("shell", True), ("allow_pickle", True), ("trust_remote_code", True), ("weights_only", False)}
+
+HOOK = """
+import json, os, sys, time
+_log = os.open(os.environ["AUDIT_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+_OURS = tuple(os.path.join(os.environ["AUDIT_ROOT"], name) + os.sep for name in ("app", "model"))
+def _hook(event, arguments):
+    if event not in ("pickle.find_class", "compile", "exec", "os.system", "marshal.load"):
+        return
+    name = getattr(arguments[0], "co_filename", "") if event == "exec" else arguments[-1] if event == "compile" else ""
+    if isinstance(name, str) and (name.endswith(".py") or name.startswith("<frozen")):
+        return  # the file of a module that is imported
+    frame, by = sys._getframe().f_back, ""
+    while frame is not None and not by:
+        by = frame.f_code.co_filename if not frame.f_code.co_filename.startswith("<") else ""
+        frame = frame.f_back
+    told = {"event": event, "what": str(arguments)[:200], "by": by, "ours": by.startswith(_OURS), "at": time.time()}
+    os.write(_log, (json.dumps({"pid": os.getpid(), **told}) + "\\n").encode())
+sys.addaudithook(_hook)
+os.write(_log, (json.dumps({"pid": os.getpid(), "event": "armed"}) + "\\n").encode())
+"""
+"""sitecustomize.py of every Python process that the service starts; the engine's cannot be reached in another way."""
+
+HARM = """
+import pathlib, pickle, app.service as s
+real = s.Service.begin
+def begin(self, *arguments):
+    pickle.loads(pickle.dumps(pathlib.PurePath("x")))
+    eval("1 + 1")
+    return real(self, *arguments)
+s.Service.begin = begin
+"""
+
+
+def harmful_nodes(source: str) -> list[str]:
+    """What the code names that could turn data into code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.partition(".")[0] in MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module] if node.module.partition(".")[0] in MODULES else []
+            found += [f"{node.module}.{a.name}" for a in node.names if (node.module, a.name) in METHODS]
+        elif isinstance(node, ast.Name) and node.id in NAMES:
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found += [f"{node.value.id}.{node.attr}"] if (node.value.id, node.attr) in METHODS else []
+        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+            found += [f"{node.arg}={node.value.value}"] if (node.arg, node.value.value) in KEYWORDS else []
+    return found
+
+
+def test_no_file_names_what_turns_data_into_code(promise: Promise) -> None:
+    found = {str(path.relative_to(ROOT)): names for path in FILES if (names := harmful_nodes(path.read_text()))}
+    promise.all_of(
+        "S15", "files of app/ and model/ that name no pickle, eval or loader", len(FILES) - len(found), len(FILES)
+    )
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("import pickle", "import joblib.numpy_pickle", "from marshal import loads", "from torch import load"),
+        *("eval(x)", "f = exec", "__import__(name)", "torch.load(path)", "torch.hub.load(x)", "os.system(x)"),
+        *(
+            "run(x, shell=True)",
+            "np.load(x, allow_pickle=True)",
+            "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        ),
+        *("load(x, weights_only=False)", "def f():\n    import dill"),
+    ],
+)
+def test_the_look_at_files_finds_each_of_them(source: str) -> None:
+    assert harmful_nodes(source)
+
+
+def _start(folder: Path, weights: Path, sabotage: str = "pass") -> tuple[Server, Path]:
+    hook, log = folder / "hook", folder / "audit"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOOK)
+    environment = {"PYTHONPATH": str(hook), "AUDIT_LOG": str(log), "AUDIT_ROOT": str(ROOT)}
+    return start_server(folder, weights, environment=environment, sabotage=sabotage), log
+
+
+def _ask(server: Server, words: str) -> None:
+    """A stream, log-probabilities of a prompt, a guided text, a refusal."""
+    assert stream(server.url, prompt=words, max_tokens=20, seed=1)[-1].name == "done"
+    assert whole(server.url, prompt=words, max_tokens=5, logprobs=3, echo=True)["choices"]
+    assert whole(server.url, prompt=words, max_tokens=10, regex="[a-c]+|__import__\\('os'\\)")["choices"]
+    assert httpx.post(f"{server.url}/complete", json={"prompt": words, "seed": words}).status_code == 400
+
+
+def test_no_process_runs_data_while_it_loads_and_answers(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server, log = _start(tmp_path, weights)
+    try:
+        _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
+        before = log.read_text().count("\n")
+        _ask(server, "eval('1') {{ 7*7 }} ${x} __import__('os')")
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+    finally:
+        assert stop_server(server) == 0
+    processes = {event["pid"] for event in events if event["event"] == "armed"}
+    assert server.process.pid in processes and len(processes) >= 3, "API, engine, and who looks at guides"
+    seen = [event for event in events if event["event"] != "armed"]
+    assert seen, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
+    harm = [e for e in seen if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]
+    print(*harm, *events[before:], sep="\n")
+    promise.at_most("S15", "events of pickle, or of compile and exec by our code", len(harm), target=0, n=len(seen))
+    promise.at_most("S15", "texts compiled or executed while answering", len(events) - before, target=0, n=4)
+
+
+def test_a_service_that_unpickles_and_evaluates_is_found_out(tmp_path: Path, weights: Path) -> None:
+    server, log = _start(tmp_path, weights, HARM)
+    try:
+        _ask(server, "x")
+    finally:
+        assert stop_server(server) == 0
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = {event["event"] for event in events if "PurePosixPath" in event["what"] or "1 + 1" in event["what"]}
+    assert {"pickle.find_class", "compile"} <= kinds

@@ -1,0 +1,121 @@
+"""The container runs as uid 10001 with a read-only root, no capabilities and no way to gain rights.
+
+What the files say; that a container so made runs is for a machine with a container engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+from promise import Promise
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+
+
+def _last_stage(dockerfile: str) -> list[str]:
+    """Its instructions, a line each."""
+    joined = re.sub(r"\\\n(\s*#.*\n)*", " ", dockerfile)
+    return [line for line in re.split(r"^FROM .*$", joined, flags=re.M)[-1].splitlines() if line and line[0] != "#"]
+
+
+def _values(stage: list[str], instruction: str) -> list[str]:
+    return [line.partition(" ")[2].strip() for line in stage if line.startswith(f"{instruction} ")]
+
+
+def _service(compose: str) -> dict[str, Any]:
+    (service,) = yaml.safe_load(compose)["services"].values()
+    assert isinstance(service, dict)
+    return service
+
+
+def _published_on_loopback(compose: str) -> bool:
+    return all(str(port).startswith("127.0.0.1:") for port in _service(compose).get("ports", []))
+
+
+def _mounts_are_read_only(compose: str) -> bool:
+    volumes = re.findall(r"^\s*#?\s+- (\S+:/\S+)$", compose, re.M)  # also what a comment tells to uncomment
+    return all(volume.endswith(":ro") for volume in volumes) and "docker.sock" not in compose
+
+
+FILE_RULES: dict[str, Callable[[str], bool]] = {
+    "runs as 10001": lambda text: _values(_last_stage(text), "USER") == ["10001:10001"],
+    "nothing is done as another user after that": lambda text: _last_stage(text)[-1].startswith(("CMD", "ENTRYPOINT")),
+    "a user of that number without a shell": lambda text: bool(
+        re.search(r"useradd --uid 10001 --gid 10001 --no-create-home .*--shell /usr/sbin/nologin", text)
+    ),
+    "nothing is fetched from a URL": lambda text: not re.search(r"^ADD |curl |wget ", text, re.M),
+    "not the whole checkout is copied": lambda text: not re.search(r"^COPY (--\S+ )*\.+/? ", text, re.M),
+    "no compiler and no pip cache in the last stage": lambda text: "apt-get" not in "".join(_last_stage(text)),
+    "no secret is baked in": lambda text: not re.search(r"^(ARG|ENV) .*(KEY|TOKEN|SECRET|PASSWORD)", text, re.M | re.I),
+    "packages by their hashes": lambda text: "--require-hashes --no-deps --requirement requirements.lock" in text,
+    "its health is watched": lambda text: bool(_values(_last_stage(text), "HEALTHCHECK")),
+    "ends by SIGTERM": lambda text: _values(_last_stage(text), "STOPSIGNAL") == ["SIGTERM"],
+    "no shell between the signal and the service": lambda text: all(
+        value.startswith("[") for name in ("ENTRYPOINT", "CMD") for value in _values(_last_stage(text), name)
+    ),
+}
+COMPOSE_RULES: dict[str, Callable[[str], bool]] = {
+    "read-only root": lambda text: _service(text).get("read_only") is True,
+    "a tmpfs for /tmp": lambda text: _service(text).get("tmpfs") == ["/tmp"],
+    "no capabilities": lambda text: _service(text).get("cap_drop") == ["ALL"] and "cap_add" not in _service(text),
+    "no new privileges": lambda text: _service(text).get("security_opt") == ["no-new-privileges:true"],
+    "not privileged": lambda text: (
+        not {"privileged", "devices", "network_mode", "pid", "ipc", "user"} & _service(text).keys()
+    ),
+    "published on loopback": _published_on_loopback,
+    "mounts are read-only": _mounts_are_read_only,
+    "time to drain": lambda text: int(str(_service(text)["stop_grace_period"]).removesuffix("s")) > 32,
+}
+SPOILED = [
+    ("USER 10001:10001", "USER root"),
+    ('"--host", "0.0.0.0"]', '"--host", "0.0.0.0"]\nRUN id'),
+    ("--shell /usr/sbin/nologin", "--shell /bin/sh"),
+    ("COPY weights weights", "ADD https://example.org/x /x"),
+    ("COPY weights weights", "COPY . ."),
+    ("WORKDIR /srv/inkstream", "RUN apt-get install g++"),
+    ("EXPOSE 8000", "ENV INKSTREAM_API_KEY=x"),
+    ("--require-hashes --no-deps --requirement", "--requirement"),
+    ("HEALTHCHECK", "#"),
+    ("STOPSIGNAL SIGTERM", ""),
+    ('ENTRYPOINT ["inkstream"]', "ENTRYPOINT inkstream"),
+    ("read_only: true", "read_only: false"),
+    ("tmpfs:\n      - /tmp", "tmpfs:\n      - /"),
+    ("cap_drop:\n      - ALL", "cap_drop:\n      - CHOWN"),
+    ("restart:", "cap_add: [SYS_ADMIN]\n    restart:"),
+    ("no-new-privileges:true", "seccomp:unconfined"),
+    ("restart:", "privileged: true\n    restart:"),
+    ("127.0.0.1:8000:8000", "8000:8000"),
+    ("/weights:ro", "/weights"),
+    ("stop_grace_period: 40s", "stop_grace_period: 10s"),
+]
+
+
+def _broken(dockerfile: str, compose: str) -> list[str]:
+    found = [name for name, holds in FILE_RULES.items() if not holds(dockerfile)]
+    return found + [name for name, holds in COMPOSE_RULES.items() if not holds(compose)]
+
+
+def test_the_files_of_the_container_take_every_right_away(promise: Promise) -> None:
+    broken = _broken(DOCKERFILE, COMPOSE)
+    n = len(FILE_RULES) + len(COMPOSE_RULES)
+    promise.all_of(
+        "S17", "rules for Dockerfile and compose file (not run here: no container engine)", n - len(broken), n
+    )
+    assert broken == []
+
+
+@pytest.mark.parametrize(("old", "new"), SPOILED)
+def test_a_container_with_one_right_too_many_is_found_out(old: str, new: str) -> None:
+    assert old in DOCKERFILE + COMPOSE
+    assert len(_broken(DOCKERFILE.replace(old, new), COMPOSE.replace(old, new))) >= 1
+
+
+def test_every_rule_is_broken_by_one_of_them() -> None:
+    broken = [name for old, new in SPOILED for name in _broken(DOCKERFILE.replace(old, new), COMPOSE.replace(old, new))]
+    assert set(broken) == {*FILE_RULES, *COMPOSE_RULES}

@@ -1,0 +1,124 @@
+"""Every package but torch is pinned with its hashes, and pip-audit knows of no hole in any of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from lock import DEVELOPMENT, SERVING, locked, pins, serving
+from promise import Promise
+
+HOLE = {
+    "id": "GHSA-test", "modified": "2026-01-01T00:00:00Z", "summary": "a hole", "details": "a hole",
+    "affected": [{
+        "package": {"name": "jinja2", "ecosystem": "PyPI"},
+        "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.1.6"}]}],
+    }],
+}  # fmt: skip
+
+
+class _Osv(BaseHTTPRequestHandler):
+    """Knows of one hole: in jinja2 before 3.1.6."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        name, version = asked["package"]["name"], tuple(map(int, asked["version"].split(".")[:3]))
+        answer = {"vulns": [HOLE]} if name == "jinja2" and version < (3, 1, 6) else {}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def osv() -> Iterator[str]:
+    """The address of a service that knows of holes."""
+    server = HTTPServer(("127.0.0.1", 0), _Osv)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/query"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _audit(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tests/audit.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_locks_hold_every_pin_with_its_hashes(promise: Promise) -> None:
+    both = locked(SERVING) | locked(DEVELOPMENT)
+    good = sum(both.get(name) == version for name, version in pins().items())
+    promise.all_of("S18", "pins of constraints.txt (all but torch) with hashes", good, len(pins()))
+    assert both == pins(), "make lock"
+    assert not locked(SERVING).keys() & locked(DEVELOPMENT).keys()
+
+
+def test_the_service_has_all_it_needs_in_its_own_lock() -> None:
+    """By what the installed packages say; the container installs this file and torch, nothing else."""
+    assert locked(SERVING).keys() == serving()
+
+
+def test_a_lock_without_a_hash_is_found_out(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.lock"
+    bare.write_text(SERVING.read_text() + "requests==2.34.2\n")
+    with pytest.raises(ValueError, match="no pin with hashes"):
+        locked(bare)
+
+
+def test_pip_refuses_a_package_whose_content_is_another(tmp_path: Path) -> None:
+    """The lock is of use only if pip looks at it."""
+    (tmp_path / "x-1.0-py3-none-any.whl").write_bytes(b"not what it was")
+    (tmp_path / "r.lock").write_text(f"x==1.0 --hash=sha256:{'0' * 64}\n")
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--find-links", str(tmp_path)]
+    command += ["--no-deps", "--require-hashes", "-r", str(tmp_path / "r.lock")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "DO NOT MATCH" in done.stderr
+
+
+def test_make_install_and_the_container_install_by_hash() -> None:
+    assert "--require-hashes --no-deps $(addprefix -r ,$(LOCK))" in (ROOT / "Makefile").read_text()
+    assert "--require-hashes --no-deps --requirement requirements.lock" in (ROOT / "Dockerfile").read_text()
+
+
+def test_a_known_hole_fails_the_audit(tmp_path: Path, osv: str) -> None:
+    old = tmp_path / "old.txt"
+    old.write_text("jinja2==3.1.2\nclick==8.5.1\n")
+    done = _audit("--pins", str(old), "--osv-url", osv)
+    assert done.returncode == 1, done.stderr
+    assert "error: jinja2 3.1.2 has GHSA-test, fixed in 3.1.6" in done.stderr
+    assert "1 known holes in 2 of 2 packages" in done.stdout
+
+
+def test_our_pins_pass_where_the_service_answers(osv: str) -> None:
+    done = _audit("--osv-url", osv)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"0 known holes in {len(pins()) + 1} of {len(pins()) + 1} packages" in done.stdout
+
+
+def test_a_service_that_cannot_be_reached_is_told_and_stops_nobody(tmp_path: Path) -> None:
+    small = tmp_path / "pins.txt"
+    small.write_text("click==8.5.1\n")
+    done = _audit("--pins", str(small), "--osv-url", "http://127.0.0.1:9/v1/query")
+    assert done.returncode == 0
+    assert done.stderr.startswith("warning: pip-audit: no service") and done.stderr.count("\n") == 1
+
+
+def test_no_known_hole_where_somebody_knows_them(promise: Promise) -> None:
+    done = _audit()
+    assert done.returncode == 0, done.stderr
+    if "nothing was audited" in done.stderr:
+        pytest.skip("no service that knows of holes can be reached from here")
+    promise.at_most("S18", "known holes in the pins", 0, target=0, n=len(pins()) + 1)

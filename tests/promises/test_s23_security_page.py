@@ -1,0 +1,52 @@
+"""SECURITY.md says who the attacker is, what is a vulnerability here and what is not, and how to report one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import ROOT
+from promise import Promise
+
+PAGE = (ROOT / "SECURITY.md").read_text()
+SECTIONS = {
+    "Reporting": ("private", "week", "CHANGELOG"),
+    "Supported versions": ("newest",),
+    "What is protected, and from whom": (
+        "web page",
+        "stranger on the network",
+        "holder of one key",
+        "author of a weights directory",
+        "**Trusted:**",
+    ),
+    "What is a vulnerability": ("- A route that answers without a key", "weights directory"),
+    "What is not": ("--insecure-no-auth", "What the model says"),
+    "Hardening": ("1. ", "read-only root", "requirements.lock"),
+    "What is tested": ("RELIABILITY.md",),
+}
+
+
+def _sections(page: str) -> dict[str, str]:
+    parts = re.split(r"^## (.+)$", page, flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_the_threat_model_is_whole(promise: Promise) -> None:
+    found = _sections(PAGE)
+    good = [name for name, words in SECTIONS.items() if all(word in found.get(name, "") for word in words)]
+    promise.all_of("S23", "sections that are there and say what they must", len(good), len(SECTIONS))
+    assert list(found) == list(SECTIONS)
+
+
+def test_what_it_names_exists() -> None:
+    for name in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`([\w/.-]+\.(?:lock|yml|md))`", PAGE):
+        assert (ROOT / name).exists(), name
+    assert "[SECURITY.md](SECURITY.md)" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_page_without_one_of_its_parts_is_found_out(name: str) -> None:
+    shorter = PAGE.replace(f"## {name}\n", "")
+    assert list(_sections(shorter)) != list(SECTIONS)
