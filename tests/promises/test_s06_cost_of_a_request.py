@@ -1,4 +1,8 @@
-"""No request costs the service more than a hundred times its bytes in memory, or a tenth of a second of its CPU."""
+"""No request costs the service more than a hundred times its bytes in memory, or a tenth of a second of its CPU.
+
+But for two routes: /tokenize and /detokenize of a megabyte answer twenty times as much and tell of every token. They take
+longer, in a thread, one at a time and in pieces; their figures stand beside the others, with floors of their own.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +105,8 @@ def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple
 def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) -> None:
     if not os.access(f"/proc/{server.process.pid}/clear_refs", os.W_OK):
         pytest.skip("this machine does not let us count memory from a moment on")
-    slowest, largest, longest, costs = 0.0, 0.0, 0.0, {}
+    slowest = largest = longest = widest = 0.0
+    costs: dict[str, str] = {}
     with httpx.Client(base_url=server.url, timeout=60) as client:
         _cost(server, client, "/complete", _body())
         for name, (path, body) in (_NASTY | _LONG_ANSWERS).items():
@@ -110,13 +115,14 @@ def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) 
             costs[name] = (
                 f"{status} {cpu * 1e3:.0f} ms {memory / 2**20:.1f} MiB {max(0, memory - _SLACK) / len(body):.0f}x"
             )
-            largest = max(largest, (memory - _SLACK) / len(body))
+            times = max(0.0, (memory - _SLACK) / len(body))
             if name in _LONG_ANSWERS:
-                longest = max(longest, cpu)
+                longest, widest = max(longest, cpu), max(widest, times)
             else:
-                slowest = max(slowest, cpu)
+                slowest, largest = max(slowest, cpu), max(largest, times)
             time.sleep(0.01)
     print("\n".join(f"{name:40} {cost}" for name, cost in costs.items()))
-    promise.at_most("S6", "memory of a request, times its bytes", largest, target=100, n=len(costs))
+    promise.at_most("S6", "memory of a request, times its bytes", largest, target=100, n=len(_NASTY))
     promise.at_most("S6", "CPU of a request in the front end", slowest, target=0.1, unit="s", n=len(_NASTY))
     promise.at_most("S6", "CPU of a megabyte to /tokenize, /detokenize", longest, target=0.1, floor=2, unit="s", n=2)
+    promise.at_most("S6", "memory of /tokenize, /detokenize, times its bytes", widest, target=100, floor=300, n=2)
