@@ -51,8 +51,8 @@ class Gate:
             raise
 
     @contextmanager
-    def room(self, queue: WaitingLine, wish: Wish, caller: Caller, patience: Patience) -> Iterator[None]:
-        """A place in the queue while the texts are read; who would come too late to write much is refused now.
+    def room(self, wish: Wish, caller: Caller, patience: Patience, queue: WaitingLine) -> Iterator[None]:
+        """A place in `queue` while the texts are read; who would come too late to write much is refused now.
 
         Raises QueueFull, InvalidRequest where the queue is too short for it at any time.
         """

@@ -96,9 +96,11 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
         raise KeysError(f"the keys file {path} is not there; {how}") from None
     except OSError as error:
         raise KeysError(f"the keys file {path} cannot be read ({error.strerror})") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         _check_mode(path, os.fstat(descriptor))
-        content = file.read(_MOST_BYTES + 1)
+        content = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > _MOST_BYTES:
         raise KeysError(f"the keys file {path} has more than {_MOST_BYTES} bytes")
     try:

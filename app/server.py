@@ -121,7 +121,7 @@ def bind(settings: Settings) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the latter: no such name could be asked for
         raise StartError(f"--host {settings.host}: no address is known for this name") from None
     except OSError as error:
         reason = os.strerror(error.errno or 0)  # the error's own words name the address a second time
@@ -189,7 +189,9 @@ def _check_weights(directory: Path) -> None:
 
 
 def _check_kernels(settings: Settings) -> None:
-    """Raises StartError where native kernels are asked for in vain."""
+    """Raises StartError where native kernels are asked for in vain, or could not be kept."""
+    if settings.cache_dir and settings.cache_dir.exists() and not settings.cache_dir.is_dir():
+        raise StartError(f"--cache-dir {settings.cache_dir}: is not a directory")
     try:
         check_possible(settings.kernels, settings.device, libraries_at_start(settings))
     except ValueError as error:

@@ -51,7 +51,7 @@ class Service:
         self.served = served
         """What new requests get. A request that goes on over an await keeps its own."""
         self._long_texts = long_texts
-        self._gate = Gate()
+        self.gate = Gate()
         self.draining = False
         self._names = {served.model_name}
         self._retiring: list[Served] = []
@@ -188,13 +188,13 @@ class Service:
         clock = Clock()
         ready, tokenizer = self.require_ready(served)
         patience = self._patience(wish, heartbeat)
-        reader = Reader(ready, tokenizer, self._long_texts)
-        with self._gate.lease(wish, caller, tokenizer, ready.context) as lease:
-            with self._gate.room(served.engine.queue, wish, caller, patience):
-                reads, source, guide = await _read(wish, reader, served.guides, patience.deadline)
+        with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
+            with self.gate.room(wish, caller, patience, served.engine.queue):
+                reader = Reader(ready, tokenizer, self._long_texts)
+                reads, source, guide = await _read(wish, reader, served.guides, patience)
             batch = Batch(name, wish, ready, tokenizer, caller.salt)
             requests = batch.requests(reads, source, guide)
-            self._gate.charge(lease, wish, requests)
+            self.gate.charge(lease, wish, requests)
             stream = served.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)
         return Admitted(
@@ -222,11 +222,11 @@ class Service:
 
 
 async def _read(
-    wish: Wish, reader: Reader, guides: GuideChecker, deadline: float
+    wish: Wish, reader: Reader, guides: GuideChecker, patience: Patience
 ) -> tuple[list[Read], tuple[int, ...], str]:
     """Texts to tokens, and the guide; within the deadline, however many others wait for the same."""
     try:
-        async with asyncio.timeout(deadline) as limit:
+        async with asyncio.timeout(patience.deadline) as limit:
             return await reader.prompts(wish), await reader.source(wish.source), await _guide(wish, guides)
     except TimeoutError:
         if not limit.expired():

@@ -113,8 +113,12 @@ def sha256(path: Path) -> str:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Replaces files that belong together: none before the disk has all of them. Raises CheckpointError."""
+    """Replaces files that belong together: none before the disk has all of them. Raises CheckpointError.
+
+    Where one cannot be replaced, those that were come back: what stood there before stands there again.
+    """
     staged = {directory / f".{name}.{os.getpid()}.tmp": directory / name for name in files}
+    kept = {path: temporary.with_suffix(".old") for temporary, path in staged.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for temporary, path in staged.items():
@@ -122,14 +126,16 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
                 file.write(files[path.name])
                 file.flush()
                 os.fsync(file.fileno())
-        for temporary, path in staged.items():
-            temporary.replace(path)
+        for path in staged.values():
+            _keep(path, kept[path])
+        _replace(staged, kept)
         sync_directory(directory)
     except OSError as error:
-        for temporary in staged:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{directory}: {', '.join(files)} cannot be written ({error.strerror})") from None
+    finally:
+        for leftover in (*staged, *kept.values()):
+            with contextlib.suppress(OSError):
+                leftover.unlink(missing_ok=True)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -144,6 +150,29 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _keep(path: Path, second_name: Path) -> None:
+    """Costs no space. Some file systems have no second names: what a rename replaces there is gone."""
+    with contextlib.suppress(OSError):
+        second_name.unlink(missing_ok=True)
+        os.link(path, second_name)
+
+
+def _replace(staged: Mapping[Path, Path], kept: Mapping[Path, Path]) -> None:
+    """All or, where a rename fails, none."""
+    replaced: list[Path] = []
+    try:
+        for temporary, path in staged.items():
+            temporary.replace(path)
+            replaced.append(path)
+    except OSError:
+        for path in replaced:
+            if kept[path].exists():
+                kept[path].replace(path)
+            else:
+                path.unlink()
+        raise
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

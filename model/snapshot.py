@@ -49,7 +49,8 @@ def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) 
         return
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for left_by_a_killed_run in folder.glob(".step-*"):
+            shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
         position_json = json.dumps(asdict(position)).encode()
         write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position_json})
         shutil.rmtree(finished, ignore_errors=True)

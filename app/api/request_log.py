@@ -58,7 +58,8 @@ def _write(scope: Scope, record: Record, duration_ms: float) -> None:
     """The one line: nothing that the client wrote is in it but which of our routes and methods it asked for."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    route = getattr(scope.get("route"), "path", None)
+    # Routes that FastAPI makes by itself have no path to tell, but a name.
+    route = getattr(scope.get("route"), "path", None) or getattr(scope.get("endpoint"), "__name__", None)
     outcome = record.outcome or ("ok" if 0 < record.status < 400 else "disconnected" if not record.status else "error")
     fields: dict[str, Any] = {
         "request_id": record.request_id,

@@ -1,0 +1,146 @@
+"""Where a disk gets full at any write, fsync or rename of a save, the checkpoint before it still loads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from disk import SPACE, Operations, no_space, watched
+from promise import Promise
+from tiny import TEXT, tiny_decoder
+
+from model.checkpoint import load, weights_files
+from model.files import CheckpointError, write_files
+from model.snapshot import Position, load_snapshot, save_snapshot
+
+CPU = torch.device("cpu")
+Save = Callable[[Path, int], None]
+Version = Callable[[Path], int]
+
+
+def _save_run(folder: Path, number: int) -> None:
+    """A snapshot of training."""
+    position = Position(step=number, seconds=1.0, digest="d", shape="s", flags={})
+    save_snapshot(folder, position, {"x": torch.full((4096,), float(number))})
+
+
+def _version_of_run(folder: Path) -> int:
+    found = load_snapshot(folder)
+    assert found is not None
+    position, tensors = found
+    assert bool((tensors["x"] == position.step).all())
+    return position.step
+
+
+def _save_weights(folder: Path, number: int) -> None:
+    """A weights directory; each file carries the number, so that a mixture of two is seen."""
+    decoder = tiny_decoder()
+    with torch.no_grad():
+        decoder.embedding.fill_(float(number))
+    files = weights_files(decoder, dtype=torch.float32, eos_id=number, generation={"top_k": number})
+    write_files(folder, {**files, "README.md": str(number).encode()})
+
+
+def _version_of_weights(folder: Path) -> int:
+    found = load(folder, device=CPU, dtype=torch.float32)
+    numbers = {int(found.decoder.embedding[0, 0]), found.generation["top_k"], *found.eos_ids}
+    assert numbers == {int((folder / "README.md").read_text())}, f"files of {numbers} lie together"
+    return numbers.pop()
+
+
+KINDS: dict[str, tuple[Save, Version]] = {
+    "snapshot of a run": (_save_run, _version_of_run),
+    "weights directory": (_save_weights, _version_of_weights),
+}
+
+
+def _good(folder: Path, kind: str, at: int, then_also: frozenset[str]) -> bool:
+    """Whether the save before this one, or this one if it was through, is whole; and the next one works."""
+    save, version = KINDS[kind]
+    save(folder, 1)
+    with watched(Operations(no_space, at, then_also)), contextlib.suppress(CheckpointError):
+        save(folder, 2)
+    kept = version(folder)
+    leftovers = [path for path in folder.rglob("*") if path.name.endswith((".tmp", ".old"))]
+    save(folder, 3)
+    return kept in (1, 2) and not leftovers and version(folder) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, promise: Promise, kind: str) -> None:
+    KINDS[kind][0](tmp_path / "dry", 1)
+    counting = Operations()
+    with watched(counting):
+        KINDS[kind][0](tmp_path / "dry", 2)
+    assert {"open", "write", "fsync"} <= set(counting.seen) and {"rename", "replace"} & set(counting.seen)
+    wrong = [
+        f"{number}: {what}, {'and from then on' if then_also else 'once'}"
+        for number, what in enumerate(counting.seen)
+        if what != "rmtree"
+        for then_also in (frozenset[str](), SPACE)
+        if not _good(tmp_path / f"{number}-{bool(then_also)}", kind, number, then_also)
+    ]
+    print(*wrong, sep="\n")
+    n = 2 * sum(what != "rmtree" for what in counting.seen)
+    promise.all_of("R18", f"no space at each operation, once or for good: {kind}", n - len(wrong), n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_is_one_line_that_names_the_place(tmp_path: Path, kind: str) -> None:
+    KINDS[kind][0](tmp_path, 1)
+    with watched(Operations(no_space, 2)), pytest.raises(CheckpointError, match="No space left on device") as caught:
+        KINDS[kind][0](tmp_path, 2)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_save_in_place_is_found_out(tmp_path: Path) -> None:
+    """Control: files written one over the other lose the checkpoint."""
+
+    def careless(folder: Path, number: int) -> None:
+        folder.mkdir(exist_ok=True)
+        decoder = tiny_decoder()
+        for name, content in weights_files(decoder, dtype=torch.float32, eos_id=number, generation={}).items():
+            with (folder / name).open("wb") as file:
+                file.write(content)
+
+    careless(tmp_path, 1)
+    with watched(Operations(no_space, 6)), pytest.raises(OSError, match="No space"):
+        careless(tmp_path, 2)
+    with pytest.raises((CheckpointError, AssertionError)):
+        load(tmp_path, device=CPU, dtype=torch.float32)
+
+
+def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise) -> None:
+    """A tmpfs with room for one snapshot and a half: the second save fails, the first loads."""
+    (tmp_path / "text.txt").write_text(TEXT * 5)
+    small = tmp_path / "small"
+    small.mkdir()
+    train = f"{sys.executable} -m model.train --data {tmp_path}/text.txt --out {small}/out --preset nano --device cpu"
+    train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --steps 3"
+    check = f"{sys.executable} -c 'import sys; from pathlib import Path; from model.snapshot import load_snapshot; "
+    check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
+    script = f"mount -t tmpfs -o size=800k tmpfs {small} && {{ {train}; echo code $?; df {small} | tail -1; {check}; }}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if "code" not in done.stdout:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()[-200:]}")
+    print(done.stdout, done.stderr)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "code 2" in done.stdout and len(errors) == 1 and "No space left on device" in errors[0]
+    assert "Traceback" not in done.stderr
+    loaded = re.search(r"loads (\d+)", done.stdout)
+    promise.all_of("R18", "a real file system without space: the run's last snapshot loads", int(bool(loaded)), 1)

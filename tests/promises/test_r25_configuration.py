@@ -1,0 +1,196 @@
+"""A wrong setting ends the start within 2 s, with exit code 2 and one line that names it, before a port is bound.
+
+Every flag and variable of app/settings.py, by reflection. What only the weights or the device can tell (a context
+longer than the model's, too few cache blocks, no GPU) is found by the engine after the port is bound; exit code and
+line are the same, and the last test says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from conftest import ROOT
+from promise import Promise
+from pydantic.fields import FieldInfo
+
+from app.cli.serve import flag
+from app.settings import Settings
+
+DIGITS = "9" * 5000
+"""More than Python makes an integer of."""
+
+PROGRAM = """
+import contextlib, io, json, os, socket, sys, time
+from app import event_loop
+from app.cli.serve import main
+
+class Started(BaseException): pass
+
+def started(work):
+    work.close()
+    raise Started
+
+event_loop.run = started
+real, bound = socket.create_server, []
+def create_server(*arguments, **named):
+    bound.append(arguments)
+    return real(*arguments, **named)
+socket.create_server = create_server
+found = []
+for arguments, variables in json.load(sys.stdin):
+    os.environ.update(variables)
+    bound.clear()
+    errors, began = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stderr(errors):
+        try:
+            code = main(arguments)
+        except SystemExit as error:
+            code = error.code
+        except Started:
+            code = "started"
+        except BaseException as error:
+            code = repr(error)
+    found.append([code, errors.getvalue(), len(bound), time.perf_counter() - began])
+    for name in variables:
+        del os.environ[name]
+json.dump(found, sys.stdout)
+"""
+"""All cases in one process, so that its imports are paid once."""
+
+Case = tuple[list[str], dict[str, str], str]
+"""Flags, variables, and what the line must name."""
+
+
+def wrong_values(name: str, field: FieldInfo) -> list[str]:
+    """What no setting of this kind may be."""
+    if name == "weights":
+        return ["", "/nonexistent", "README.md", "app", "x\ny"]
+    if name == "cache_dir":
+        return ["README.md", "/dev/null"]
+    if name == "host":
+        return ["", "0.0.0.0", "::", "nowhere.invalid", "a..b", "x" * 300, "127.0.0.1:80", "a\nb", "\udcff"]
+    if field.annotation is bool:
+        return ["", "maybe", "2", "None"]
+    if get_origin(field.annotation) is Literal:
+        return ["", "x", f"{get_args(field.annotation)[0]} ", get_args(field.annotation)[0].upper(), "a\nb"]
+    if field.annotation in (int, float):
+        return ["", "x", "nan", "-1e400", "0x10", "1,5", "[1]", "a\nb", *_out_of_range(field)]
+    return [] if field.annotation is str else pytest.fail(f"what is wrong for {name}: {field.annotation}?")
+
+
+def _out_of_range(field: FieldInfo) -> list[str]:
+    found = ["1.5", DIGITS] if field.annotation is int else []
+    for bound in field.metadata:
+        least, above, most = getattr(bound, "ge", None), getattr(bound, "gt", None), getattr(bound, "le", None)
+        found += [] if least is None else [str(least - 1)]
+        found += [] if above is None else [str(above), str(above - 1)]
+        found += [] if most is None else [str(most + 1), "1e400"]
+    return found
+
+
+def cases(weights: Path) -> list[Case]:
+    """Every wrong value as a flag and as a variable, and what is no flag or variable at all."""
+    good = ["--weights", str(weights), "--port", "0"]
+    found: list[Case] = []
+    for name, field in Settings.model_fields.items():
+        rest = good[2:] if name == "weights" else good[:2] if name == "port" else good
+        for value in wrong_values(name, field):
+            shown = name if name not in ("weights", "cache_dir") else ""
+            if name == "weights":
+                shown = "config.json" if value in ("", "app") else value.replace("\n", "\\n")
+            if field.annotation is bool:
+                found.append(([*rest, f"{flag(name)}={value}"], {}, flag(name)))
+            else:
+                found.append(
+                    ([*rest, flag(name), value] if value[:1] != "-" else [*rest, f"{flag(name)}={value}"], {}, shown)
+                )
+            found.append((rest, {f"INKSTREAM_{name.upper()}": value}, shown))
+        if field.annotation is not bool:
+            found.append(([*rest, flag(name)], {}, flag(name)))  # without its value
+    found.append(([*good, "--nonsense"], {}, "--nonsense"))
+    found.append(([*good, "--por", "1"], {}, "--por"))
+    found.append(([*good, "weights"], {}, "weights"))
+    found.append((good, {"INKSTREAM_KV_BLOKS": "1"}, "INKSTREAM_KV_BLOKS"))
+    found.append(([*good, "--max-running", "64", "--tokens-per-step", "32"], {}, "tokens_per_step"))
+    found.append(([*good, "--host", "a..b", "--insecure-no-auth"], {}, "a..b"))
+    found.append(([*good, "--host", "\udcff", "--insecure-no-auth"], {}, "--host"))
+    found.append(([*good, "--kernels", "native", "--device", "cuda"], {}, "native"))
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | {"PYTHONPATH": str(ROOT)}
+
+
+def _what_is_wrong(case: Case, outcome: list[Any]) -> str:
+    """With how the start ended, or nothing."""
+    (arguments, variables, name), (code, text, bound, seconds) = case, outcome
+    lines = text.splitlines()
+    named = name.replace("_", "-") in text.replace("_", "-")
+    if code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and named and not bound and seconds <= 2:
+        return ""
+    return f"{arguments[-2:]} {variables}: {code}, {bound} ports, {seconds:.2f} s, {text[-300:]!r}"[:700]
+
+
+def test_every_wrong_setting_is_one_line_before_the_port_is_bound(weights: Path, promise: Promise) -> None:
+    asked = cases(weights)
+    assert len(asked) > 8 * len(Settings.model_fields)
+    given = json.dumps([case[:2] for case in asked])
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        command, input=given, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    wrong = [told for case, outcome in zip(asked, json.loads(done.stdout), strict=True)
+             if (told := _what_is_wrong(case, outcome))]  # fmt: skip
+    print(*wrong, sep="\n")
+    n = len(asked)
+    promise.all_of("R25", "wrong settings refused with exit code 2 and one line, no port bound", n - len(wrong), n)
+
+
+def test_a_process_with_a_wrong_setting_ends_in_time(weights: Path, promise: Promise) -> None:
+    """Whole processes: of each setting one case, of few settings in CI."""
+    every = {str(case[1] or case[0][-2:]): case for case in cases(weights) if "\udcff" not in str(case)}
+    asked = list(every.values())[:: promise.size(40, 1)]
+    slowest = 0.0
+    for arguments, variables, _ in asked:
+        command = [sys.executable, "-m", "app", "serve", *arguments]
+        began = time.monotonic()
+        done = subprocess.run(
+            command, cwd=ROOT, env=_environment() | variables, capture_output=True, text=True, timeout=30, check=False
+        )
+        slowest = max(slowest, time.monotonic() - began)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (arguments, done.stderr)
+    promise.at_most("R25", "slowest end of a process with a wrong setting", slowest, target=2, floor=4, n=len(asked),
+                    unit="s")  # fmt: skip
+
+
+def test_a_start_that_goes_on_is_found_out(weights: Path) -> None:
+    """Control: right settings are no error, and what is printed is looked at."""
+    good = ["--weights", str(weights), "--port", "0"]
+    given = json.dumps([[good, {}], [[*good, "--host", "localhost"], {}]])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=given, cwd=ROOT, env=_environment(), capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    for code, text, bound, seconds in json.loads(done.stdout):
+        assert (code, bound) == ("started", 1)
+        assert _what_is_wrong((good, {}, ""), [code, text, bound, seconds])
+
+
+def test_what_the_engine_finds_has_the_same_code_and_line(weights: Path) -> None:
+    command = [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", "--kernels", "torch"]
+    done = subprocess.run(
+        [*command, "--max-context", "99999"], cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: --max-context 99999 is more than the model's context")
+    assert "Traceback" not in done.stderr

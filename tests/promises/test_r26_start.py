@@ -1,0 +1,76 @@
+"""A start answers at once, live with 200 and ready with 503 and its phase; ready within 5 s with the default weights.
+
+Measured from the start of the process, on the cores there are; the median, because other tests may share them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from conftest import ROOT
+from promise import Promise
+
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds from the start of the process, and what was said meanwhile."""
+
+    live: float
+    ready: float
+    phases: tuple[str, ...]
+    n_not_ready: int
+
+
+def _get(url: str) -> tuple[int, dict[str, str]]:
+    try:
+        with _OPENER.open(url, timeout=5) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, {**json.load(error), "retry": error.headers["Retry-After"]}
+
+
+def _start(log: Path) -> Start:
+    command = [sys.executable, "-m", "app", "serve", "--weights", str(ROOT / "weights"), "--port", "0"]
+    with log.open("w") as file:
+        began = time.monotonic()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    try:
+        while not (found := re.search(r"listening on (\S+)", log.read_text())):
+            assert process.poll() is None and time.monotonic() - began < 60, log.read_text()
+            time.sleep(0.005)
+        code, _ = _get(f"{found.group(1)}/health/live")
+        assert code == 200
+        live, phases, n_not_ready = time.monotonic() - began, [], 0
+        while (answer := _get(f"{found.group(1)}/health/ready"))[0] != 200:
+            assert answer[0] == 503 and answer[1]["status"] == "not ready" and int(answer[1]["retry"]) >= 1, answer
+            assert process.poll() is None and time.monotonic() - began < 60, log.read_text()
+            phases += [answer[1]["phase"]] if answer[1]["phase"] not in phases else []
+            n_not_ready += 1
+            time.sleep(0.01)
+        return Start(live, time.monotonic() - began, tuple(phases), n_not_ready)
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
+    n = promise.size(2, 9)
+    _start(tmp_path / "first")  # files are read into memory, bytecode is written
+    starts = [_start(tmp_path / str(number)) for number in range(n)]
+    print(*starts, sep="\n")
+    told = sum(start.n_not_ready > 0 and len(start.phases) > 1 for start in starts)
+    live, ready = (statistics.median(getattr(start, name) for start in starts) for name in ("live", "ready"))
+    promise.all_of("R26", "starts that say 503 and at least two phases before they are ready", told, n)
+    promise.at_most("R26", "seconds until live, from the start of the process", live, target=1, floor=4, n=n, unit="s")
+    promise.at_most("R26", "seconds until ready, default weights", ready, target=5, floor=15, n=n, unit="s")

@@ -1,0 +1,74 @@
+"""No request made from the service's own description, fitting or not, is answered with a 5xx.
+
+Our own generator, so that it runs every time; schemathesis, which knows more tricks, runs over the same document with
+`make clients ONLY=schemathesis`. 504 is what a deadline of a millisecond gets and is no fault.
+"""
+
+from __future__ import annotations
+
+import collections
+import http.client
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from urllib.parse import urlencode, urlsplit
+
+import httpx
+from conftest import Server, is_clean, start_server, stop_server
+from described import Asked, Maker
+from promise import Promise
+
+
+def _send(connection: http.client.HTTPConnection, asked: Asked) -> tuple[int, bytes, str]:
+    path = asked.path + (f"?{urlencode(asked.query, errors='surrogatepass')}" if asked.query else "")
+    headers = {} if asked.content is None else {"Content-Type": "application/json"}
+    connection.request(asked.method, path, asked.content, headers)
+    response = connection.getresponse()
+    return response.status, response.read(), response.headers.get("Content-Type", "")
+
+
+def _faults(server: Server, requests: Iterable[Asked]) -> tuple[list[str], collections.Counter[int]]:
+    """What was wrong with the answers, and their statuses."""
+    found, statuses = [], collections.Counter[int]()
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    for asked in requests:
+        try:
+            status, content, kind = _send(connection, asked)
+        except (http.client.HTTPException, OSError) as error:
+            status, content, kind = 0, repr(error).encode(), ""
+        if status == 0:
+            connection.close()
+        statuses[status] += 1
+        has_shape = status < 400 or b'"error"' in content or asked.method == "HEAD"
+        broke_off = "event-stream" in kind and b"event: error" in content and b"timeout_error" not in content
+        if status == 0 or (status >= 500 and status != 504) or broke_off or not has_shape:
+            found.append(f"{asked} {status} {content[:300]!r}"[:1000])
+    connection.close()
+    return found, statuses
+
+
+def test_nothing_that_is_described_ends_in_a_5xx(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, "--dtype", "float32")
+    try:
+        maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
+        n = promise.size(500, 2000)
+        faults, statuses = _faults(server, maker.requests(n))
+        print(*faults, statuses, sep="\n")
+        promise.at_most(
+            "S7", "answers with a 5xx, without one, or without the errors' shape", len(faults), target=0, n=n
+        )
+        assert statuses[200] > n / 5 and statuses[400] > n / 10, statuses
+        assert is_clean(server, 5.0)
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_route_that_fails_is_found_out(tmp_path: Path, weights: Path) -> None:
+    harm = "import app.service as s; s.Service.require_ready = lambda self: 1 / 0"
+    server = start_server(tmp_path, weights, wait=False, sabotage=harm)
+    try:
+        maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
+        assert _faults(server, maker.requests(40))[0]
+    finally:
+        stop_server(server)
