@@ -15,6 +15,7 @@ from app.completion import Patience
 from app.engine.errors import Unavailable
 from app.engine.types import Request
 from app.engine.waiting_line import WaitingLine
+from app.prompts import tail_length
 from app.quotas import Lease, Quotas
 from app.wish import Prompt, Wish
 from model.tokenizer import Tokenizer
@@ -57,7 +58,8 @@ class Gate:
         """
         longest = min(patience.queue, patience.deadline / 2)
         texts = [*wish.prompts, *([wish.source] if wish.source else []), *([wish.suffix] if wish.suffix else [])]
-        tokens = sum(map(self._guess, texts))
+        longest_text = None if wish.truncate_prompt_tokens is None else tail_length(wish.truncate_prompt_tokens)
+        tokens = sum(self._guess(text, longest_text) for text in texts)
         requests = len(wish.prompts) * wish.n_drawn
         with queue.reserved(caller.salt, requests, tokens, time.monotonic(), longest):
             yield
@@ -71,9 +73,12 @@ class Gate:
             self._characters = self._characters * _FADING + sum(map(len, wish.prompts))
             self._tokens = self._tokens * _FADING + sum(len(request.prompt) for request in leaders)
 
-    def _guess(self, prompt: Prompt) -> int:
-        """Tokens of a prompt, as long as texts are like those before."""
-        return round(len(prompt) * self._tokens / self._characters) if isinstance(prompt, str) else len(prompt)
+    def _guess(self, prompt: Prompt, longest: int | None) -> int:
+        """Tokens that will be read of a prompt, as long as texts are like those before."""
+        if not isinstance(prompt, str):
+            return len(prompt)
+        length = len(prompt) if longest is None else min(len(prompt), longest)
+        return round(length * self._tokens / self._characters)
 
 
 def _least(prompt: Prompt, tokenizer: Tokenizer) -> int:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from app.engine.errors import Unavailable
+from app.faults import is_armed
 
 _LONG, _MOST_WAITING = 5_000, 16 << 20
 _T = TypeVar("_T")
@@ -30,7 +31,7 @@ class LongTexts:
 
         Raises Unavailable where others have brought too much already.
         """
-        if length <= _LONG:
+        if length <= _LONG or is_armed("long_texts.on_loop"):
             return work()
         if self._waiting and self._waiting + length > _MOST_WAITING:
             raise Unavailable(

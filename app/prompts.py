@@ -21,6 +21,14 @@ _INFILLING = (
 """Names of fill-in-the-middle tokens: Qwen, StarCoder, SantaCoder, Code Llama."""
 
 
+_MARGIN = 64
+
+
+def tail_length(limit: int) -> int:
+    """Characters of a prompt that are read first where its last `limit` tokens are asked for: mostly enough."""
+    return 8 * (limit + _MARGIN) + 512
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """A prompt as the engine sees it."""
@@ -72,7 +80,7 @@ class Reader:
         if wish.suffix is not None:
             ids = self._infill(prompt, wish.suffix, wish)
         else:
-            ids = self._ids(prompt, "prompt", may_be_cut=limit is not None)
+            ids = self._ids(prompt, "prompt") if limit is None else self._last_ids(prompt, limit)
         truncated = limit is not None and len(ids) > limit
         ids = ids[-limit:] if truncated and limit else ids
         start_id = self.tokenizer.start_id(self.ready.start_id)
@@ -81,6 +89,19 @@ class Reader:
         check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="prompt")
         shown = prompt if isinstance(prompt, str) and not truncated else self._text(ids)
         return Read(tuple(ids) or (start_id or 0,), shown, truncated)
+
+    def _last_ids(self, prompt: Prompt, limit: int) -> list[int]:
+        """All ids of a prompt, or more of its end than is kept: a megabyte takes half a second and 270 MB to read.
+
+        Where a long text is cut may change how it is split there, so that part is made of more tokens than are kept.
+        """
+        length = tail_length(limit)
+        while isinstance(prompt, str) and length < len(prompt):
+            ids = self._ids(prompt[-length:], "prompt", may_be_cut=True)
+            if len(ids) >= limit + _MARGIN:
+                return ids
+            length *= 2
+        return self._ids(prompt, "prompt", may_be_cut=True)
 
     def _text(self, ids: list[int]) -> str:
         return b"".join(map(self.tokenizer.token_bytes, ids)).decode("utf-8", "replace")

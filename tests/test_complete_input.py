@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,6 +14,11 @@ from conftest import Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import whole
+
+from app.long_texts import LongTexts
+from app.prompts import Reader
+from app.wish import Wish
+from model.tokenizer import Tokenizer
 
 KEYS = {"message", "type", "param", "code", "request_id"}
 
@@ -189,3 +197,19 @@ def test_no_json_object_gets_a_5xx(server: Server, fields: dict[str, Any]) -> No
 
 def test_after_all_this_the_service_still_works(server: Server) -> None:
     assert whole(server.url, prompt="Once", max_tokens=3, seed=1, ignore_eos=True)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("text", ["Once upon a time there was a fox. ", "a", "\u00e9\u4e2d ", "  \n", "x1 y22,"])
+@pytest.mark.parametrize("limit", [1, 10, 300])
+def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
+    weights: Path, text: str, limit: int
+) -> None:
+    tokenizer = Tokenizer.load(weights)
+    prompt = text * (40_000 // len(text))
+    ready = SimpleNamespace(context=8192, vocab_size=tokenizer.vocab_size, start_id=0)
+    reader = Reader(ready, tokenizer, LongTexts())  # type: ignore[arg-type]
+    (read,) = asyncio.run(reader.prompts(Wish(prompts=[prompt], truncate_prompt_tokens=limit)))
+    assert read.truncated and len(read.ids) == limit
+    assert prompt.encode().endswith(tokenizer.written(read.ids))
+    if " " in text:
+        assert list(read.ids) == tokenizer.encode(prompt)[-limit:]

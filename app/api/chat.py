@@ -25,7 +25,7 @@ from app.chat_template import ChatTemplate
 from app.news import Ended, TokenDetail
 from model.tokenizer import Tokenizer
 
-router = APIRouter(responses=declared(400, 401, 404, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=body_schema(ChatRequest))

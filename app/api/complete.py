@@ -17,7 +17,7 @@ from app.api.record import record_of
 from app.api.schemas import Cancellation, CompleteResponse
 from app.api.stream_job import StreamJob
 
-router = APIRouter(responses=declared(400, 401, 404, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 
 
 @router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from app.api.auth import caller_of
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
+from app.api.parts import MOST_PARTS, has_too_many_parts
 from app.api.shelf import Shelf
 from app.caller import EVERYBODY, Caller
 from app.faults import fault
@@ -69,10 +70,19 @@ def check_model(name: str | None, service: Service) -> None:
 
 
 async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
-    """The JSON body as `model`. Raises ApiError 400, 413, 415; never holds more than `limit` bytes.
+    """The JSON body as `model`. Raises ApiError 400, 413, 415, and counts that; never holds more than `limit` bytes.
 
     Read by hand and not by FastAPI, which would take the whole body first, and let NaN and endless nesting through.
     """
+    try:
+        return await _read_body(request, model, limit)
+    except ApiError:
+        metrics: Metrics = request.app.state.metrics
+        metrics.rejected("invalid")
+        raise
+
+
+async def _read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
@@ -89,6 +99,9 @@ async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
     fault("api.validate", body)
+    if has_too_many_parts(body):
+        message = f"the body holds more than {MOST_PARTS} lists and objects: send the request in several"
+        raise ApiError(400, message, code="too_many_parts")
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:

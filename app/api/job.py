@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,8 @@ class Job:
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer."""
-        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version)}
+        left = self.admitted.lease.headers(time.monotonic())
+        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **left}
 
     @property
     def engine(self) -> EngineClient:

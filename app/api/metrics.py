@@ -17,7 +17,7 @@ from app.connections import Connections
 from app.engine.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LAG_PAUSE = 0.25
+_LAG_PAUSE = 0.1
 _FAST = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -131,6 +131,8 @@ class _EngineState(Collector):
 
     def collect(self) -> Iterator[Metric]:
         counters = self._engine.counters
+        tasks = len(asyncio.all_tasks())
+        yield GaugeMetricFamily("inkstream_event_loop_tasks", "Tasks of the event loop, this scrape's own too.", tasks)
         used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
         running = sum(engine.counters.running for engine in self._engines())
         waiting = sum(engine.counters.waiting for engine in self._engines())

@@ -17,7 +17,7 @@ from app.api.openapi import declared
 from app.api.schemas import Token, Usage
 from app.wish import Wish, one_by_one
 
-router = APIRouter(responses=declared(400, 401, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
 
 class ScoreRequest(BaseModel):

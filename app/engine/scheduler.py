@@ -18,7 +18,7 @@ from bisect import insort
 from app.engine.allocator import Allocator
 from app.engine.blocks import BlockPool
 from app.engine.limits import SchedulerLimits
-from app.engine.queue import WaitingQueue
+from app.engine.queue import WaitingQueue, has_place
 from app.engine.result import Drawn, StepResult
 from app.engine.types import (
     BatchPlan,
@@ -145,11 +145,11 @@ class Scheduler:
         return chunks
 
     def _plan_admissions(self, budget: int) -> tuple[list[Chunk], list[Started]]:
-        chunks, started = [], []
-        for sequence in self.waiting.candidates(self._has_place_for):
+        chunks, started, limits = [], [], self.limits
+        for sequence in self.waiting.candidates(lambda salt: has_place(salt, self.running, limits.max_running)):
             # The encoder reads the source in the same step, and in one piece; a leader's is read already.
             to_read = 0 if sequence.living_leader else len(sequence.request.source)
-            if budget <= 0 or len(self.running) >= self.limits.max_running or not self._admit(sequence):
+            if budget <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
                 break
             insort(self.running, sequence, key=lambda s: s.arrival)
             if not sequence.preemptions:
@@ -158,11 +158,6 @@ class Scheduler:
             budget -= chunks[-1].cost + to_read
         self.waiting.admit(chunk.sequence for chunk in chunks)
         return chunks, started
-
-    def _has_place_for(self, salt: str) -> bool:
-        """Where callers are told apart, none takes the last eighth of the places if it has one: others come at once."""
-        is_last = self.limits.max_running - len(self.running) <= self.limits.max_running // 8
-        return not (is_last and salt and any(s.request.salt == salt for s in self.running))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""

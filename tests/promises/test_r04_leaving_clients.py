@@ -1,0 +1,177 @@
+"""A client that leaves, in whatever state and way, frees all that it had, and nobody's text changes by it."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from arming import Faults
+from conftest import Server, start_server, stop_server
+from promise import Promise
+
+_ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
+_SHORT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}
+_SECONDS = 2.0
+
+
+def _fin(connection: socket.socket) -> None:
+    connection.close()
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _half_close(connection: socket.socket) -> None:
+    """Says that it will send no more, and then does not read."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+    time.sleep(0.05)
+    connection.close()
+
+
+_WAYS: tuple[Callable[[socket.socket], None], ...] = (_fin, _reset, _half_close)
+_STATES = ("body", "submitted", "queued", "prefilling", "decoding", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class _Footprint:
+    """What a service holds beside its memory."""
+
+    threads: int
+    descriptors: int
+    tasks: float
+
+
+def _footprint(server: Server) -> _Footprint:
+    folder = Path(f"/proc/{server.process.pid}")
+    threads, descriptors = (len(list((folder / name).iterdir())) for name in ("task", "fd"))
+    return _Footprint(threads, descriptors, server.metric("event_loop_tasks"))
+
+
+def _connect(server: Server, body: dict[str, Any], *, part: float = 1.0) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.settimeout(10)
+    data = json.dumps(body).encode()
+    head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(f"{head}\r\n\r\n".encode() + data[: int(len(data) * part)])
+    return connection
+
+
+def _visit(server: Server, number: int, *, stream: bool) -> str:
+    """One client, which leaves in the state and in the way of its number."""
+    draw = random.Random(number)
+    state, leave = _STATES[number % len(_STATES)], _WAYS[number // len(_STATES) % len(_WAYS)]
+    body = {**(_SHORT if state == "end" else _ENDLESS), "stream": stream, "seed": number}
+    if state == "prefilling":
+        body["prompt"] = [40 + (number + i) % 100 for i in range(3000)]
+    connection = _connect(server, body, part=0.5 if state == "body" else 1.0)
+    with suppress(OSError):
+        if state == "queued":
+            time.sleep(0.05 + draw.random() / 5)
+        elif state == "prefilling":
+            time.sleep(draw.random() / 10)
+        elif state == "decoding" and stream:
+            connection.recv(2000)
+            time.sleep(draw.random() / 5)
+        elif state == "end":
+            time.sleep(draw.random() / 2)
+    leave(connection)
+    return state
+
+
+def _crowd(server: Server, streams: int, plain: int) -> None:
+    kinds = [True] * streams + [False] * plain
+    random.Random(0).shuffle(kinds)
+    with ThreadPoolExecutor(48) as threads:
+        states = list(threads.map(lambda it: _visit(server, it[0], stream=it[1]), enumerate(kinds)))
+    assert set(states) == set(_STATES)
+
+
+def _texts(server: Server, n: int) -> list[str]:
+    with httpx.Client(timeout=60) as client:
+        bodies = [
+            {"prompt": f"Tell of {i}", "max_tokens": 8, "temperature": 0, "seed": i, "stream": False} for i in range(n)
+        ]
+        answers = [client.post(f"{server.url}/complete", json=body).json() for body in bodies]
+    return [answer["choices"][0]["text"] for answer in answers]
+
+
+def _is_free(server: Server) -> bool:
+    """No block is anybody's, and nothing runs or waits: free + cached is all there is."""
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+    return not any(server.metric(name) for name in names)
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    """What the service's faults are armed by."""
+    return Faults(tmp_path / "faults")
+
+
+@pytest.fixture
+def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
+    """Nobody may come back to a stream: whoever has left is gone."""
+    flags = (
+        "--max-running",
+        "16",
+        "--max-waiting",
+        "4096",
+        "--resume-seconds",
+        "0",
+        "--max-waiting-tokens",
+        "10000000",
+    )
+    running = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: Server, promise: Promise) -> None:
+    texts = _texts(server, 100)
+    _crowd(server, 30, 10)  # what is made once and kept is there now: pools, caches
+    assert server.wait_for(lambda: _is_free(server), 10)
+    time.sleep(0.3)
+    before = _footprint(server)
+    streams, plain = promise.size(100, 1000), promise.size(20, 200)
+    _crowd(server, streams, plain)
+    left = time.monotonic()
+    assert server.wait_for(lambda: _is_free(server), 10)
+    blocks = time.monotonic() - left
+    assert server.wait_for(lambda: _grown(before, _footprint(server)) == [], 10), (before, _footprint(server))
+    all_free = time.monotonic() - left
+    n = streams + plain
+    promise.at_most(
+        "R4", "blocks and places free after the last client left", blocks, target=1, floor=_SECONDS, unit="s", n=n
+    )
+    promise.at_most("R4", "tasks, threads, descriptors back", all_free, target=1, floor=_SECONDS, unit="s", n=n)
+    again = _texts(server, 100)
+    promise.all_of("R4", "greedy texts as before", sum(a == b for a, b in zip(texts, again, strict=True)), len(texts))
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _grown(before: _Footprint, now: _Footprint) -> list[str]:
+    names = ("threads", "descriptors", "tasks")
+    return [name for name in names if getattr(now, name) > getattr(before, name)]
+
+
+def test_a_service_that_forgets_to_free_is_noticed(server: Server, faults: Faults) -> None:
+    """Positive control: a few times the engine forgets to take the blocks of a sequence back."""
+    faults.arm("allocator.release", "skip", times=3)
+    _crowd(server, 20, 4)
+    assert not server.wait_for(lambda: _is_free(server), _SECONDS)

@@ -1,0 +1,95 @@
+"""Sixteen prompts of a megabyte beside a full batch keep neither the event loop nor a health check waiting."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import open_loop
+import pytest
+from arming import Faults
+from conftest import Server, start_server
+from open_loop import Plan
+from promise import Promise
+
+_SLOTS = 32
+_LONG: dict[str, Any] = {
+    "prompt": "Once upon a time there was a fox. " * 30_000,  # 1,020,000 bytes
+    "truncate_prompt_tokens": 2000,
+    "max_tokens": 4,
+    "stream": False,
+}
+_STREAM = json.dumps({"prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "seed": 0}).encode()
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    """What the service's faults are armed by."""
+    return Faults(tmp_path / "faults")
+
+
+@pytest.fixture
+def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
+    """Room for all of it."""
+    flags = ("--max-running", str(_SLOTS), "--max-waiting-tokens", "100000000")
+    running = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+def _lags(server: Server) -> dict[float, float]:
+    """How often a timer of the event loop was at most so late, by the bound."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    found = re.findall(r'^inkstream_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+    return {float(bound): float(count) for bound, count in found}
+
+
+def _p99(before: dict[float, float], after: dict[float, float]) -> tuple[float, int]:
+    """The smallest bound that 99 of 100 timers kept, and how many timers there were."""
+    new = {bound: after[bound] - before[bound] for bound in after}
+    total = max(new.values())
+    return min(bound for bound, count in new.items() if count >= 0.99 * total), int(total)
+
+
+def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, open_loop.Spread]:
+    """Loop lag p99 and its n, and health checks' times, while a full batch streams and the prompts are read."""
+    batch = Plan(url=server.url, bodies=(_STREAM,), rate=_SLOTS / 1.2, seconds=seconds + 1)
+    checks = Plan(url=server.url, bodies=(), path="/health/live", rate=50, seconds=seconds)
+
+    def send(number: int) -> int:
+        # Of a prompt only the end is read, where it may be cut; the other route reads all of it.
+        if number % 2:
+            return httpx.post(f"{server.url}/complete", json=_LONG, timeout=60).status_code
+        return httpx.post(f"{server.url}/tokenize", json={"prompt": _LONG["prompt"]}, timeout=60).status_code
+
+    with open_loop.started(batch), ThreadPoolExecutor(16) as threads:
+        time.sleep(1)
+        before = _lags(server)
+        with open_loop.started(checks) as health:
+            statuses = list(threads.map(send, range(prompts)))
+            answers = health.outcomes()
+        after = _lags(server)
+    assert set(statuses) <= {200, 503} and statuses.count(200) >= min(prompts, 8), statuses
+    assert all(o.status == 200 for o in answers)
+    return *_p99(before, after), open_loop.spread(o.end for o in answers if o.end)
+
+
+def test_long_prompts_and_a_full_batch_leave_the_loop_live(server: Server, promise: Promise) -> None:
+    lag, n, health = _measure(server, promise.size(16, 64), promise.size(6, 30))
+    promise.at_most("R8", "event loop lag p99 (upper bound of its bucket)", lag, target=0.02, floor=0.05, unit="s", n=n)
+    promise.at_most("R8", "GET /health/live p99", health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
+
+
+def test_a_service_that_reads_long_texts_on_its_loop_is_noticed(server: Server, faults: Faults) -> None:
+    """Positive control."""
+    faults.arm("long_texts.on_loop", "yes")
+    lag, _, health = _measure(server, 8, 4)
+    assert lag > 0.05
+    assert health.most > 0.1

@@ -1,0 +1,128 @@
+"""No request costs the service more than a hundred times its bytes in memory, or a tenth of a second of its CPU.
+
+But for two routes: /tokenize and /detokenize of a megabyte answer twenty times as much, and tell of every token. They
+take longer, in a thread, one at a time and in pieces; their figures stand beside the others, with floors of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from promise import Promise
+
+_MEGABYTE = (1 << 20) - 200
+_SLACK = 6 << 20
+"""Bytes by which a process grows whatever it is asked: arenas, buffers of connections, a scrape of the metrics."""
+
+
+def _body(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", "max_tokens": 1, "stream": False, **fields}).encode()
+
+
+def _nested(depth: int) -> bytes:
+    return b'{"prompt": "a", "json_schema": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+
+
+_NASTY: dict[str, tuple[str, bytes]] = {
+    "nothing special": ("/complete", _body()),
+    "a megabyte of one letter": ("/complete", _body(prompt="a" * _MEGABYTE)),
+    "a megabyte of spaces": ("/complete", _body(prompt=" " * _MEGABYTE)),
+    "a megabyte of words": ("/complete", _body(prompt="once upon a time " * (_MEGABYTE // 17))),
+    "half a megabyte of two-byte letters": ("/complete", _body(prompt="\u00e9" * (_MEGABYTE // 6))),
+    "a megabyte cut to ten tokens": ("/complete", _body(prompt="a b " * (_MEGABYTE // 4), truncate_prompt_tokens=10)),
+    "a megabyte of one letter cut to ten": ("/complete", _body(prompt="a" * _MEGABYTE, truncate_prompt_tokens=10)),
+    "a megabyte of ids": ("/complete", _body(prompt=[7] * (_MEGABYTE // 3))),
+    "too many prompts": ("/complete", _body(prompt=["a"] * (_MEGABYTE // 5))),
+    "too many prompts of ids": ("/v1/completions", _body(prompt=[[1]] * (_MEGABYTE // 5))),
+    "a thousand prompts": ("/complete", _body(prompt=["a"] * 1000)),
+    "a text of brackets": ("/complete", _body(prompt="[1],[2],{" * (_MEGABYTE // 10))),
+    "nothing but brackets": ("/complete", b"[" * _MEGABYTE),
+    "deep schema": ("/complete", _nested(150_000)),
+    "schema within limits": ("/complete", _nested(100)),
+    "many unknown fields": ("/complete", json.dumps({f"f{i}": i for i in range(70_000)}).encode()),
+    "the same field again": ("/complete", b"{" + b'"prompt":"a",' * 70_000 + b'"max_tokens":1}'),
+    "many stops": ("/complete", _body(stop=["x" * 256] * 16, max_tokens=50)),
+    "too many stops": ("/complete", _body(stop=["x"] * (_MEGABYTE // 5))),
+    "much bias": ("/complete", _body(logit_bias={str(i): 1.0 for i in range(300)})),
+    "too much bias": ("/complete", _body(logit_bias={str(i): 1 for i in range(70_000)})),
+    "a long number": ("/complete", b'{"prompt": "a", "seed": ' + b"9" * (_MEGABYTE - 100) + b"}"),
+    "escapes": ("/complete", b'{"prompt": "' + b"\\u0061" * (_MEGABYTE // 7) + b'"}'),
+    "sixteen with log-probabilities": ("/complete", _body(n=16, max_tokens=20, seed=1, stop=["x" * 9])),
+    "a long regex": ("/complete", _body(regex="(a|b)*" * 10_000)),
+    "megabyte of chat": ("/v1/chat/completions", _body(messages=[{"role": "user", "content": "a"}] * 20_000)),
+}
+_LONG_ANSWERS: dict[str, tuple[str, bytes]] = {
+    "ids to text": ("/detokenize", json.dumps({"tokens": [7] * (_MEGABYTE // 3)}).encode()),
+    "text to ids": ("/tokenize", json.dumps({"prompt": "fox " * (_MEGABYTE // 4)}).encode()),
+}
+"""Whose answers are some twenty times as long as what was asked: their CPU is that of writing it."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    """A context of 8192."""
+    running = start_server(tmp_path_factory.mktemp("s6"), weights, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def _cpu(server: Server) -> float:
+    """Seconds of the process's CPU: both of its own threads and in the kernel."""
+    fields = Path(f"/proc/{server.process.pid}/schedstat").read_text().split()
+    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
+    assert fields
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def _memory(server: Server, name: str) -> int:
+    for line in Path(f"/proc/{server.process.pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)
+
+
+def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple[int, float, int]:
+    """Status, CPU seconds of the median of three, and by how much memory grew at its highest."""
+    cpu, memory, status = [], 0, 0
+    for _ in range(3):
+        Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")  # the peak is counted from here
+        before, used = _memory(server, "VmRSS"), _cpu(server)
+        response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        status = response.status_code
+        cpu.append(_cpu(server) - used)
+        memory = max(memory, _memory(server, "VmHWM") - before)
+    return status, sorted(cpu)[1], memory
+
+
+def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) -> None:
+    if not os.access(f"/proc/{server.process.pid}/clear_refs", os.W_OK):
+        pytest.skip("this machine does not let us count memory from a moment on")
+    slowest = largest = longest = widest = 0.0
+    costs: dict[str, str] = {}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        _cost(server, client, "/complete", _body())
+        for name, (path, body) in (_NASTY | _LONG_ANSWERS).items():
+            status, cpu, memory = _cost(server, client, path, body)
+            assert status in (200, 400, 404, 413, 503), (name, status)
+            costs[name] = (
+                f"{status} {cpu * 1e3:.0f} ms {memory / 2**20:.1f} MiB {max(0, memory - _SLACK) / len(body):.0f}x"
+            )
+            times = max(0.0, (memory - _SLACK) / len(body))
+            if name in _LONG_ANSWERS:
+                longest, widest = max(longest, cpu), max(widest, times)
+            else:
+                slowest, largest = max(slowest, cpu), max(largest, times)
+            time.sleep(0.01)
+    print("\n".join(f"{name:40} {cost}" for name, cost in costs.items()))
+    promise.at_most("S6", "memory of a request, times its bytes", largest, target=100, n=len(_NASTY))
+    promise.at_most("S6", "CPU of a request in the front end", slowest, target=0.1, unit="s", n=len(_NASTY))
+    promise.at_most("S6", "CPU of a megabyte to /tokenize, /detokenize", longest, target=0.1, floor=2, unit="s", n=2)
+    promise.at_most("S6", "memory of /tokenize, /detokenize, times its bytes", widest, target=100, floor=300, n=2)
