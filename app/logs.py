@@ -49,7 +49,7 @@ def trace_of(error: BaseException) -> list[str]:
         seen.add(id(current))
         # What the system says of a file or a socket is a fixed word, and the first thing to know.
         reason = f" ({current.strerror})" if isinstance(current, OSError) and current.strerror else ""
-        lines.append(f"{'because of ' if lines else ''}{type(current).__name__}{reason}")
+        lines.append(f"{'because of' if lines else 'Traceback of'} {type(current).__name__}{reason}")
         frames = traceback.extract_tb(current.__traceback__)
         lines += [f"{_short(f.filename)}:{f.lineno} {f.name}" for f in reversed(frames[-_MOST_FRAMES:])]
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from benchmarks.http_body import Body, ChunkedBody, LengthBody, ProtocolError, UntilCloseBody
@@ -27,6 +27,8 @@ class Address:
     port: int
     tls: bool
     base: str
+    key: str = field(default="", repr=False)
+    """Sent as Authorization, where there is one."""
 
     @property
     def is_loopback(self) -> bool:
@@ -116,8 +118,9 @@ def explain(error: Exception) -> str:
 
 def _head(address: Address, method: str, path: str, length: int) -> bytes:
     host = f"[{address.host}]" if ":" in address.host else address.host
+    authorization = f"Authorization: Bearer {address.key}\r\n" if address.key else ""
     return (
-        f"{method} {address.base}{path} HTTP/1.1\r\nHost: {host}:{address.port}\r\nAccept: */*\r\n"
+        f"{method} {address.base}{path} HTTP/1.1\r\nHost: {host}:{address.port}\r\nAccept: */*\r\n{authorization}"
         f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
     ).encode("ascii")
 

@@ -116,8 +116,10 @@ async def _models(plan: LoadPlan) -> Any:
 
 
 def _settings(plan: LoadPlan) -> dict[str, Any]:
-    """The plan, with the number of its prompts instead of their texts."""
-    return asdict(plan) | {"prompts": len(plan.prompts)}
+    """The plan, with the number of its prompts instead of their texts, and without its key."""
+    settings = asdict(plan) | {"prompts": len(plan.prompts)}
+    del settings["api_key"]
+    return settings
 
 
 if __name__ == "__main__":

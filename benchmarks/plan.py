@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.http_client import Address, parse_address
 from benchmarks.prompts import pseudo_prose
 
 APIS = ("complete", "openai")
+_KEY = "INKSTREAM_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class LoadPlan:
     allow_remote: bool = False
     api: str = "complete"
     """complete: POST /complete. openai: POST /v1/completions, of any server that knows `ignore_eos`."""
+    api_key: str = field(default="", repr=False)
+    """From the variable alone: everybody can read the arguments of a process, and results are shown around."""
 
     def __post_init__(self) -> None:
         if not self.address.is_loopback and not self.allow_remote:
@@ -52,12 +56,14 @@ class LoadPlan:
             raise ValueError("--temperature must be from 0 to 10")
         if self.api not in APIS:
             raise ValueError(f"--api must be one of {', '.join(APIS)}, not {self.api}")
+        if not self.api_key.isascii() or not self.api_key.isprintable():
+            raise ValueError(f"the variable {_KEY} has characters that no key has")
         if not 0 < self.seconds <= 86_400:
             raise ValueError("--seconds must be above 0 and at most 86400")
 
     @property
     def address(self) -> Address:
-        return parse_address(self.url)
+        return replace(parse_address(self.url), key=self.api_key)
 
     def requests_for(self, streams: int) -> int:
         return self.requests if self.requests is not None else max(8, 4 * streams)
@@ -81,7 +87,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
     flags = vars(parser.parse_args(argv))
     json_only = flags.pop("json_only")
     try:
-        return Options(plan=LoadPlan(**flags), json_only=json_only)
+        return Options(plan=LoadPlan(**flags, api_key=os.environ.get(_KEY, "")), json_only=json_only)
     except ValueError as error:
         parser.error(str(error))
 
@@ -89,7 +95,11 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inkstream bench", description="Streaming load against a running server.")
     add, default = parser.add_argument, LoadPlan()
-    add("--url", default=default.url, help="the server (%(default)s)")
+    add(
+        "--url",
+        default=default.url,
+        help=f"the server (%(default)s); its key, if it asks for one, in the variable {_KEY}",
+    )
     add("--streams", type=_numbers, default=default.streams, metavar="N,N", help="concurrency levels (1,8,32)")
     add("--requests", type=int, metavar="N", help="requests per level (four for each stream, at least 8)")
     add("--max-tokens", type=int, default=default.max_tokens, metavar="N", help="tokens per request (%(default)s)")

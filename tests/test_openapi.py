@@ -74,6 +74,12 @@ def test_every_error_has_the_one_shape_and_its_words(document: dict[str, Any]) -
             assert ("Retry-After" in response["headers"]) == (status in ("429", "503")), name
 
 
+def test_what_asks_for_a_key_says_so(document: dict[str, Any]) -> None:
+    for name, operation in _operations(document):
+        assert ("security" in operation) == ("401" in operation["responses"]) == ("/health" not in name), name
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+
+
 def test_bodies_are_components_with_examples(document: dict[str, Any]) -> None:
     bodies = {name: operation["requestBody"] for name, operation in _operations(document) if "requestBody" in operation}
     assert {"POST /complete", "POST /tokenize", "POST /detokenize"} <= set(bodies)

@@ -33,6 +33,7 @@ _HEADERS = {
     "X-Request-Id": {"description": "Names this request, also in the server's log.", "schema": {"type": "string"}}
 }
 _WEIGHTS_VERSION = {NAME: {"description": "SHA-256 of the weights that answer.", "schema": {"type": "string"}}}
+_KEY = {"type": "http", "scheme": "bearer", "description": "Where the service asks for keys."}
 _RETRY_AFTER = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
 _REF = "#/components/schemas/{model}"
 _CHUNKS = """One JSON object or, where `stream` is true, a stream of frames without names: `data: ` and one line of
@@ -71,11 +72,14 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
     schemas = document["components"]["schemas"]
     _, events = models_json_schema([(model, "serialization") for model in EVENTS.values()], ref_template=_REF)
     schemas |= events["$defs"]
+    document["components"]["securitySchemes"] = {"key": _KEY}
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"].pop("422", None)  # FastAPI's own: here it is a 400 like any other
             _describe_body(operation, schemas)
+            if "401" in operation["responses"]:
+                operation["security"] = [{"key": []}, {}]  # with a key or, where none are set, without
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)
             if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -156,6 +157,19 @@ def test_a_key_in_a_url_is_no_key(served: Server, ring: Keyring) -> None:
     assert status_of(exchange(served.url, user)) in (400, 401)
     for header in (f"X-Api-Key: {key}", f"Cookie: key={key}", f"Proxy-Authorization: Bearer {key}", f"Api-Key: {key}"):
         assert status_of(exchange(served.url, raw("GET", "/v1/models", "Host: localhost", header))) == 401
+
+
+def test_clients_of_the_command_line_send_a_key_and_never_print_it(served: Server, ring: Keyring) -> None:
+    key = ring.keys["alice"]
+    bench = ["bench", "--url", served.url, "--streams", "2", "--requests", "4", "--max-tokens", "4"]
+    complete = ["complete", "x", "--url", served.url, "--max-tokens", "2"]
+    for arguments in (bench, complete):
+        for given, code in ((key, 0), ("ink-other", 1)):
+            environment = {**os.environ, "INKSTREAM_API_KEY": given}
+            command = [sys.executable, "-m", "app", *arguments]
+            result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60, check=False)
+            assert result.returncode == code, (arguments, result)
+            assert given.encode() not in result.stdout + result.stderr
 
 
 def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:

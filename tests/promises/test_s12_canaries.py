@@ -156,16 +156,13 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
         for body in _bodies(bobs):
             seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
     log = server.log.read_text()
-    canary.made += bobs.made
-    assert canary.found_in(log) == []
-    canary.made = [made for made in canary.made if made not in bobs.made]
-    assert canary.found_in("".join(seen)) == []
+    found = canary.found_in(log) + bobs.found_in(log) + canary.found_in("".join(seen))
     lines = log_lines(server)
     assert any(line.get("key") == "alice" for line in lines), "the log that was read is the right one"
     assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is told in it"
-    promise.at_most(
-        "S12", "canaries found in logs, metrics and others' answers", 0, target=0, n=len(canary.made) + len(bobs.made)
-    )
+    n = len(canary.made) + len(bobs.made)
+    promise.at_most("S12", "canaries in logs, metrics and others' answers", len(found), target=0, n=n)
+    assert not found
 
 
 @pytest.fixture
