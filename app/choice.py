@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.echo import Echo
 from app.engine.types import FinishReason, Request, TokenEvent
+from app.faults import fault
 from app.news import Delta, Ended, TokenDetail
 from app.text import StopMatcher, StreamDecoder
 from model.tokenizer import Tokenizer
@@ -97,6 +98,7 @@ class Choice:
         return echo.deltas(self.index) if echo else []
 
     def _matched(self, text: str) -> str:
+        fault("text.stop", self._request)
         # Stops are not taken before min_tokens: what came so far is text whatever it says.
         return text if self.n_tokens <= self._rules.min_tokens else self._matcher.feed(text)
 
@@ -105,6 +107,7 @@ class Choice:
         return event.token if told and event.token in self._request.stop_ids else None
 
     def _decode(self, event: TokenEvent) -> str:
+        fault("text.decode", self._request)  # here and not in _take_plain(): nearly all tokens would pay for it
         if event.token is None:
             return ""
         self.n_tokens += 1

@@ -11,12 +11,15 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO
 
+from app.parent import die_with_parent
+
 LENGTH = struct.Struct("<I")
 """Stands before every question and answer."""
 
 
 def serve(answer: Callable[[bytes], bytes], *, seconds: float, most_bytes: int) -> None:
     """Answers until the pipe ends. Memory is bounded to `most_bytes`; a question that takes longer ends the process."""
+    die_with_parent()
     questions = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anybody prints is no answer

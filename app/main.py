@@ -9,21 +9,31 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from app import VERSION
+from app import VERSION, logs
 from app.api import chat, complete, errors, openai, operations, page, score, tokens
+from app.api.auth import Gate, public_routes
+from app.api.cors import Cors
+from app.api.hosts import HostNames
 from app.api.metrics import Metrics
 from app.api.openapi import TAGS, DescribedApp
-from app.api.request_ids import RequestIds
+from app.api.request_log import RequestLog
 from app.api.shelf import Shelf
 from app.chat_template import ChatTemplate
+from app.connections import Connections, Limits, possible_connections
+from app.descriptors import watch_descriptors
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.cores import available_cores
 from app.engine.frames import WorkerConfig
 from app.kernels import build_for_next_start, libraries_at_start
+from app.keys import Keys
 from app.long_texts import LongTexts
+from app.reload import Reloader
+from app.served import Served
 from app.service import Service
 from app.settings import Settings
+from app.weights_watch import look, without_links
+from model.presence import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
@@ -37,13 +47,18 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client = (engine or make_client)(settings)
+        async def make() -> Served:
+            return await _serve_next(settings, engine or make_client)
+
         app.state.long_texts = long_texts = LongTexts()
-        app.state.service = service = Service(settings, client, long_texts)
-        app.state.metrics = metrics = Metrics(client)
+        served = await make()
+        app.state.service = service = Service(settings, served, long_texts)
+        app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
-        client.start()
-        works = [service.load_tokenizer(), metrics.watch_loop(), build_for_next_start(client, settings.cache_dir)]
+        served.start()
+        app.state.reloader = reloader = Reloader(service, make, metrics.reloaded)
+        works = [service.load(), reloader.run(), metrics.watch_loop(), watch_descriptors()]
+        works.append(build_for_next_start(served.engine, settings.cache_dir))
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -52,10 +67,8 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             long_texts.close()
-            if chat_template:
-                await chat_template.close()
             shelf.clear()
-            await asyncio.gather(client.stop(), service.guides.close())
+            await service.close()
 
     app = DescribedApp(
         title="inkstream",
@@ -65,16 +78,54 @@ def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | 
         generate_unique_id_function=lambda route: route.name,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.add_middleware(RequestIds)
-    app.state.chat_template = chat_template = ChatTemplate.load(settings.weights)
+    _guard(app, settings)
+    app.state.connections = connections = Connections(_connection_limits(settings))
     errors.install(app)
     for room in (complete, openai, chat, score):
         app.include_router(room.router, tags=["completion"])
     for room in (tokens, operations, page):
         app.include_router(room.router)
     return app
+
+
+def _guard(app: FastAPI, settings: Settings) -> None:
+    """What every request passes before a route is looked for; the last one added is the first one passed."""
+    keys = Keys(settings.keys_file) if settings.keys_file else None
+    app.add_middleware(Gate, keys=keys, public=public_routes([operations.router, page.router]))
+    if settings.origins:
+        app.add_middleware(Cors, origins=settings.origins)
+    app.add_middleware(HostNames, allowed=settings.host_names)
+    app.add_middleware(RequestLog)
+
+
+async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EngineClient]) -> Served:
+    """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
+    seen = await asyncio.to_thread(look, settings.weights)
+    weights = await asyncio.to_thread(without_links, settings.weights)
+    await asyncio.to_thread(check_layout, weights)
+    chat_template = await asyncio.to_thread(ChatTemplate.load, weights)
+    engine = make_engine(settings.model_copy(update={"weights": weights}))
+    return Served(weights, seen, engine, chat_template, guide_seconds=settings.guide_seconds)
+
+
+def _connection_limits(settings: Settings) -> Limits:
+    connections = possible_connections(settings.max_connections)
+    if connections < settings.max_connections:
+        _log.warning("the limit of open files (ulimit -n) allows %d connections", connections)
+    return Limits(
+        connections=connections,
+        per_address=settings.max_connections_per_address or max(1, connections // 2),
+        header_bytes=settings.max_header_bytes,
+        headers=settings.max_headers,
+        url_bytes=settings.max_url_bytes,
+        head_seconds=settings.head_timeout,
+        body_seconds=settings.body_timeout,
+        write_seconds=settings.write_timeout,
+        idle_seconds=settings.keep_alive_timeout,
+    )
 
 
 def make_client(settings: Settings) -> EngineClient:
@@ -100,6 +151,8 @@ def make_client(settings: Settings) -> EngineClient:
         tokens_per_step=settings.tokens_per_step,
         prompt_tokens_beside=settings.prompt_tokens_beside,
         max_running=settings.max_running,
+        log_level=settings.log_level,
+        log_format=logs.chosen(settings.log_format),
     )
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
     return EngineClient(config, limits, silence_seconds=settings.engine_silence)

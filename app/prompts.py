@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from app.engine.admission import check_ids
 from app.engine.errors import ContextLengthExceeded, InvalidRequest
 from app.engine.frames import Ready
+from app.faults import fault
 from app.long_texts import LongTexts
 from app.wish import Prompt, Wish
 from model.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class Reader:
         return tuple(ids)
 
     def _read(self, place: int, wish: Wish) -> Read:
+        fault("text.encode", wish)
         try:
             return self._prompt(wish.prompts[place], wish)
         except InvalidRequest as error:

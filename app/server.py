@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
-import math
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 
-from app import event_loop
-from app.engine.client import EngineClient, EngineGone
+from app import event_loop, logs
+from app.connections import Connections
+from app.engine.client import EngineClient
 from app.engine.errors import NotReady
 from app.engine.native.choice import check_possible
+from app.engine.supervisor import EngineGone
 from app.kernels import libraries_at_start
+from app.key_file import KeysError, read_keys
 from app.main import create_app
+from app.protocol import Connection
 from app.service import Service
 from app.settings import Settings
+from app.terminal import has_terminal
 from model.chat_template import read_chat_template
 from model.presence import check_layout
 
+_UNSENT_BYTES = 1 << 14
+_LAST_SECONDS = 2.0
+"""For clients to take what ends their streams, and for what was ended to notice."""
 _log = logging.getLogger("inkstream")
 
 
@@ -36,39 +45,78 @@ class StartError(ValueError):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling (it raises the signal again after the end), and watching the service."""
+    """uvicorn with our way to end: the listener stays open until every stream has ended or the time is over."""
 
     gone: EngineGone | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: serve() owns the signals."""
+        """Nothing: _serve() owns the signals. uvicorn would raise them again after the end."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """The application's lifespan has begun when this returns."""
         await super().startup(sockets)
         assert isinstance(self.config.app, FastAPI)
-        service: Service = self.config.app.state.service
-        self._watching = asyncio.create_task(self._watch(service))
+        self._service: Service = self.config.app.state.service
+        self._connections: Connections = self.config.app.state.connections
+        self._watching = asyncio.create_task(self._watch())
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the listener, waits for open streams, ends the lifespan."""
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """Lets open streams end while new requests get 503; then closes everything and ends the lifespan."""
         self._watching.cancel()
-        await super().shutdown(sockets)
+        for connection in self._open:
+            connection.shutdown()
+        await self._drain()
+        for server in self.servers:
+            server.close()
+        for connection in self._open:
+            connection.send_off()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_SECONDS)
+        await self.lifespan.shutdown()
 
-    async def _watch(self, service: Service) -> None:
-        """When the engine is gone for good, so is the service."""
-        self.gone = await service.wait_gone()
+    def begin_drain(self) -> None:
+        """From now on nothing new is begun."""
         self.should_exit = True
+        self._service.draining = True
+        self._connections.is_draining = True
+
+    @property
+    def _open(self) -> list[Connection]:
+        return list(cast(set[Connection], self.server_state.connections))
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds that open streams get."""
+        return self._service.settings.drain_timeout
+
+    async def _watch(self) -> None:
+        """When the engine is gone for good, so is the service."""
+        self.gone = await self._service.wait_gone()
+        self.begin_drain()
+
+    async def _drain(self) -> None:
+        tasks = set(self.server_state.tasks)  # later ones are refusals
+        if tasks:
+            _, tasks = await asyncio.wait(tasks, timeout=self.drain_timeout)
+        if tasks:
+            _log.warning("the drain time-out is over: %d requests are ended", len(tasks))
+            self._service.fail_all(NotReady("the service is shutting down: send it again in a moment", 5))
+            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
+        for _ in range(100):  # what was answered last may still be on its way to a client that reads slowly
+            if not any(connection.flow.write_paused for connection in self._open):
+                break
+            await asyncio.sleep(_LAST_SECONDS / 100)
 
 
 def bind(settings: Settings) -> socket.socket:
     """The listening socket, before anything slow. Raises StartError."""
-    if not settings.is_loopback and not settings.insecure_no_auth:
+    if not _has_keys(settings) and not settings.is_loopback and not settings.insecure_no_auth:
         raise StartError(
-            f"--host {settings.host} can be reached from other machines and no key protects the service: "
-            "use --host 127.0.0.1, or --insecure-no-auth behind a proxy that asks for keys"
+            f"--host {settings.host} can be reached from other machines and no key protects the service: make one "
+            "(inkstream keys add NAME --keys-file FILE) and serve with --keys-file FILE, use --host 127.0.0.1, or "
+            "--insecure-no-auth behind a proxy that asks for keys"
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
@@ -83,6 +131,9 @@ def bind(settings: Settings) -> socket.socket:
     # Accepted sockets inherit it. asyncio does not set it on sockets made like this, and Nagle's algorithm held the
     # second packet of every stream back for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        # Else the kernel takes megabytes for a client that does not read, and who has stalled is noticed late.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     return listener
 
 
@@ -91,9 +142,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
 
     `engine` makes another client of the engine (benchmarks bring a stand-in).
     """
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.set_up(settings.log_level, logs.chosen(settings.log_format))
     _check_weights(settings.weights)
     _check_kernels(settings)
     with bind(settings) as listener:
@@ -110,16 +159,24 @@ async def _serve(
     app = create_app(settings, engine)
     # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.
     gc.freeze()
-    # After the drain time-out every stream is told why it ends; those that do not even read that are cut then.
-    drain = math.ceil(settings.drain_timeout) + 2
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=drain, ws="none"))
+    connection = cast(type[asyncio.Protocol], functools.partial(Connection, app.state.connections))
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, http=connection, ws="none"))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, server, app)
+        loop.add_signal_handler(number, _on_signal, server)
+    loop.add_signal_handler(signal.SIGHUP, _on_hangup, server, app, has_terminal())
     host, port = listener.getsockname()[:2]
     _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
     return server.gone
+
+
+def _has_keys(settings: Settings) -> bool:
+    """Raises StartError for a file of keys that cannot be used."""
+    try:
+        return bool(settings.keys_file and read_keys(settings.keys_file))
+    except KeysError as error:
+        raise StartError(str(error)) from None
 
 
 def _check_weights(directory: Path) -> None:
@@ -141,16 +198,20 @@ def _check_kernels(settings: Settings) -> None:
         raise StartError(str(error)) from None
 
 
-def _on_signal(server: uvicorn.Server, app: FastAPI) -> None:
+def _on_hangup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
+    """A terminal that closes ends what runs in it; any other hang-up asks for new weights."""
+    if had_terminal and not has_terminal():
+        _on_signal(server)
+    elif reloader := getattr(app.state, "reloader", None):
+        reloader.ask()
+
+
+def _on_signal(server: _Server) -> None:
     """First: no new requests, open streams go on until the drain time-out. Second: at once."""
     if server.should_exit:
         os._exit(1)
-    service: Service | None = getattr(app.state, "service", None)
-    server.should_exit = True
-    if service is None:  # so early that nothing has begun
+    if not server.started:  # so early that nothing has begun
+        server.should_exit = True
         return
-    seconds = service.settings.drain_timeout
-    _log.info("ending: open streams get up to %g s; a second signal ends at once", seconds)
-    service.draining = True
-    error = NotReady("the service is shutting down: send it again in a moment", 5)
-    asyncio.get_running_loop().call_later(seconds, service.engine.fail_all, error)
+    server.begin_drain()
+    _log.info("ending: open streams get up to %g s; a second signal ends at once", server.drain_timeout)

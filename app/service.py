@@ -1,22 +1,27 @@
-"""What every route shares: settings, engine, tokenizer, metrics; and how a request becomes a completion. No HTTP."""
+"""What every route shares: settings and what is served; and how a request becomes a completion. No HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
+from typing import Any
 
 from app.batch import Batch
 from app.caller import Caller
+from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
-from app.engine.client import EngineClient, EngineGone
-from app.engine.errors import InvalidRequest, NotReady
+from app.engine.client import EngineClient
+from app.engine.errors import DeadlineExceeded, EngineError, InvalidRequest, NotReady
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
+from app.engine.supervisor import EngineGone
+from app.gate import Gate
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
-from app.prompts import Reader
+from app.prompts import Read, Reader
+from app.quotas import Lease
+from app.served import Served
 from app.settings import Settings
 from app.wish import Wish
 from model.tokenizer import Tokenizer, TokenizerError
@@ -24,8 +29,9 @@ from model.tokenizer import Tokenizer, TokenizerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """A completion that the engine has taken."""
+    """A completion that the engine has taken; whoever closes it releases `served`."""
 
+    served: Served
     completion: Completion
     wish: Wish
     params: SamplingParams
@@ -33,22 +39,59 @@ class Admitted:
     weights_version: str
     numerics: str
     truncated: bool
+    lease: Lease
+    """Of its caller's quota."""
 
 
 class Service:
     """Wired once, in app/main.py."""
 
-    def __init__(self, settings: Settings, engine: EngineClient, long_texts: LongTexts) -> None:
+    def __init__(self, settings: Settings, served: Served, long_texts: LongTexts) -> None:
         self.settings = settings
-        self.model_name = settings.weights.resolve().name
-        """What clients call the model: the name of its directory."""
+        self.served = served
+        """What new requests get. A request that goes on over an await keeps its own."""
         self._long_texts = long_texts
-        self.engine = engine
-        self.guides = GuideChecker(settings.weights, seconds=settings.guide_seconds)
-        self.tokenizer: Tokenizer | None = None
+        self.gate = Gate()
         self.draining = False
-        self.created = int(time.time())
+        self._names = {served.model_name}
+        self._retiring: list[Served] = []
+        self._loaded, self._switched = asyncio.Event(), asyncio.Event()
         self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+
+    @property
+    def engine(self) -> EngineClient:
+        """Of what is served now."""
+        return self.served.engine
+
+    @property
+    def engines(self) -> list[EngineClient]:
+        """That one, and those whose last answers are still being made."""
+        return [served.engine for served in (self.served, *self._retiring)]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of what is served now; None until it is loaded."""
+        return self.served.tokenizer
+
+    @property
+    def guides(self) -> GuideChecker:
+        """Of what is served now."""
+        return self.served.guides
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Of what is served now, where its weights bring one."""
+        return self.served.chat_template
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model that is served now."""
+        return self.served.model_name
+
+    @property
+    def created(self) -> int:
+        """Unix time at which what is served now was loaded."""
+        return self.served.created
 
     @property
     def phase(self) -> str:
@@ -57,52 +100,105 @@ class Service:
             return "draining"
         return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
-    def require_ready(self) -> tuple[Ready, Tokenizer]:
-        """Raises NotReady while loading and draining."""
+    def is_called(self, name: str) -> bool:
+        """Whether clients know what is served by this name; those of weights that were served before count."""
+        return name in self._names
+
+    def require_open(self) -> None:
+        """Raises NotReady while draining."""
         if self.draining:
             raise NotReady("the service is shutting down: try again in a moment", 5)
-        if self.engine.ready is None or self.tokenizer is None:
-            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        return self.engine.ready, self.tokenizer
 
-    async def load_tokenizer(self) -> None:
-        """Beside the engine's start; a tokenizer that cannot be used ends the service."""
+    def require_ready(self, served: Served | None = None) -> tuple[Ready, Tokenizer]:
+        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+        self.require_open()
+        served = served or self.served
+        if served.engine.ready is None or served.tokenizer is None:
+            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+        return served.engine.ready, served.tokenizer
+
+    async def load(self) -> None:
+        """What is served first, which has been started; a tokenizer that cannot be used ends the service."""
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, self.settings.weights)
-            await asyncio.to_thread(lambda: tokenizer.bytes_of)
-            await self.engine.wait_ready()
-            self._check_vocabulary(tokenizer)
+            await self.served.load()
+            self._loaded.set()
         except TokenizerError as error:
-            self._failed.set_result(EngineGone(str(error), 2))
-            return
+            self._fail(EngineGone(str(error), 2))
         except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
-            self._failed.set_result(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
-            return
-        self.tokenizer = tokenizer
+            self._fail(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
+
+    async def wait_loaded(self) -> None:
+        """Waits until there has been something to serve."""
+        await self._loaded.wait()
 
     async def wait_gone(self) -> EngineGone:
-        """Waits until the service cannot go on, if ever."""
-        engine_gone = asyncio.ensure_future(self.engine.wait_gone())
-        try:
-            await asyncio.wait({engine_gone, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            return self._failed.result() if self._failed.done() else engine_gone.result()
-        finally:
-            engine_gone.cancel()
+        """Waits until the service cannot go on, if ever; what became of weights served before does not matter."""
+        while not self._failed.done():
+            served = self.served
+            self._switched.clear()
+            engine_gone = asyncio.ensure_future(served.engine.wait_gone())
+            others: list[asyncio.Future[Any]] = [self._failed, asyncio.ensure_future(self._switched.wait())]
+            try:
+                await asyncio.wait([engine_gone, *others], return_when=asyncio.FIRST_COMPLETED)
+                if engine_gone.done() and served is self.served:
+                    self._fail(engine_gone.result())
+            finally:
+                engine_gone.cancel()
+                others[1].cancel()
+        return self._failed.result()
 
-    async def begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float) -> Admitted:
-        """Validates, admits, submits. Raises InvalidRequest, ContextLengthExceeded, QueueFull, NotReady."""
+    def switch(self, served: Served) -> Served:
+        """New requests get this, which is loaded. Returns what they got until now; retire() must be called for it."""
+        old, self.served = self.served, served
+        self._retiring.append(old)
+        self._names.add(served.model_name)
+        self._switched.set()
+        return old
+
+    async def retire(self, old: Served, error: EngineError) -> None:
+        """Ends the processes of what is no longer served; answers that still need them end with `error`."""
+        await old.close(error)
+        self._retiring.remove(old)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends every open stream with an error."""
+        for engine in self.engines:
+            engine.fail_all(error)
+
+    async def close(self) -> None:
+        """Ends all processes; open streams end with an error."""
+        await asyncio.gather(*[served.close() for served in (self.served, *self._retiring)])
+
+    async def begin(
+        self, name: str, wish: Wish, caller: Caller, heartbeat: float, served: Served | None = None
+    ) -> Admitted:
+        """Validates, admits, submits, with what is served now or with `served`, which is held until it is released.
+
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, QuotaUsedUp, NotReady, DeadlineExceeded.
+        """
+        served = served or self.served
+        served.hold()
+        try:
+            return await self._begin(name, wish, caller, heartbeat, served)
+        except BaseException:  # also where the client leaves meanwhile
+            served.release()
+            raise
+
+    async def _begin(self, name: str, wish: Wish, caller: Caller, heartbeat: float, served: Served) -> Admitted:
         clock = Clock()
-        ready, tokenizer = self.require_ready()
-        self.engine.queue.check_count(len(wish.prompts) * wish.n_drawn)
+        ready, tokenizer = self.require_ready(served)
         patience = self._patience(wish, heartbeat)
-        reader = Reader(ready, tokenizer, self._long_texts)
-        reads = await reader.prompts(wish)
-        source = await reader.source(wish.source)
-        batch = Batch(name, wish, ready, tokenizer, caller.salt)
-        requests = batch.requests(reads, source, await self._guide(wish))
-        stream = self.engine.submit(requests)
+        with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
+            with self.gate.room(wish, caller, patience, served.engine.queue):
+                reader = Reader(ready, tokenizer, self._long_texts)
+                reads, source, guide = await _read(wish, reader, served.guides, patience)
+            batch = Batch(name, wish, ready, tokenizer, caller.salt)
+            requests = batch.requests(reads, source, guide)
+            self.gate.charge(lease, wish, requests)
+            stream = served.engine.submit(requests)
         completion = Completion(stream, batch.choices(requests, reads), patience, clock)
         return Admitted(
+            served=served,
             completion=completion,
             wish=wish,
             params=requests[0].params,
@@ -110,16 +206,12 @@ class Service:
             weights_version=ready.weights_version,
             numerics=ready.numerics,
             truncated=any(read.truncated for read in reads),
+            lease=lease,
         )
 
-    async def _guide(self, wish: Wish) -> str:
-        """The grammar that the text must follow, which can be followed; empty for none."""
-        # In a thread: a schema may be as large as a body.
-        guide = await asyncio.to_thread(guide_of, *wish.guide) if wish.guide else None
-        if guide is None:
-            return ""
-        await self.guides.check(guide)
-        return guide.grammar
+    def _fail(self, gone: EngineGone) -> None:
+        if not self._failed.done():
+            self._failed.set_result(gone)
 
     def _patience(self, wish: Wish, heartbeat: float) -> Patience:
         longest = self.settings.request_timeout
@@ -128,9 +220,25 @@ class Service:
             raise InvalidRequest(f"deadline_ms must be at most {longest * 1e3:.0f}, this server's own", "deadline_ms")
         return Patience(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
-    def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        model_size = self.engine.ready.vocab_size if self.engine.ready else tokenizer.vocab_size
-        if tokenizer.vocab_size > model_size:
-            raise TokenizerError(
-                f"{self.settings.weights}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_size}"
-            )
+
+async def _read(
+    wish: Wish, reader: Reader, guides: GuideChecker, patience: Patience
+) -> tuple[list[Read], tuple[int, ...], str]:
+    """Texts to tokens, and the guide; within the deadline, however many others wait for the same."""
+    try:
+        async with asyncio.timeout(patience.deadline) as limit:
+            return await reader.prompts(wish), await reader.source(wish.source), await _guide(wish, guides)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the text was read: raise deadline_ms") from None
+
+
+async def _guide(wish: Wish, guides: GuideChecker) -> str:
+    """The grammar that the text must follow, which can be followed; empty for none."""
+    # In a thread: a schema may be as large as a body.
+    guide = await asyncio.to_thread(guide_of, *wish.guide) if wish.guide else None
+    if guide is None:
+        return ""
+    await guides.check(guide)
+    return guide.grammar

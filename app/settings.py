@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -16,9 +17,23 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="INKSTREAM_", frozen=True, extra="forbid")
 
     weights: Path = Field(Path("weights"), description="Weights directory (Hugging Face layout).")
-    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need --insecure-no-auth.")
+    watch: float = Field(
+        0.0, ge=0, le=3600, description="Seconds between looks for new weights there; 0 loads them only on SIGHUP."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need keys.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    keys_file: Path | None = Field(
+        None, description="File with the keys of callers (inkstream keys add NAME); None lets everybody in."
+    )
     insecure_no_auth: bool = Field(False, description="Serve on any address although no key protects the service.")
+    allowed_hosts: str = Field(
+        "",
+        description="Names of this service, with commas; addresses, localhost and names without a dot need no mention.",
+    )
+    allow_origin: str = Field(
+        "",
+        description="Origins whose pages may use the service (CORS), with commas: https://a.example,https://b.example",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
@@ -58,6 +73,31 @@ class Settings(BaseSettings):
         1_000_000, ge=1, description="Prompt tokens that may wait; more are refused with 503."
     )
     max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Largest request body; larger ones get 413.")
+    max_header_bytes: int = Field(16384, ge=1024, le=1 << 20, description="Largest request headers, in all; else 431.")
+    max_headers: int = Field(100, ge=8, le=10_000, description="Most headers of a request; more get 431.")
+    max_url_bytes: int = Field(8192, ge=256, le=1 << 16, description="Longest URL; longer ones get 414.")
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Connections at once, as far as the limit of open files allows; more are refused with 503.",
+    )
+    max_connections_per_address: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="The same from one address; 0 is half of all. Behind a proxy, all that it may open.",
+    )
+    head_timeout: float = Field(
+        10.0, gt=0, le=3600, description="Seconds for the headers of a request, from its first byte; then 408."
+    )
+    body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds for its body; then 408.")
+    write_timeout: float = Field(
+        30.0, gt=0, le=3600, description="Seconds that a client may not read while there is something to read."
+    )
+    keep_alive_timeout: float = Field(
+        75.0, gt=0, le=3600, description="Seconds that a connection may idle between two requests."
+    )
     request_timeout: float = Field(
         600.0, gt=0, le=86400, description="Seconds an answer may take in all; deadline_ms can ask for less."
     )
@@ -81,8 +121,29 @@ class Settings(BaseSettings):
         description="Seconds that a regex, schema or grammar may take to prepare; longer ones get 400.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+    log_format: Literal["auto", "text", "json"] = Field(
+        "auto", description="How a line of the log is written; auto is text on a terminal and JSON elsewhere."
+    )
 
-    @field_validator("cache_dir", mode="before")
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_names(cls, value: str) -> str:
+        for name in _listed(value):
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", name):
+                raise ValueError(f"{name[:100]!r} is no name: write a.example,b.example, without scheme and port")
+        return value
+
+    @field_validator("allow_origin")
+    @classmethod
+    def _are_origins(cls, value: str) -> str:
+        for origin in _listed(value):
+            if not re.fullmatch(r"https?://[a-z0-9_.-]+(:[0-9]{1,5})?", origin):
+                raise ValueError(
+                    f"{origin[:100]!r} is no origin: write https://a.example, in small letters, with a port but no path"
+                )
+        return value
+
+    @field_validator("cache_dir", "keys_file", mode="before")
     @classmethod
     def _nothing_is_none(cls, value: object) -> object:
         return None if value == "" else value  # a variable that is set to nothing does not mean the working directory
@@ -94,9 +155,23 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def host_names(self) -> frozenset[str]:
+        """What the service may be called in a request, beside what needs no mention."""
+        return frozenset(_listed(self.allowed_hosts)) | {self.host}
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Whose pages may read answers."""
+        return _listed(self.allow_origin)
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _listed(value: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in value.split(","))))

@@ -43,7 +43,7 @@ def wait_until_ready(service: subprocess.Popen[bytes], log: Path) -> str | None:
     deadline = time.monotonic() + _START_SECONDS
     while service.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-        found = re.search(r"listening on (\S+)", log.read_text())
+        found = re.search(r"listening on (http://[^\s\"]+)", log.read_text())
         if found and _is_ready(found.group(1)):
             return found.group(1)
     return None

@@ -20,7 +20,7 @@ from model.families.layout import Family
 from model.families.registry import family_of, read_config, write_config
 from model.files import CheckpointError, read_json
 from model.presence import WEIGHTS_FILE, check_layout
-from model.shards import find_tensors
+from model.shards import find_tensors, version_of
 from model.state import check_sizes, read_state
 from model.transformer import Decoder
 
@@ -36,8 +36,13 @@ class Checkpoint:
     """generation_config.json, or empty."""
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    version: str
-    """SHA-256 of the safetensors file, hexadecimal; for shards see model.shards.Stock."""
+    hashes: Mapping[Path, str]
+    """The SHA-256 of each file of tensors, hexadecimal."""
+
+    @property
+    def version(self) -> str:
+        """SHA-256 of the safetensors file, hexadecimal; for shards see model.shards."""
+        return version_of(self.hashes)
 
 
 def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
@@ -63,7 +68,7 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
         generation=generation,
         eos_ids=_eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
-        version=stock.version(),
+        hashes=stock.hashes(),
     )
 
 

@@ -13,6 +13,7 @@ from model.card import RunFacts, model_card
 from model.checkpoint import weights_files
 from model.files import write_files
 from model.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
+from model.manifest import MANIFEST_FILE, manifest_file
 from model.presence import WEIGHTS_FILE
 from model.sample import Drawing, Prompt, sample_text
 from model.tokenizer import Tokenizer
@@ -45,6 +46,6 @@ def write_result(
     for prompt, text in samples:
         print(f"--- {prompt.joined(text)}\n", flush=True)
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
-    write_files(
-        out, {**files, "README.md": model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()}
-    )
+    card = model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()
+    # The manifest comes last: until it is there, whoever looks at the directory sees that it is not whole.
+    write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})

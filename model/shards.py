@@ -36,10 +36,15 @@ class Stock:
         """The files, in the order of their names."""
         return sorted({stored.path for stored in self.tensors.values()})
 
-    def version(self) -> str:
-        """SHA-256 of the one file, or of its shards' hexadecimal SHA-256s in the order of their names."""
-        hashes = [sha256(path) for path in self.paths]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    def hashes(self) -> dict[Path, str]:
+        """The SHA-256 of each file, in the order of their names. Raises CheckpointError."""
+        return {path: sha256(path) for path in self.paths}
+
+
+def version_of(hashes: Mapping[Path, str]) -> str:
+    """SHA-256 of the one file, or of its shards' hexadecimal SHA-256s in their order."""
+    parts = list(hashes.values())
+    return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def find_tensors(directory: Path) -> Stock:

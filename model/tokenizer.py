@@ -7,7 +7,7 @@ them into characters. Special tokens have no bytes: they steer the model and are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -68,12 +68,24 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """Reads tokenizer.json, and the names of special tokens from the files beside it. Raises TokenizerError."""
+        return cls.reader(directory)()
+
+    @classmethod
+    def reader(cls, directory: Path) -> Callable[[], Tokenizer]:
+        """load() in two: the files are read now, the tokenizer, which takes time and memory, is made when it is asked.
+
+        Both raise TokenizerError.
+        """
         path = directory / "tokenizer.json"
         try:
             text = read_tokenizer_json(path)
             names = read_names(directory)
         except ValueError as error:
             raise TokenizerError(str(error)) from None
+        return lambda: cls._made(path, text, names)
+
+    @classmethod
+    def _made(cls, path: Path, text: str, names: Mapping[str, str]) -> Tokenizer:
         try:
             rust = RustTokenizer.from_str(text)
             rust.no_truncation()  # how long a prompt may be is not the tokenizer's to decide

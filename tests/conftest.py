@@ -96,9 +96,9 @@ class Server:
     log: Path
 
     def metric(self, name: str) -> float:
-        """A gauge or counter without labels."""
+        """A gauge or counter; labels belong to the name."""
         text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^inkstream_{name} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found.group(1))
 
@@ -145,7 +145,7 @@ def start_server(
             text=True,
         )
     deadline = time.monotonic() + 60
-    while not (found := re.search(r"listening on (\S+)", log.read_text())):
+    while not (found := re.search(r"listening on (http://[^\s\"]+)", log.read_text())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     server = Server(found.group(1), process, log)

@@ -62,14 +62,19 @@ def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
     assert forgotten == ["a", "nobody", "a"], "once more when it was compiled"
 
 
-def test_a_mishap_in_the_thread_is_not_swallowed() -> None:
-    def prepare(_request: Request) -> None:
-        raise RuntimeError("out of luck")
+def test_a_mishap_in_the_thread_fails_its_request_alone_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def prepare(request: Request) -> None:
+        if request.id == "a":
+            raise RuntimeError("out of luck")
 
     door = Door(prepare, lambda _name: None, lambda: 0, most=9)
-    door.enter(_request("a"))
-    with pytest.raises(RuntimeError, match="out of luck"):
-        _wait_for(lambda: bool(door.leave()))
+    for name in "ab":
+        door.enter(_request(name))
+    left: list[str] = []
+    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["b"])
+    assert [failed.request_id for failed in door.take_failed()] == ["a"]
+    assert door.take_failed() == (), "told once"
+    assert "request a failed" in caplog.text and "out of luck" in caplog.text
 
 
 def test_no_more_guides_are_compiled_ahead_than_are_kept() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from app.engine.guides import Guides
 from app.engine.params import SamplingParams
-from app.engine.types import Drawn, FinishReason, Request, TokenEvent
+from app.engine.types import BatchPlan, Drawn, FinishReason, Request, TokenEvent
 from app.engine.types import Sequence as EngineSequence
 from app.guide import guide_of
 from model.tokenizer import Tokenizer
@@ -153,6 +153,34 @@ def test_guided_requests_get_in_a_batch_what_they_get_alone_also_after_preemptio
     result = run_all(engine, requests)
     assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"
     assert result == _alone(requests)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where as many are kept as may run, as in the service: compiling in a step would make all others wait."""
+    compiled, build = list[str](), Guides._build
+
+    def count(self: Guides, request: Request, tokens: Sequence[int]) -> object:
+        compiled.append(request.id)
+        return build(self, request, tokens)
+
+    monkeypatch.setattr(Guides, "_build", count)
+    requests = _requests(MIXED * 4, max_tokens=50)
+    engine = tiny_engine(_decoder(), blocks=30, guides=_guides(most=32))
+    honest = engine.runner.compute.run  # type: ignore[attr-defined]
+    mishaps = iter([False, False, True] * 1000)
+
+    def run(plan: BatchPlan) -> object:
+        if len(plan.chunks) > 1 and next(mishaps):
+            raise MemoryError
+        return honest(plan)
+
+    monkeypatch.setattr(engine.runner.compute, "run", run)  # type: ignore[attr-defined]
+    run_all(engine, requests)
+    assert engine.scheduler.preemptions > 3 and engine.isolation.retried > 10
+    assert sorted(compiled) == sorted(request.id for request in requests if request.guide)
 
 
 @pytest.mark.usefixtures("one_thread")

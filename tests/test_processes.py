@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -19,9 +18,9 @@ import httpx
 import pytest
 from conftest import ROOT, Server, start_server, stop_server
 from tiny import tiny_weights
-from wire import parse_events, whole
+from wire import parse_events, stream, text_of, whole
 
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 240, "ignore_eos": True, "seed": 7}
 
 
 @pytest.fixture
@@ -77,32 +76,31 @@ def _get(server: Server, path: str) -> int:
         return 0
 
 
-def test_a_killed_engine_ends_streams_with_a_clean_error_and_comes_back(own_server: Server) -> None:
+def test_a_killed_engine_is_a_pause_for_streams(own_server: Server) -> None:
+    undisturbed = stream(own_server.url, **LONG)
     with httpx.Client() as client:
-        _, lines = _begin_stream(client, own_server)
+        response, lines = _begin_stream(client, own_server)
         killed = _engine_pid(own_server)
         os.kill(killed, signal.SIGKILL)
         rest = "\n".join(lines)
-    error = json.loads(rest[rest.index("event: error") :].split("data: ", 1)[1].split("\n")[0])["error"]
-    assert (error["type"], error["code"]) == ("server_error", "engine_failed")
-    assert "send it again" in error["message"]
-    assert rest.count("event: error") == 1 and "event: done" not in rest
-    assert own_server.wait_for(lambda: _get(own_server, "/health/ready") == 200, 30)
+        assert response.status_code == 200
+    assert rest.count("event: done") == 1 and "event: error" not in rest
+    again = httpx.get(f"{own_server.url}/complete/{response.headers['x-request-id']}/events", timeout=30)
+    assert text_of(parse_events(again.text)) == text_of(undisturbed)
+    assert _get(own_server, "/health/ready") == 200
     assert _engine_pid(own_server) != killed
-    assert own_server.metric("engine_restarts_total") == 1
-    assert whole(own_server.url, **LONG)["usage"]["completion_tokens"] == 240
+    assert own_server.metric("engine_restarts_total") == own_server.metric("replayed_requests_total") == 1
+    assert f"the engine process {killed} was ended by SIGKILL" in own_server.log.read_text()
 
 
-def test_a_plain_request_in_a_crash_gets_a_500_in_the_error_shape(own_server: Server) -> None:
+def test_a_killed_engine_is_a_pause_for_plain_requests(own_server: Server) -> None:
+    undisturbed = whole(own_server.url, **LONG)["choices"]
     engine = _engine_pid(own_server)
     os.kill(engine, signal.SIGSTOP)  # so that the request is still open when the engine dies
     killer = threading.Timer(0.5, os.kill, (engine, signal.SIGKILL))
     killer.start()
-    answer = httpx.post(f"{own_server.url}/complete", json={**LONG, "stream": False}, timeout=30)
+    assert whole(own_server.url, **LONG)["choices"] == undisturbed
     killer.join()
-    assert answer.status_code == 500
-    assert answer.json()["error"]["code"] == "engine_failed"
-    assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
 
 
 def test_a_silent_engine_is_replaced(tmp_path: Path, weights: Path) -> None:

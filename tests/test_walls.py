@@ -11,7 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
-CORE = ["params", "types", "errors", "admission", "blocks", "allocator", "queue", "scheduler", "philox"]
+CORE = [
+    "params",
+    "types",
+    "errors",
+    "admission",
+    "blocks",
+    "allocator",
+    "queue",
+    "scheduler",
+    "philox",
+    "pace",
+    "waiting_line",
+]
 SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
 DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
 BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}

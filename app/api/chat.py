@@ -13,7 +13,7 @@ from starlette.responses import Response
 from app.api.breather import Breather
 from app.api.chat_schemas import ChatResponse
 from app.api.chunks import NOT_ENDED
-from app.api.dependencies import CallerDep, ChatTemplateDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
+from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
 from app.api.errors import ApiError
 from app.api.job import Collected, Job
 from app.api.openai_answer import PING_SECONDS, Answer, head_of
@@ -21,27 +21,32 @@ from app.api.openai_fields import ChatRequest
 from app.api.openai_shapes import name_of
 from app.api.openapi import declared
 from app.api.sse import quoted
+from app.chat_template import ChatTemplate
 from app.news import Ended, TokenDetail
 from model.tokenizer import Tokenizer
 
-router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=body_schema(ChatRequest))
-async def chat_completions(
-    request: Request, service: ServiceDep, metrics: MetricsDep, template: ChatTemplateDep, caller: CallerDep
-) -> Response:
+async def chat_completions(request: Request, service: ServiceDep, metrics: MetricsDep, caller: CallerDep) -> Response:
     """Answer a chat, where the weights bring a chat template."""
     body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
     check_model(body.model, service)
     service.require_ready()
+    with service.served.held() as served:
+        prompt = await _rendered(served.chat_template, body)
+        wish = body.wish_for(prompt)
+        job = await Job.begin(request, wish, service, metrics, caller, heartbeat=PING_SECONDS, served=served)
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    return await _ChatAnswer(job, body, head_of(job, "chatcmpl", kind)).respond(request)
+
+
+async def _rendered(template: ChatTemplate | None, body: ChatRequest) -> str:
     if template is None:
         message = "this model has no chat template: send text to POST /v1/completions, or add chat_template.jinja"
         raise ApiError(400, message, code="no_chat_template")
-    prompt = await template.render([turn.for_template for turn in body.messages])
-    job = await Job.begin(request, body.wish_for(prompt), service, metrics, caller, heartbeat=PING_SECONDS)
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    return await _ChatAnswer(job, body, head_of(job, "chatcmpl", kind)).respond(request)
+    return await template.render([turn.for_template for turn in body.messages])
 
 
 class _ChatAnswer(Answer):

@@ -53,7 +53,7 @@ class ChatResponse(BaseModel):
     object: Literal["chat.completion"] = Field(description="What this is; chat.completion.chunk in a stream.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The model's name.")
-    system_fingerprint: str = Field(description="The beginning of the SHA-256 of the weights.")
+    system_fingerprint: str = Field(description="The beginning of the SHA-256 of the weights, and the numerics.")
     seed: int = Field(description="What the random numbers came from.")
     choices: list[ChatChoice] = Field(description="The answers.")
     usage: Usage

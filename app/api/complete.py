@@ -13,10 +13,11 @@ from app.api.errors import ApiError
 from app.api.job import Job
 from app.api.native_fields import CompleteRequest
 from app.api.openapi import declared
+from app.api.record import record_of
 from app.api.schemas import Cancellation, CompleteResponse
 from app.api.stream_job import StreamJob
 
-router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))
@@ -53,6 +54,7 @@ async def resume(
         raise ApiError(400, f"{param}: the last event that was sent is {stream.next_number - 1}", param=param)
     if not stream.keeps(number):
         raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
+    record_of(request).facts = stream.facts
     return _respond(stream, number)
 
 
@@ -67,8 +69,7 @@ async def cancel(request: Request, request_id: str, shelf: ShelfDep) -> dict[str
 
 def _respond(stream: StreamJob, number: int = 0) -> Response:
     reader = stream.attach()
-    headers = {"X-Request-Id": stream.name}
-    return sse.EventStreamResponse(stream.frames(reader, number), lambda: stream.detach(reader), headers)
+    return sse.EventStreamResponse(stream.frames(reader, number), lambda: stream.detach(reader), stream.headers)
 
 
 def _number(request_id: str, last_event_id: str | None) -> int:
@@ -91,7 +92,7 @@ async def _whole(job: Job, extra: dict[str, Any]) -> dict[str, Any]:
         choices.append({**shapes.choice(one.ended), "text": one.text, "tokens": tokens})
     return {
         "id": job.name,
-        "model": job.service.model_name,
+        "model": job.admitted.served.model_name,
         "choices": choices,
         "usage": job.completion.usage(),
         "timings": job.completion.timings(),

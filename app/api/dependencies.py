@@ -9,11 +9,12 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from app.api.auth import caller_of
 from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.shelf import Shelf
 from app.caller import EVERYBODY, Caller
-from app.chat_template import ChatTemplate
+from app.faults import fault
 from app.long_texts import LongTexts
 from app.service import Service
 
@@ -36,36 +37,33 @@ async def _long_texts(request: Request) -> LongTexts:
     return long_texts
 
 
-async def _chat_template(request: Request) -> ChatTemplate | None:
-    template: ChatTemplate | None = request.app.state.chat_template
-    return template
-
-
 async def _shelf(request: Request) -> Shelf:
     shelf: Shelf = request.app.state.shelf
     return shelf
 
 
-async def _caller() -> Caller:
-    return EVERYBODY
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
 
 
 def owner_of(request: Request) -> str:
-    """Who sends a request, as far as it says: a digest of its credentials. Streams belong to who began them."""
+    """To whom streams belong that this request begins: to a key or, where none are set, to equal credentials."""
+    caller = caller_of(request)
+    if caller is not EVERYBODY:
+        return caller.salt  # not the name, which another key may have after this one was revoked
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
 ServiceDep = Annotated[Service, Depends(_service)]
 MetricsDep = Annotated[Metrics, Depends(_metrics)]
 LongTextsDep = Annotated[LongTexts, Depends(_long_texts)]
-ChatTemplateDep = Annotated[ChatTemplate | None, Depends(_chat_template)]
 ShelfDep = Annotated[Shelf, Depends(_shelf)]
 CallerDep = Annotated[Caller, Depends(_caller)]
 
 
 def check_model(name: str | None, service: Service) -> None:
     """Raises ApiError 404 for a model that is not here."""
-    if name and name != service.model_name:
+    if name and not service.is_called(name):
         message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -90,6 +88,7 @@ async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
                 raise too_large
     except ClientDisconnect:
         raise ApiError(400, "the connection closed before the end of the body") from None
+    fault("api.validate", body)
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:

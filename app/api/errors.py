@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -13,18 +12,19 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from app.api.record import record_of
 from app.engine.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     EngineError,
     EngineFailed,
     InvalidRequest,
+    QuotaUsedUp,
     Unavailable,
 )
 
 _NAMES = "may have up to 64 letters, digits, _ and -"
 _PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAMES, "request_id": _NAMES}
-_log = logging.getLogger("inkstream")
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -56,11 +56,16 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.extra = dict(extra or {})
 
+    @property
+    def type(self) -> str:
+        """What sort of error this is."""
+        return _TYPES.get(self.status, "invalid_request_error")
+
     def body(self, request_id: str) -> dict[str, Any]:
         """The error object, in its envelope."""
         error = {
             "message": str(self),
-            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "type": self.type,
             "param": self.param,
             "code": self.code,
             "request_id": request_id,
@@ -76,6 +81,9 @@ def from_engine(error: EngineError) -> ApiError:
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded", extra=numbers)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
+        case QuotaUsedUp():
+            headers = {"Retry-After": str(error.retry_after)}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
         case Unavailable():
             return ApiError(503, str(error), headers={"Retry-After": str(error.retry_after)})
         case DeadlineExceeded():
@@ -119,16 +127,16 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(EngineError, _on_engine_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_framework_validation)
-    app.add_exception_handler(Exception, _on_bug)
 
 
 def request_id_of(request: Request) -> str:
-    """The id that RequestIds gave this request."""
-    return str(request.scope.get("inkstream_request_id", ""))
+    """The id that RequestLog gave this request."""
+    return record_of(request).request_id
 
 
 def respond(request: Request, error: ApiError) -> Response:
     """The error as a response."""
+    record_of(request).outcome = error.code or error.type
     request_id = request_id_of(request)
     headers = {**error.headers, "X-Request-Id": request_id}
     return JSONResponse(error.body(request_id), status_code=error.status, headers=headers)
@@ -149,7 +157,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return respond(request, ApiError(404, f"there is no route {request.url.path[:100]}", headers=headers))
+        return respond(request, ApiError(404, f"there is no route {request.scope['path'][:100]}", headers=headers))
     if error.status_code == 405:
         allowed = headers.get("Allow", "another method")
         return respond(
@@ -164,8 +172,3 @@ async def _on_framework_validation(request: Request, error: Exception) -> Respon
     first = error.errors()[0]
     name = str(first["loc"][-1])[:60]
     return respond(request, ApiError(400, f"{name}: {first['msg']}"[:200], param=name))
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    _log.error("request %s failed", request_id_of(request), exc_info=error)
-    return respond(request, ApiError(500, "an error on our side; the request id names it in the server's log"))

@@ -13,10 +13,14 @@ from starlette.responses import Response
 from app.api import sse
 from app.api.errors import ApiError, from_engine, request_id_of
 from app.api.metrics import Metrics
+from app.api.record import record_of
+from app.api.version_header import version_header
 from app.caller import Caller
 from app.completion import Completion
-from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, Unavailable
+from app.engine.client import EngineClient
+from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
 from app.news import Delta, Ended, TokenDetail
+from app.served import Served
 from app.service import Admitted, Service
 from app.wish import Wish
 
@@ -53,23 +57,54 @@ class Job:
         caller: Caller,
         *,
         heartbeat: float = 10.0,
+        served: Served | None = None,
     ) -> Job:
-        """Admits a request; what can be known to be wrong is raised here, before any byte of an answer."""
+        """Admits a request; what can be known to be wrong is raised here, before any byte of an answer.
+
+        `served` is what the prompt was made for, where it was made by the weights' own chat template.
+        """
         name = request_id_of(request)
         try:
             # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
-            admitted = await sse.until_disconnect(service.begin(name, wish, caller, heartbeat), request.receive)
+            admitted = await sse.until_disconnect(service.begin(name, wish, caller, heartbeat, served), request.receive)
         except EngineError as error:
             metrics.rejected(_reason(error))
             raise
         if admitted is None:
             raise ApiError(499, "the client has left")
-        return cls(name, admitted, service, metrics)
+        job = cls(name, admitted, service, metrics)
+        record_of(request).facts = job.facts
+        return job
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version)}
+
+    @property
+    def engine(self) -> EngineClient:
+        """The one it began with, whichever serves now."""
+        return self.admitted.served.engine
 
     @property
     def completion(self) -> Completion:
         """What the engine makes of it."""
         return self.admitted.completion
+
+    def pause(self) -> None:
+        """Nobody listens: neither the engine nor its caller's quota has to do with it until go_on()."""
+        self.completion.pause()
+        self.admitted.lease.pause()
+
+    def go_on(self) -> None:
+        """Somebody listens again. Raises Unavailable where the engine, or the quota, has no room for it now."""
+        self.admitted.lease.go_on()
+        try:
+            self.engine.resume(self.completion.stream)
+        except BaseException:
+            self.admitted.lease.pause()
+            raise
+        self.completion.go_on()
 
     def note(self, news: object) -> None:
         """Keeps the metrics in step with what is sent."""
@@ -100,7 +135,7 @@ class Job:
         finally:
             self.close()
         # Nobody reads the answer to a client that has left.
-        return sse.json_response(answer, self.name) if answer else Response(status_code=499)
+        return sse.json_response(answer, self.headers) if answer else Response(status_code=499)
 
     async def collect(self) -> list[Collected]:
         """Everything, by choice. Raises EngineError."""
@@ -128,18 +163,31 @@ class Job:
         self.completion.close()
         if not self._closed:
             self._closed = True
+            was_read = self.completion.clock.started is not None
+            self.admitted.lease.end(self.completion.n_tokens + (self.completion.prompt_tokens if was_read else 0))
+            self.admitted.served.release()
             outcome = self._outcome or "disconnected"
-            duration = self.completion.duration
-            self._metrics.ended(self.completion, outcome, duration)
-            _log.info(
-                "request %s: %s, %d tokens, %.0f ms", self.name, outcome, self.completion.n_tokens, duration * 1e3
-            )
+            self._metrics.ended(self.completion, outcome, self.completion.duration)
+
+    def facts(self) -> dict[str, Any]:
+        """For the line in the log."""
+        completion, timings = self.completion, self.completion.timings()
+        return {
+            "outcome": self._outcome or "disconnected",
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_tokens": completion.cached_tokens,
+            "completion_tokens": completion.n_tokens,
+            "queue_ms": None if completion.clock.started is None else timings["queue_ms"],
+            "first_token_ms": None if completion.clock.first_token is None else timings["first_token_ms"],
+        }
 
 
 def _reason(error: EngineError) -> str:
     match error:
         case QueueFull():
             return "queue_full"
+        case QuotaUsedUp():
+            return "quota"
         case NotReady():
             return "not_ready"
         case Unavailable():

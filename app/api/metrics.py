@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from app.completion import Completion
+from app.connections import Connections
 from app.engine.client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -23,11 +25,13 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engines: Callable[[], Sequence[EngineClient]], connections: Connections) -> None:
+        """`engines` gives the one that serves now, and behind it those that end."""
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
-        self._registry.register(_EngineState(engine))
+        self._registry.register(_EngineState(engines))
+        self._registry.register(_ConnectionState(connections))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"inkstream_{name}", text, buckets=buckets, registry=self._registry)
@@ -45,6 +49,9 @@ class Metrics:
         self._cached_tokens = counter("cached_prompt_tokens_total", "Prompt tokens found in the prefix cache.")
         self._requests = counter("requests_total", "Requests that ended.", ("finish_reason",))
         self._rejected = counter("rejected_total", "Requests that were refused.", ("reason",))
+        self._reloads = counter("weights_reloads_total", "New weights that were loaded while serving.", ("outcome",))
+        for outcome in ("switched", "refused"):
+            self._reloads.labels(outcome)
 
     async def watch_loop(self) -> None:
         """Measures, until it is cancelled, how late the event loop is."""
@@ -61,6 +68,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """A request was refused; `reason` is one of a few fixed words."""
         self._rejected.labels(reason).inc()
+
+    def reloaded(self, outcome: Literal["switched", "refused"]) -> None:
+        """New weights are served, or are not."""
+        self._reloads.labels(outcome).inc()
 
     def progressed(self, completion: Completion) -> None:
         """Takes the gaps between tokens, so that long streams show while they run."""
@@ -111,17 +122,51 @@ class _Gaps(Collector):
 class _EngineState(Collector):
     """Reads the engine client when somebody scrapes."""
 
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    def __init__(self, engines: Callable[[], Sequence[EngineClient]]) -> None:
+        self._engines = engines
+
+    @property
+    def _engine(self) -> EngineClient:
+        return self._engines()[0]
 
     def collect(self) -> Iterator[Metric]:
         counters = self._engine.counters
         used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
-        yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", counters.running)
-        yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", counters.waiting)
+        running = sum(engine.counters.running for engine in self._engines())
+        waiting = sum(engine.counters.waiting for engine in self._engines())
+        yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", running)
+        yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", waiting)
         yield GaugeMetricFamily("inkstream_kv_cache_usage_ratio", "Share of the cache blocks in use.", used)
         yield GaugeMetricFamily(
             "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))
         )
+        yield GaugeMetricFamily(
+            "inkstream_engine_report_age_seconds", "Since the engine was heard of last.", self._engine.report_age
+        )
+        yield GaugeMetricFamily(
+            "inkstream_engine_progress_age_seconds",
+            "Since the engine's last step that did anything; 0 where it has nothing to do.",
+            self._engine.progress_age,
+        )
+        yield CounterMetricFamily(
+            "inkstream_replayed_requests", "Requests that went on with the next engine.", self._engine.replayed
+        )
         yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
+        yield CounterMetricFamily(
+            "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations
+        )
         yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)
+
+
+class _ConnectionState(Collector):
+    """Reads who is connected when somebody scrapes."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("inkstream_connections", "Connections there are.", self._connections.count)
+        cut = CounterMetricFamily("inkstream_connections_cut", "Connections refused or cut.", labels=["reason"])
+        for reason, count in self._connections.cut.items():
+            cut.add_metric([reason], count)
+        yield cut

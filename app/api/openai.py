@@ -19,7 +19,7 @@ from app.api.openapi import declared
 from app.api.sse import quoted
 from app.news import Ended, TokenDetail
 
-router = APIRouter(responses=declared(400, 404, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 500, 503, 504))
 
 
 @router.post("/v1/completions", response_model=CompletionsResponse, openapi_extra=body_schema(CompletionsRequest))

@@ -17,6 +17,7 @@ from app.api.chunks import Chunks, frame
 from app.api.job import Collected, Job
 from app.api.openai_shapes import one_by_one
 from app.api.shapes import echoed
+from app.faults import fault
 from app.news import Delta, Ended, News, TokenDetail
 
 PING_SECONDS = 15.0
@@ -51,8 +52,8 @@ def head_of(job: Job, prefix: str, kind: str) -> dict[str, Any]:
         "id": f"{prefix}-{job.name.removeprefix('req-')}",
         "object": kind,
         "created": int(time.time()),
-        "model": job.service.model_name,
-        "system_fingerprint": job.admitted.weights_version[:16],
+        "model": job.admitted.served.model_name,
+        "system_fingerprint": f"{job.admitted.weights_version[:16]}-{job.admitted.numerics}",
         "seed": job.admitted.params.seed,
     }
 
@@ -66,6 +67,7 @@ class Answer:
         options = body.stream_options
         self._tells_usage = bool(options and options.include_usage)
         self._keeps_telling_usage = bool(options and options.continuous_usage_stats)
+        self._is_over = False
         self._pending: dict[int, tuple[TokenDetail, ...]] = {}
         self._head = head
         self._extra: dict[str, Any] = {**echoed(body)}
@@ -92,7 +94,7 @@ class Answer:
     async def respond(self, request: Request) -> Response:
         """The response; the job ends with it."""
         if self._stream:
-            return sse.EventStreamResponse(self._frames(), self.job.close, {"X-Request-Id": self.job.name})
+            return sse.EventStreamResponse(self._frames(), self.job.close, self.job.headers)
         return await self.job.respond(self._whole(), request)
 
     async def _whole(self) -> dict[str, Any]:
@@ -103,28 +105,31 @@ class Answer:
 
     async def _frames(self) -> AsyncIterator[bytes]:
         """Data-only frames; a sign of life after long silence; `[DONE]` in the end."""
-        completion, last = self.job.completion, time.monotonic()
-        try:
-            while not completion.is_over:
-                await completion.ready()
-                if frames := self._frames_there_are():
-                    yield frames
-                    last = time.monotonic()
-                elif time.monotonic() - last >= PING_SECONDS:
-                    yield b": ping\n"
-                    last = time.monotonic()
-            if self._tells_usage:
-                yield frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra})
-        except Exception as error:
-            yield frame(self.job.failure(error).body(self.job.name))
+        last = time.monotonic()
+        while not self._is_over:
+            if frames := await self._next():
+                yield frames
+                last = time.monotonic()
+            elif time.monotonic() - last >= PING_SECONDS:
+                yield b": ping\n"
+                last = time.monotonic()
         yield b"data: [DONE]\n\n"
 
-    def _frames_there_are(self) -> bytes:
-        """Of all the news there is, but for what would keep others waiting."""
+    async def _next(self) -> bytes:
+        """Frames of all the news there is, but for what would keep others waiting; nothing where there is none."""
+        completion = self.job.completion
         frames: list[bytes] = []
-        breather = Breather()
-        while self.job.completion.has_news and not (frames and breather.is_due):
-            frames.append(self._written(self.job.completion.take()))
+        try:
+            await completion.ready()
+            breather = Breather()
+            while completion.has_news and not (frames and breather.is_due):
+                frames.append(self._written(completion.take()))
+            self._is_over = completion.is_over
+            if self._is_over and self._tells_usage:
+                frames.append(frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra}))
+        except Exception as error:
+            self._is_over = True
+            frames.append(frame(self.job.failure(error).body(self.job.name)))
         return b"".join(frames)
 
     def _written(self, news: News) -> bytes:
@@ -142,6 +147,7 @@ class Answer:
 
     def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Ended | None = None) -> bytes:
         if tokens or ended:
+            fault("api.chunk", self._extra)
             choice = json.dumps(self.part_of_choice(index, text, tokens, ended))
         else:
             choice = self.text_of_choice(index, text)

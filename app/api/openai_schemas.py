@@ -38,7 +38,7 @@ class CompletionsResponse(BaseModel):
     object: Literal["text_completion"] = Field(description="What this is.")
     created: int = Field(description="When the request came, in seconds since 1970.")
     model: str = Field(description="The model's name.")
-    system_fingerprint: str = Field(description="The beginning of the SHA-256 of the weights.")
+    system_fingerprint: str = Field(description="The beginning of the SHA-256 of the weights, and the numerics.")
     seed: int = Field(description="What the random numbers came from.")
     choices: list[CompletionsChoice] = Field(description="Empty in the chunk that tells the usage.")
     usage: Usage | None = Field(None, description="In a stream, only where stream_options ask for it.")

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from app.api.event_schemas import EVENTS
 from app.api.schemas import ErrorResponse
+from app.api.version_header import NAME
 
 TAGS = [
     {"name": "completion", "description": "Text that goes on."},
@@ -31,6 +32,7 @@ _ERRORS = {
 _HEADERS = {
     "X-Request-Id": {"description": "Names this request, also in the server's log.", "schema": {"type": "string"}}
 }
+_WEIGHTS_VERSION = {NAME: {"description": "SHA-256 of the weights that answer.", "schema": {"type": "string"}}}
 _RETRY_AFTER = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
 _REF = "#/components/schemas/{model}"
 _CHUNKS = """One JSON object or, where `stream` is true, a stream of frames without names: `data: ` and one line of
@@ -76,6 +78,8 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
             _describe_body(operation, schemas)
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)
+            if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):
+                operation["responses"]["200"]["headers"] |= _WEIGHTS_VERSION
             if (path == "/complete" and method == "post") or path.endswith("/events"):
                 _describe_stream(operation["responses"]["200"])
             elif path in ("/v1/completions", "/v1/chat/completions"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
+from app.api.auth import public
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
@@ -15,17 +16,23 @@ from app.engine.errors import NotReady
 from app.service import Service
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Loading or shutting down."}}
+_METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model=Health, response_model_exclude_none=True)
+@public
 async def live() -> dict[str, str]:
     """200 as long as the process answers."""
     return {"status": "live"}
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
+@public
 async def ready(service: ServiceDep) -> JSONResponse:
     """200 when completions are served; 503 with the phase of the start, or while draining."""
     try:
@@ -36,7 +43,7 @@ async def ready(service: ServiceDep) -> JSONResponse:
     return JSONResponse({"status": "ready", "phase": "ready"})
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
 async def metrics(metrics: MetricsDep) -> Response:
     """Prometheus text."""
     return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -48,13 +55,13 @@ async def metrics_head() -> Response:
     return Response(headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/v1/models", response_model=ModelList, responses=declared(503))
+@router.get("/v1/models", response_model=ModelList, responses=declared(401, 503))
 async def models(service: ServiceDep) -> dict[str, Any]:
     """The one model that is served, and its facts."""
     return {"object": "list", "data": [_facts(service)]}
 
 
-@router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(404, 503))
+@router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
 async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
     """The facts of one model."""
     check_model(model_id, service)

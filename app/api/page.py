@@ -1,4 +1,7 @@
-"""The pages in the browser, / and /docs: static files under a strict content security policy."""
+"""The pages in the browser, / and /docs: static files under a strict content security policy.
+
+/docs asks for a key where keys are set: it tells what the service can do, and a browser cannot send one with it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import FileResponse
 
+from app.api.auth import public
 from app.api.errors import ApiError
 
 _FOLDER = Path(__file__).parent.parent / "web"
@@ -20,18 +24,23 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
+@router.head("/")
+@public
 async def page() -> FileResponse:
     """The completion notebook."""
     return _file("index.html")
 
 
 @router.get("/docs")
+@router.head("/docs")
 async def docs() -> FileResponse:
     """The API, to be read and tried."""
     return _file("docs.html")
 
 
 @router.get("/web/{name}")
+@router.head("/web/{name}")
+@public
 async def asset(name: str) -> FileResponse:
     """A script or a style sheet of the page."""
     return _file(name)

@@ -17,7 +17,7 @@ from app.api.openapi import declared
 from app.api.schemas import Token, Usage
 from app.wish import Wish, one_by_one
 
-router = APIRouter(responses=declared(400, 413, 415, 500, 503, 504))
+router = APIRouter(responses=declared(400, 401, 413, 415, 500, 503, 504))
 
 
 class ScoreRequest(BaseModel):
@@ -83,7 +83,7 @@ async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
     collected = await job.collect()
     return {
         "id": job.name,
-        "model": job.service.model_name,
+        "model": job.admitted.served.model_name,
         "weights_version": job.admitted.weights_version,
         "scores": [await _score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.breather import Breather
+from app.faults import fault
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -26,6 +27,7 @@ quoted = json.encoder.encode_basestring_ascii
 
 def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
     """One event. The JSON is ASCII: some clients take U+2028 for the end of a line."""
+    fault("api.event", (event_id, data))
     return f"id: {event_id}\nevent: {name}\ndata: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
 
 
@@ -58,10 +60,11 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def json_response(answer: Mapping[str, Any], request_id: str) -> Response:
+def json_response(answer: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
     """An answer in one object; parts of it may be JSON text already (msgspec.Raw)."""
+    fault("api.answer", answer)
     body = msgspec.json.encode(answer)
-    return Response(body, media_type="application/json", headers={"X-Request-Id": request_id})
+    return Response(body, media_type="application/json", headers=headers)
 
 
 async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:

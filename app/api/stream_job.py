@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from app.api import shapes, sse
 from app.api.breather import Breather
+from app.api.errors import ApiError
 from app.api.job import Job
 from app.api.shelf import Journal, Shelf
 from app.news import Begun, Delta, Ended, Idle, News, Queued
+
+_OTHER_WEIGHTS = "the weights that this stream began with are no longer served: send the request again"
 
 
 class Connection:
@@ -21,6 +25,7 @@ class StreamJob:
 
     def __init__(self, job: Job, shelf: Shelf, *, owner: str, extra: Mapping[str, Any], journal_bytes: int) -> None:
         self.name = job.name
+        self.headers = job.headers
         self.owner = owner
         self._job = job
         self._shelf = shelf
@@ -33,11 +38,12 @@ class StreamJob:
         shelf.put(self)
 
     def attach(self) -> Connection:
-        """A connection wants the frames. Raises Unavailable where the engine cannot go on with a paused stream now."""
+        """A connection wants the frames. Raises Unavailable, ApiError where its engine cannot go on."""
         if self._paused and self._job.completion.stream.is_open:
-            self._job.service.require_ready()
-            self._job.service.engine.resume(self._job.completion.stream)
-            self._job.completion.go_on()
+            if self._job.admitted.served.is_closed:
+                raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
+            self._job.service.require_open()  # not ready is no obstacle: it waits for the engine as all others do
+            self._job.go_on()
         self._paused = False
         self._shelf.come_back(self)
         self._reader = Connection()
@@ -52,7 +58,7 @@ class StreamJob:
                 self._job.close()
             else:
                 self._paused = self._job.completion.stream.is_open
-                self._job.completion.pause()
+                self._job.pause()
             self._shelf.leave(self)
 
     def cancel(self) -> bool:
@@ -62,6 +68,10 @@ class StreamJob:
         if running:
             self._job.note_cancelled()
         return running
+
+    def facts(self) -> dict[str, Any]:
+        """For the line in the log of a request that goes on with this stream."""
+        return {**self._job.facts(), "stream": self.name}
 
     def close(self) -> None:
         """Nobody comes back."""
@@ -109,7 +119,7 @@ class StreamJob:
                 tokens = shapes.tokens(self._job.admitted.tokenizer, details)
                 return self._kept("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
-                eta_ms = round(self._job.service.engine.queue.eta_seconds(position) * 1e3)
+                eta_ms = round(self._job.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
                 return self._kept("queue", {"position": position, "eta_ms": eta_ms})
             case Begun():
                 return self._kept("start", self._start())
@@ -130,7 +140,7 @@ class StreamJob:
     def _start(self) -> dict[str, Any]:
         return {
             "id": self.name,
-            "model": self._job.service.model_name,
+            "model": self._job.admitted.served.model_name,
             "weights_version": self._receipt["weights_version"],
             "seed": self._receipt["seed"],
             "prompt_tokens": self._job.completion.prompt_tokens,

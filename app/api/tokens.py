@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from app.api.dependencies import ChatTemplateDep, LongTextsDep, ServiceDep, body_schema, read_body
+from app.api.dependencies import LongTextsDep, ServiceDep, body_schema, read_body
 from app.api.openapi import declared
 from app.api.token_schemas import (
     DetokenizeRequest,
@@ -19,6 +19,7 @@ from app.api.token_schemas import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from app.api.version_header import version_header
 from app.engine.errors import InvalidRequest
 from model.tokenizer import Tokenizer
 
@@ -31,7 +32,7 @@ router = APIRouter(tags=["tokens"])
     "/tokenize",
     response_model=TokenizeResponse,
     openapi_extra=body_schema(TokenizeRequest),
-    responses=declared(400, 413, 415, 503),
+    responses=declared(400, 401, 413, 415, 503),
 )
 async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep) -> Response:
     """Text to token ids, with the text, the bytes and the place of each token."""
@@ -50,14 +51,15 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
         return [{**_piece(tokenizer, token), "start": start, "end": end} for token, start, end in places]
 
     count = len(spans.ids)
-    return _answer({"count": count, "max_model_len": ready.context}, count, {"tokens": tokens, "pieces": pieces})
+    head = {"count": count, "max_model_len": ready.context}
+    return _answer(ready.weights_version, head, count, {"tokens": tokens, "pieces": pieces})
 
 
 @router.post(
     "/detokenize",
     response_model=DetokenizeResponse,
     openapi_extra=body_schema(DetokenizeRequest),
-    responses=declared(400, 413, 415, 503),
+    responses=declared(400, 401, 413, 415, 503),
 )
 async def detokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep) -> Response:
     """Token ids to the text that they are, from its start; special tokens are named in it."""
@@ -73,15 +75,16 @@ async def detokenize(request: Request, service: ServiceDep, long_texts: LongText
     def pieces(part: slice) -> list[dict[str, Any]]:
         return [_piece(tokenizer, token) for token in body.tokens[part]]
 
-    return _answer({"prompt": text}, len(body.tokens), {"pieces": pieces})
+    return _answer(ready.weights_version, {"prompt": text}, len(body.tokens), {"pieces": pieces})
 
 
-@router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(503))
-async def tokenizer_info(service: ServiceDep, chat_template: ChatTemplateDep) -> dict[str, Any]:
+@router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
+async def tokenizer_info(service: ServiceDep, response: Response) -> dict[str, Any]:
     """What starts and ends a text, and what else a client must know to make prompts by itself."""
     ready, tokenizer = service.require_ready()
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
     eos = ends[0] if ends else None
+    response.headers.update(version_header(ready.weights_version))
     return {
         "model": service.model_name,
         "kind": tokenizer.kind,
@@ -94,7 +97,7 @@ async def tokenizer_info(service: ServiceDep, chat_template: ChatTemplateDep) ->
         "eos_token_id": eos,
         "eos_token_ids": list(ends),
         "special_tokens": [{"id": token, "text": text} for token, text in sorted(tokenizer.specials.items())],
-        "chat_template": chat_template.source if chat_template else None,
+        "chat_template": service.chat_template.source if service.chat_template else None,
     }
 
 
@@ -109,9 +112,11 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     }
 
 
-def _answer(head: dict[str, Any], count: int, columns: dict[str, _Column]) -> Response:
+def _answer(version: str, head: dict[str, Any], count: int, columns: dict[str, _Column]) -> Response:
     """One JSON object that is written while it is read: the pieces of a long text take a hundred times its memory."""
-    return StreamingResponse(_written(head, count, columns), media_type="application/json")
+    return StreamingResponse(
+        _written(head, count, columns), media_type="application/json", headers=version_header(version)
+    )
 
 
 async def _written(head: dict[str, Any], count: int, columns: dict[str, _Column]) -> AsyncIterator[bytes]:

@@ -16,6 +16,7 @@ from model.checkpoint import Checkpoint, load
 from model.describe import Line, memory_lines, shape_lines
 from model.files import CheckpointError, one_line
 from model.golden import GOLDEN_FILE, verify
+from model.manifest import MANIFEST_FILE, check_manifest
 from model.presence import check_layout
 from model.reference import logits
 from model.transformer import Decoder
@@ -45,6 +46,7 @@ def _check(directory: Path) -> list[Line]:
     tried = try_tokenizer(directory, decoder.config.vocab_size)
     _try(decoder, tried.sample, directory)
     difference = verify(decoder, directory)
+    is_whole = check_manifest(directory, checkpoint.hashes)
     defaults = sampling_defaults(checkpoint.generation, directory / "generation_config.json")
     golden = f"no {GOLDEN_FILE}" if difference is None else f"met, largest difference {difference:.1e}"
     return [
@@ -55,6 +57,7 @@ def _check(directory: Path) -> list[Line]:
         ("chat", "no template" if read_chat_template(directory) is None else "a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
         ("golden", golden),
+        ("manifest", "met" if is_whole else f"no {MANIFEST_FILE}"),
         ("version", checkpoint.version),
     ]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.engine.errors import ContextLengthExceeded, InvalidRequest, QueueFull
+
+_SHARE = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +17,20 @@ class QueueLimits:
 
     max_requests: int
     max_prompt_tokens: int
+
+
+class Adding(NamedTuple):
+    """Requests of one answer, and the tokens of their prompts."""
+
+    requests: int
+    tokens: int
+
+
+class Line(NamedTuple):
+    """What waits: of everybody, or of one caller."""
+
+    requests: int
+    tokens: int
 
 
 def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> None:
@@ -27,21 +45,35 @@ def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> N
 
 
 def check_queue(
-    limits: QueueLimits, *, waiting: int, waiting_tokens: int, adding: int, adding_tokens: int, retry_after: int
+    limits: QueueLimits, *, line: Line, own: Line | None, adding: Adding, retry_after: Callable[[], int]
 ) -> None:
-    """Raises QueueFull where `adding` requests of `adding_tokens` would break a bound.
+    """Raises QueueFull where what is added would break a bound; `own` is what its caller has there already.
 
-    Raises InvalidRequest where there are so many of them that they never fit.
+    Where callers are told apart (`own`), one may take seven times what is left: seven eighths of a queue alone, and
+    the more there are the less each, so that there is room for whoever comes next.
+    Raises InvalidRequest where there are so many requests that they never fit.
     """
-    if adding > limits.max_requests:
+    if adding.requests > limits.max_requests:
         raise InvalidRequest(
-            f"the request asks for {adding} continuations, this server takes at most {limits.max_requests} at once: "
-            "send fewer prompts, or a smaller n",
+            f"the request asks for {adding.requests} continuations, this server takes at most {limits.max_requests} "
+            "at once: send fewer prompts, or a smaller n",
             "prompt",
         )
-    if waiting + adding > limits.max_requests:
-        raise QueueFull(f"{waiting} requests wait already: try again in {retry_after} s", retry_after)
-    if waiting and waiting_tokens + adding_tokens > limits.max_prompt_tokens:
-        raise QueueFull(
-            f"the queue is full ({waiting_tokens} prompt tokens wait): try again in {retry_after} s", retry_after
+    free, free_tokens = limits.max_requests - line.requests, limits.max_prompt_tokens - line.tokens
+    if adding.requests > free:
+        raise _full(f"{line.requests} requests wait already", retry_after())
+    if line.requests and adding.tokens > free_tokens:
+        raise _full(f"the queue is full ({line.tokens} prompt tokens wait)", retry_after())
+    # Without anything of its own there, a caller may always come.
+    if own is None or not own.requests:
+        return
+    if own.requests + adding.requests > _SHARE * free or own.tokens + adding.tokens > _SHARE * free_tokens:
+        raise _full(
+            f"{own.requests} requests of yours ({own.tokens} prompt tokens) wait already, the rest of the queue is "
+            "for others",
+            retry_after(),
         )
+
+
+def _full(why: str, retry_after: int) -> QueueFull:
+    return QueueFull(f"{why}: try again in {retry_after} s", retry_after)

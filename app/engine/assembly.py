@@ -21,6 +21,7 @@ from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
 from app.engine.native.program import BLOCK, head_numbers
 from app.engine.native.sampler import NativeSampler
+from app.engine.proof import prove
 from app.engine.quantize import round_weights
 from app.engine.runner import Runner, Sampler
 from app.engine.sampler import TorchSampler
@@ -30,6 +31,7 @@ from app.engine.start import Assembled, StartError
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
+from model.manifest import MANIFEST_FILE, check_manifest
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 
@@ -44,6 +46,7 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
+        tokenizer = Tokenizer.reader(Path(config.weights))  # the files may be others when a guide asks for it
         limits = SchedulerLimits(
             tokens_per_step=config.tokens_per_step,
             max_running=config.max_running,
@@ -65,7 +68,7 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     except ValueError as error:
         raise StartError(str(error)) from None
     guides = Guides(
-        lambda: Tokenizer.load(Path(config.weights)).bytes_of,
+        lambda: tokenizer().bytes_of,
         vocab_size=room.shape.vocab_size,
         most=config.max_running,
     )
@@ -76,7 +79,21 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     # Whatever changes bits: what computes, in which format.
     numerics = "-".join((choice.numerics, _name(dtype), *(["int8"] if int8 else [])))
     ready = _ready(checkpoint, room, defaults, device, pool, choice, numerics)
-    return Assembled(Engine(Scheduler(limits, pool, checkpoint.version), runner), guides, ready)
+    engine = Engine(Scheduler(limits, pool, checkpoint.version), runner)
+    announce(_proven(engine, config, checkpoint, room))
+    return Assembled(engine, guides, ready)
+
+
+def _proven(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, room: CacheRoom) -> str:
+    """What came of the files' own proofs, for the log. Raises StartError."""
+    directory, shape = Path(config.weights), checkpoint.decoder.config
+    number = config.quantize if config.quantize != "none" else _name(room.dtype)
+    try:
+        is_whole = check_manifest(directory, checkpoint.hashes)
+        golden = prove(engine, directory, shape, context=room.context, number=number)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    return f"{golden}, {MANIFEST_FILE} met" if is_whole else golden
 
 
 def _room(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from app.engine.types import Request, StepReport
+from app.engine.types import Failed, Request, StepReport
+from app.faults import fault
 
+_log = logging.getLogger("inkstream")
+_FAILED = "the guide of this request could not be made ready; its id names the reason in the server's log"
 _POLL_SECONDS = 0.002
 
 
@@ -27,6 +32,7 @@ class Door:
         self._compiled: deque[tuple[Request, Future[None]]] = deque()
         self._cancelled: set[str] = set()
         """Requests whose guide is being compiled although nobody waits for it any more."""
+        self._failed: list[Failed] = []
 
     @property
     def n_waiting(self) -> int:
@@ -47,14 +53,23 @@ class Door:
         ready = []
         while self._compiled and self._compiled[0][1].done():
             request, prepared = self._compiled.popleft()
-            prepared.result()  # what went wrong there is the engine's end
             if request.id in self._cancelled:
                 self._cancelled.discard(request.id)
                 self._forget(request.id)
+            elif error := prepared.exception():
+                _log.error(
+                    "request %s failed with its guide\n%s", request.id, "".join(traceback.format_exception(error))
+                )
+                self._failed.append(Failed(request.id, _FAILED))
             else:
                 ready.append(request)
         self._compile()
         return ready
+
+    def take_failed(self) -> tuple[Failed, ...]:
+        """Those whose guide could not be compiled for a reason that is not theirs; told once."""
+        failed, self._failed = tuple(self._failed), []
+        return failed
 
     def settle(self, report: StepReport) -> None:
         """Forgets the guides of requests that have ended."""
@@ -75,4 +90,8 @@ class Door:
     def _compile(self) -> None:
         while self._waiting and self._n_kept() + len(self._compiled) < self._most:
             request = self._waiting.popleft()
-            self._compiled.append((request, self._thread.submit(self._prepare, request)))
+            self._compiled.append((request, self._thread.submit(self._prepare_one, request)))
+
+    def _prepare_one(self, request: Request) -> None:
+        fault("engine.guide", request)
+        self._prepare(request)

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
+from app.engine.audit import Audit
+from app.engine.isolation import Isolation, Runs
 from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Request, Started, StepReport, StepResult
-
-
-class Runs(Protocol):
-    """What the engine needs of a runner; tests bring a fake one."""
-
-    def run(self, plan: BatchPlan) -> StepResult:
-        """Computes every chunk, after what the plan says must be done to blocks first."""
-        ...
+from app.engine.types import Request, Started, StepReport
 
 
 class Engine:
@@ -23,6 +16,8 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runs) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.isolation = Isolation(runner)
+        self._audit = Audit(scheduler)
 
     @property
     def has_work(self) -> bool:
@@ -42,4 +37,10 @@ class Engine:
         plan = self.scheduler.plan()
         if plan.started:
             announce(plan.started)
-        return self.scheduler.commit(plan, self.runner.run(plan))
+        report = self.scheduler.commit(plan, self.isolation.run(plan))
+        self._audit.after_step()
+        return report
+
+    def rest(self) -> None:
+        """For whoever has no work for now: time to look whether all is in order."""
+        self._audit.when_idle()

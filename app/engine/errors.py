@@ -7,6 +7,7 @@ EngineError
     QueueFull               too many requests wait already
     NotReady                the engine is still loading, or comes back after a crash
     WaitedTooLong           the queue did not move fast enough for this request
+    QuotaUsedUp             the caller's own quota does not allow more now
   DeadlineExceeded          the request's time was over before its first token
   EngineFailed              our fault: the engine died or could not go on with this request
   (stream.Cancelled         the request was ended from outside; no error for anybody)
@@ -57,6 +58,10 @@ class NotReady(Unavailable):
 
 class WaitedTooLong(Unavailable):
     """The request's turn did not come in time."""
+
+
+class QuotaUsedUp(Unavailable):
+    """The caller has taken what it may take for now; others may still."""
 
 
 class DeadlineExceeded(EngineError):

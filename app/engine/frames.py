@@ -37,6 +37,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     prompt_tokens_beside: int = 0
     max_running: int = 32
     heartbeat_seconds: float = 1.0
+    silence_seconds: float = 30.0
+    """After which it is killed."""
+    log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
 
 class Submit(Struct, frozen=True, tag="submit"):

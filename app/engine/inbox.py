@@ -17,6 +17,11 @@ class Inbox:
         self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
         self._poll.register(pipe, select.POLLIN)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody is at the other end, whatever is still to be read."""
+        return any(event & select.POLLHUP for _, event in self._poll.poll(0))
+
     def receive(self, wait_seconds: float) -> list[Down]:
         """All frames there are; waits up to `wait_seconds` for the first one."""
         frames: list[Down] = []

@@ -5,23 +5,30 @@ The end of the pipe means that the API process is gone, and this process goes wi
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import logging
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Callable
+from threading import Lock
 from typing import NoReturn
 
 from msgspec.structs import replace
 
+from app import logs
 from app.engine.door import Door
 from app.engine.engine import Engine
 from app.engine.frames import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
 from app.engine.inbox import Inbox
+from app.engine.signs_of_life import HangTrace, heartbeat
 from app.engine.start import Assembled, StartError
-from app.engine.types import Started, StepReport
-from app.faults import fault
+from app.engine.types import Request, Started, StepReport
+from app.faults import fault, is_armed
+from app.parent import die_with_parent
+
+_log = logging.getLogger("inkstream")
 
 Send = Callable[[Up], None]
 Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
@@ -29,65 +36,109 @@ Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
 
 def run(descriptor: int, assemble: Assemble) -> int:
     """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
+    die_with_parent()
+    faulthandler.enable()  # a crash of native code says where
     # systemd signals every process of a service; the API process decides when this one ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
     inbox = Inbox(pipe)
-
-    def send(message: Up) -> None:
-        pipe.sendall(encode_frame(message))
-
+    send = _Sender(pipe)
     try:
         config = _first_frame(inbox)
-        assembled = assemble(config, lambda phase: send(Phase(phase)))
+        if inbox.is_closed:  # whoever died before die_with_parent() was called
+            return 0
+        logs.set_up(config.log_level, config.log_format)
+        with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
+            fault("engine.load")
+            assembled = assemble(config, lambda phase: send(Phase(phase)))
         guides = assembled.guides
         send(assembled.ready)
-        _serve(
-            assembled.engine,
-            Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running),
-            inbox,
-            send,
-            config.heartbeat_seconds,
-        )
+        door = Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running)
+        _Rounds(assembled.engine, door, inbox, send).run(config.heartbeat_seconds, HangTrace(config.silence_seconds))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except StartError as error:
         send(Fatal(str(error), user_error=True))
         return 2
     except Exception as error:
-        traceback.print_exc()
+        _log.critical("the engine cannot go on", exc_info=error)
         send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
         return 1
 
 
-def _serve(engine: Engine, door: Door, inbox: Inbox, send: Send, heartbeat_seconds: float) -> NoReturn:
-    def report(step: StepReport) -> None:
-        waiting = step.counters.waiting + door.n_waiting
-        send(replace(step, at=time.monotonic(), counters=replace(step.counters, waiting=waiting)))
+class _Sender:
+    """Frames into the pipe, each as a whole: while the engine loads, two threads send."""
 
-    def announce(started: tuple[Started, ...]) -> None:
-        report(StepReport(started=started, counters=engine.scheduler.counters))
+    def __init__(self, pipe: socket.socket) -> None:
+        self._pipe = pipe
+        self._lock = Lock()
 
-    # What start-up made stays to the end: neither a full collection between two tokens nor the last one has to walk it.
-    gc.freeze()
-    while True:
-        for frame in inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)):
-            if isinstance(frame, Submit):
-                is_guided = frame.request.guide and frame.request.max_tokens
-                (door.enter if is_guided else engine.add)(frame.request)
-            elif isinstance(frame, Cancel):
-                engine.cancel(frame.request_id)
-                door.cancel(frame.request_id)
-        for request in door.leave():
-            engine.add(request)
-        if engine.has_work:
-            fault("engine.step")
-            done = engine.step(announce)
-            report(done)
+    def __call__(self, message: Up) -> None:
+        frame = encode_frame(message)
+        with self._lock:
+            self._pipe.sendall(frame)
+
+
+class _Rounds:
+    """Frames in, a step, a report out; over and over."""
+
+    def __init__(self, engine: Engine, door: Door, inbox: Inbox, send: Send) -> None:
+        self._engine = engine
+        self._door = door
+        self._inbox = inbox
+        self._send = send
+        self._taken: list[str] = []
+        """Requests that the next report tells to be in the queue."""
+
+    def run(self, heartbeat_seconds: float, hang_trace: HangTrace) -> NoReturn:
+        """Until the pipe closes, which raises."""
+        # What start-up made stays: neither a full collection between two tokens nor the last one has to walk it.
+        gc.freeze()
+        engine, door = self._engine, self._door
+        while True:
+            hang_trace.alive(time.monotonic())
+            self._take(self._inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)))
+            if failed := door.take_failed():
+                self._report(StepReport(failed=failed, counters=engine.scheduler.counters))
+            if not engine.has_work:
+                engine.rest()
+                self._report(StepReport(counters=engine.scheduler.counters))
+                continue
+            fault("engine.step", engine.scheduler.running)
+            done = StepReport(counters=engine.scheduler.counters)
+            if not is_armed("engine.idle"):
+                done = engine.step(self._announce)
+            self._report(done)
             door.settle(done)
-        else:
-            report(StepReport(counters=engine.scheduler.counters))
+
+    def _take(self, frames: list[Down]) -> None:
+        for frame in frames:
+            if isinstance(frame, Submit):
+                request = frame.request
+                fault("engine.submit", request)
+                if request.guide and request.max_tokens:
+                    self._door.enter(request)
+                else:
+                    self._add(request)
+            elif isinstance(frame, Cancel):
+                self._engine.cancel(frame.request_id)
+                self._door.cancel(frame.request_id)
+        for request in self._door.leave():
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        self._engine.add(request)
+        self._taken.append(request.id)
+
+    def _announce(self, started: tuple[Started, ...]) -> None:
+        self._report(StepReport(started=started, counters=self._engine.scheduler.counters))
+
+    def _report(self, step: StepReport) -> None:
+        counters = replace(step.counters, waiting=step.counters.waiting + self._door.n_waiting)
+        num_computed = sum(sequence.num_computed for sequence in self._engine.scheduler.running)
+        taken, self._taken = tuple(self._taken), []
+        self._send(replace(step, at=time.monotonic(), counters=counters, taken=taken, num_computed=num_computed))
 
 
 def _first_frame(inbox: Inbox) -> WorkerConfig:

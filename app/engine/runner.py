@@ -14,6 +14,7 @@ from app.engine.guides import Guides
 from app.engine.params import SamplingParams
 from app.engine.sampling_row import SamplingRow
 from app.engine.types import BatchPlan, Chunk, Drawn, Request, Sequence, StepResult, TokenScore
+from app.faults import fault
 
 _PIECE_BYTES = 8 << 20
 """Logits of a prompt that are there at once, in float32: a few copies of so much, instead of the whole prompt's."""
@@ -43,8 +44,10 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> StepResult:
         """Computes every chunk, draws a token for those that sample, and scores the prompts of those who ask."""
+        fault("engine.forward", plan)
         chunks = self.compute.run(plan)
-        return StepResult(self._draw(chunks), self._score(chunks))
+        scores = self._score(chunks)  # first: a guide that has taken a token in is built again if the step is
+        return StepResult(self._draw(chunks), scores)
 
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""
@@ -70,6 +73,7 @@ class Runner:
             SamplingRow(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, words)
             for s, words in zip(drawing, allowed, strict=True)
         ]
+        fault("engine.sample", drawing)
         drawn = self.sampler.sample(logits_SV, rows)
         drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
         return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
@@ -94,6 +98,7 @@ class Runner:
     def _score_rows(self, request: Request, places: range, rows: range) -> tuple[TokenScore, ...] | None:
         """One score for each place in the prompt, from one row each; None where a row is not finite."""
         assert request.prompt_logprobs is not None
+        fault("engine.score", request)
         piece = max(1, _PIECE_BYTES // (4 * self.compute.config.vocab_size))
         scores: list[TokenScore] = []
         for start in range(0, len(rows), piece):

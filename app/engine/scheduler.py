@@ -70,7 +70,7 @@ class Scheduler:
         self.pool = pool
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by arrival
-        self.preemptions = 0
+        self.preemptions = self.block_violations = 0
         self._arrivals = 0
         self._allocator = Allocator(pool, weights_version)
 
@@ -90,6 +90,7 @@ class Scheduler:
             blocks_cached=blocks.cached,
             blocks_total=self.pool.total,
             preemptions=self.preemptions,
+            block_violations=self.block_violations,
         )
 
     def add(self, request: Request) -> None:
@@ -129,6 +130,9 @@ class Scheduler:
         events, scores, failed = [], [], []
         for chunk in plan.chunks:
             sequence, name, places = chunk.sequence, chunk.sequence.request.id, chunk.scores
+            if result.failed and name in result.failed:
+                failed.append(self._spoilt(sequence, result.failed[name]))
+                continue
             sequence.num_computed = chunk.stop
             self._allocator.publish(sequence)
             scored = result.scores[name] if places else ()
@@ -138,9 +142,7 @@ class Scheduler:
                 self._end(sequence)
                 continue
             if scored is None or (drawn and drawn.token is None):
-                failed.append(Failed(name, "the model's output for this request is not finite"))
-                self._allocator.spoil(sequence)
-                self._end(sequence)
+                failed.append(self._spoilt(sequence, "the model's output for this request is not finite"))
                 continue
             if scored:
                 scores.append(PromptScores(name, places.start, scored))
@@ -171,7 +173,7 @@ class Scheduler:
 
     def _plan_admissions(self, budget: int) -> tuple[list[Chunk], list[Started]]:
         chunks, started = [], []
-        for sequence in self.waiting.candidates():
+        for sequence in self.waiting.candidates(self._has_place_for):
             # The encoder reads the source in the same step, and in one piece; a leader's is read already.
             to_read = 0 if sequence.living_leader else len(sequence.request.source)
             if budget <= 0 or len(self.running) >= self.limits.max_running or not self._admit(sequence):
@@ -181,8 +183,13 @@ class Scheduler:
                 started.append(Started(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, budget))
             budget -= chunks[-1].cost + to_read
-        self.waiting.remove(chunk.sequence for chunk in chunks)
+        self.waiting.admit(chunk.sequence for chunk in chunks)
         return chunks, started
+
+    def _has_place_for(self, salt: str) -> bool:
+        """Where callers are told apart, none takes the last eighth of the places if it has one: others come at once."""
+        is_last = self.limits.max_running - len(self.running) <= self.limits.max_running // 8
+        return not (is_last and salt and any(s.request.salt == salt for s in self.running))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""
@@ -209,6 +216,12 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.put_back(sequence)
+
+    def _spoilt(self, sequence: Sequence, message: str) -> Failed:
+        """Its end, after which nobody finds what it wrote."""
+        self._allocator.spoil(sequence)
+        self._end(sequence)
+        return Failed(sequence.request.id, message)
 
     def _end(self, sequence: Sequence) -> None:
         self._remove(sequence)

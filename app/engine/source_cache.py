@@ -44,6 +44,14 @@ class SourceCache:
 
     def _read(self, source: Source) -> None:
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+        try:
+            self._read_into(slot, source)
+        except BaseException:  # most likely memory: the slot is there for the next
+            self._free.append(slot)
+            raise
+        self._slots[source] = slot
+
+    def _read_into(self, slot: int, source: Source) -> None:
         blocks = self._blocks(slot)
         # What stood there may not be finite, and would reach the new source with weight 0.
         self._cache.clear(blocks)
@@ -54,7 +62,6 @@ class SourceCache:
         slots_X = self._cache.slot_rows(blocks[0] + positions_S // TILE, positions_S % TILE)
         for layer, (k_SKC, v_SKC) in enumerate(self._decoder.encode(tokens_S, positions_S, EncoderAttend(all_real_1S))):
             self._cache.write(layer, k_SKC, v_SKC, slots_X)
-        self._slots[source] = slot
 
     def _row_group(self, chunks: Items[Chunk]) -> RowGroup:
         device = self._cache.data.device

@@ -122,9 +122,28 @@ class Stream:
         """
         self._attempts += 1
         self._begun = False
-        requests = [self._renewed(index) for index in self._open.values()]
-        self._open = {request.id: index for request, index in zip(requests, self._open.values(), strict=True)}
-        return requests
+        self._open = {f"{self.requests[index].id}~{self._attempts}": index for index in self._open.values()}
+        return [self.request(name) for name in self._open]
+
+    def request(self, request_id: str) -> Request:
+        """An open sequence as an engine is told of it that knows nothing of it; the client's side."""
+        index = self._open[request_id]
+        request, generated = self.requests[index], tuple(self._generated[index])
+        if request_id == request.id and (generated, self._scored[index]) == (request.generated, request.scored):
+            return request
+        return replace(
+            request,
+            id=request_id,
+            generated=generated,
+            scored=self._scored[index],
+            # What has begun to write needs nobody; what has not still waits for the prompt's scores.
+            leader=None if generated else self._name_now(request.leader),
+        )
+
+    def progress(self, request_id: str) -> int:
+        """Tokens written and scored so far of an open sequence."""
+        index = self._open[request_id]
+        return len(self._generated[index]) + self._scored[index]
 
     def push(self, request_id: str, at: float, item: Item) -> None:
         """Hands an item to the reader; the client's side. Items of a sequence that has ended are dropped."""
@@ -150,17 +169,5 @@ class Stream:
         for request_id in list(self._open):
             self.push(request_id, at, error)
 
-    def _renewed_name(self, leader: str | None) -> str | None:
-        is_open = any(self.requests[index].id == leader for index in self._open.values())
-        return f"{leader}~{self._attempts}" if is_open else None
-
-    def _renewed(self, index: int) -> Request:
-        request = self.requests[index]
-        return replace(
-            request,
-            id=f"{request.id}~{self._attempts}",
-            generated=tuple(self._generated[index]),
-            scored=self._scored[index],
-            # What has begun to write needs nobody; what has not still waits for the prompt's scores.
-            leader=None if self._generated[index] else self._renewed_name(request.leader),
-        )
+    def _name_now(self, leader: str | None) -> str | None:
+        return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

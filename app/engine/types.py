@@ -114,6 +114,8 @@ class Counters(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     blocks_cached: int = 0
     blocks_total: int = 0
     preemptions: int = 0
+    block_violations: int = 0
+    """Checks of the cache's blocks that found something wrong."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report"):
@@ -127,6 +129,10 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
     counters: Counters = msgspec.field(default_factory=Counters)
     at: float = 0.0
     """When it was sent: monotonic seconds, the same clock in both processes."""
+    taken: tuple[str, ...] = ()
+    """Requests that came into the engine's queue since the last report."""
+    num_computed: int = 0
+    """Of all running requests: changes with every step that computes something."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -243,3 +249,5 @@ class StepResult:
     """For each request whose chunk samples."""
     scores: Mapping[str, tuple[TokenScore, ...] | None] = field(default_factory=dict)
     """For each request whose chunk scores prompt tokens; None where the logits were not finite."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Why there is nothing else of a request: it alone could not be computed."""

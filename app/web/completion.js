@@ -1,12 +1,14 @@
 // The server, as the page sees it: complete() is one POST /complete as a sequence of events, model() is what
 // GET /v1/models says of the one model. Knows nothing of the page: no element, no text area, no storage.
 
+import { authorization } from "./key.js";
 import { SseParser } from "./sse.js";
 
 /** Anything that ended a request other than `done` or the user. The message is meant for the user's eyes. */
 export class CompletionError extends Error {
-  constructor(message, retryAfter = null) {
+  constructor(message, retryAfter = null, status = null) {
     super(message);
+    this.status = status; // of the answer, where there was one
     this.retryAfter = retryAfter; // seconds, or null where the server did not say
   }
 }
@@ -21,7 +23,7 @@ export async function* complete(prompt, typed, signal) {
   const response = await reach(
     fetch("complete", {
       method: "POST",
-      headers: { "Content-Type": "application/json", Accept: "text/event-stream" },
+      headers: { "Content-Type": "application/json", Accept: "text/event-stream", ...authorization() },
       body: requestBody(prompt, typed),
       cache: "no-store",
       signal,
@@ -34,7 +36,7 @@ export async function* complete(prompt, typed, signal) {
 
 /** { id, weights_version, ... } of the model that is being served. */
 export async function model() {
-  const response = await reach(fetch("v1/models", { cache: "no-store" }), "The server cannot be reached.");
+  const response = await reach(fetch("v1/models", { headers: authorization(), cache: "no-store" }), "The server cannot be reached.");
   if (!response.ok) throw await refusal(response);
   return (await response.json()).data[0];
 }
@@ -78,7 +80,8 @@ async function refusal(response) {
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".";
   const wait = seconds(response.headers.get("Retry-After"));
-  return new CompletionError(wait === null ? message : `${message.replace(/\.?$/, ".")} Try again in ${wait} s.`, wait);
+  const told = wait === null ? message : `${message.replace(/\.?$/, ".")} Try again in ${wait} s.`;
+  return new CompletionError(told, wait, response.status);
 }
 
 // Retry-After is a number of seconds or, from some proxies, a date.

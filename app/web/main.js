@@ -1,8 +1,9 @@
 // The page, wired: which key and button does what, and what a run changes. The parts know nothing of each other:
 // manuscript.js (the text), settings.js (the fields), status.js (the line between), completion.js (the server),
-// memory.js (what a reload keeps).
+// memory.js (what a reload keeps), key.js (the key, where the service asks for one).
 
 import { complete, model, CompletionError } from "./completion.js";
+import { useKey } from "./key.js";
 import { Manuscript } from "./manuscript.js";
 import { load, save } from "./memory.js";
 import { Settings } from "./settings.js";
@@ -67,6 +68,7 @@ function written(text) {
 
 function failed(error) {
   status.failed(error.message);
+  if (error.status === 401) askForKey();
   if (!(error instanceof CompletionError)) console.error(error); // ours, not the server's: for whoever looks
 }
 
@@ -117,8 +119,23 @@ async function introduceModel() {
     settings.explain(settings.typed, defaults ?? {});
   } catch (error) {
     // While the weights load the server says how long; otherwise the first run tells the model, or what is wrong.
+    if (error.status === 401) askForKey();
     if (error.retryAfter) setTimeout(introduceModel, error.retryAfter * 1000);
   }
+}
+
+function askForKey() {
+  $("key-form").hidden = false;
+}
+
+function keyTyped(event) {
+  event.preventDefault();
+  if (!useKey($("key").value)) return status.failed("A key is one word of letters, digits and signs.");
+  $("key").value = "";
+  $("key-form").hidden = true;
+  status.show("idle", "Idle");
+  area.focus();
+  introduceModel();
 }
 
 function showModel(name, version) {
@@ -151,3 +168,4 @@ $("generate").addEventListener("click", generate);
 $("stop").addEventListener("click", stop);
 $("undo").addEventListener("click", undo);
 $("keep-seed").addEventListener("click", keepSeed);
+$("key-form").addEventListener("submit", keyTyped);

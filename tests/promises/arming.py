@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from app import faults
 
 
@@ -34,3 +36,9 @@ class Faults:
     def is_armed(self, point: str) -> bool:
         """Whether it is still to happen; a fault with `times` disarms itself."""
         return (self.folder / point).exists()
+
+
+def arm_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """For an engine in the test's own process."""
+    monkeypatch.setattr(faults, "_SWITCHBOARD", faults._Switchboard(folder))
+    return Faults(folder)

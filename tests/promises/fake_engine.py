@@ -20,6 +20,7 @@ from app.engine.loop import run
 from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.start import Assembled
 from app.engine.types import BatchPlan, Drawn, Request, StepResult
+from app.faults import fault, is_armed
 
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)
@@ -27,10 +28,11 @@ _PRINTABLE = range(33, 256)
 
 
 class FakeRunner:
-    """Draws by a hash of the sequence's tokens and seed: deterministic whatever else is in the batch."""
+    """Draws by a hash of weights, tokens and seed: deterministic whatever else is in the batch."""
 
-    def __init__(self, step_seconds: float) -> None:
+    def __init__(self, step_seconds: float, version: str) -> None:
         self._step_seconds = step_seconds
+        self._version = version
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Takes as long as a step takes."""
@@ -39,9 +41,11 @@ class FakeRunner:
         for chunk in plan.chunks:
             if chunk.samples:
                 request = chunk.sequence.request
-                seen = f"{request.params.seed}/{request.params.choice}".encode() + array("q", chunk.sequence.tokens)
+                drawing = f"{self._version}/{request.params.seed}/{request.params.choice}"
+                seen = drawing.encode() + array("q", chunk.sequence.tokens)
                 number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
-                drawn[request.id] = Drawn(_PRINTABLE[number % len(_PRINTABLE)])
+                spoilt = is_armed("fake.not_finite", request)
+                drawn[request.id] = Drawn(None if spoilt else _PRINTABLE[number % len(_PRINTABLE)])
         return StepResult(drawn, {})
 
 
@@ -64,7 +68,9 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
         limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
         blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
-        return Assembled(Engine(scheduler, FakeRunner(step_seconds)), NoGuides(), _ready(config, blocks))
+        fault("fake.load")
+        ready = _ready(config, blocks)
+        return Assembled(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGuides(), ready)
 
     return assemble_fake
 
@@ -77,7 +83,7 @@ def _ready(config: WorkerConfig, blocks: int) -> Ready:
         n_params=0,
         dtype="none",
         device="none",
-        weights_version="0" * 64,
+        weights_version=hashlib.sha256((Path(config.weights) / "model.safetensors").read_bytes()).hexdigest(),
         eos_ids=(),
         start_id=0,
         sampling_defaults={},

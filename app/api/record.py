@@ -1,0 +1,37 @@
+"""What is noted of one HTTP request for its line in the log. Knows no prompt, no text, no key and no address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from starlette.types import Scope
+
+_PLACE = "inkstream_record"
+
+
+@dataclass(slots=True)
+class Record:
+    """Filled while the request is served; owned by app/api/request_log.py."""
+
+    request_id: str
+    status: int = 0
+    """0 until an answer begins."""
+    key: str | None = None
+    """The name of the caller's key."""
+    outcome: str | None = None
+    """How it ended, in one of a few fixed words: a finish_reason, or the type or code of an error."""
+    facts: Callable[[], Mapping[str, Any]] | None = None
+    """Asked at the end: counts and milliseconds of a completion, and its outcome."""
+
+    def put_in(self, scope: Scope) -> None:
+        """Whoever has the scope has the record."""
+        scope[_PLACE] = self
+
+
+def record_of(request: Request) -> Record:
+    """The record of this request."""
+    record: Record = request.scope[_PLACE]
+    return record

@@ -1,0 +1,76 @@
+"""Every request gets an id before anything can fail, sent back in X-Request-Id, and one line in the log at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Any
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.errors import ApiError, respond
+from app.api.record import Record
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_log = logging.getLogger("inkstream.request")
+
+
+class RequestLog:
+    """ASGI middleware, the outermost of ours: what fails behind it becomes an answer and a line."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record, began = Record(f"req-{secrets.token_hex(12)}"), time.monotonic()
+        record.put_in(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = [h for h in message["headers"] if h[0].lower() != b"x-request-id"]
+                extra = [(b"x-request-id", record.request_id.encode()), (b"x-content-type-options", b"nosniff")]
+                message = {**message, "headers": [*headers, *extra]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            record.outcome = "server_error"
+            _log.error("request %s failed", record.request_id, exc_info=error)
+            # Once the answer has begun there is nothing left to say: uvicorn cuts a connection whose answer stays open.
+            if not record.status:
+                bug = ApiError(500, "an error on our side; the request id names it in the server's log")
+                await respond(Request(scope), bug)(scope, receive, send_with_id)
+        finally:
+            _write(scope, record, (time.monotonic() - began) * 1e3)
+
+
+def _write(scope: Scope, record: Record, duration_ms: float) -> None:
+    """The one line: nothing that the client wrote is in it but which of our routes and methods it asked for."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    # Routes that FastAPI makes by itself have no path to tell, but a name.
+    route = getattr(scope.get("route"), "path", None) or getattr(scope.get("endpoint"), "__name__", None)
+    outcome = record.outcome or ("ok" if 0 < record.status < 400 else "disconnected" if not record.status else "error")
+    fields: dict[str, Any] = {
+        "request_id": record.request_id,
+        "method": scope["method"] if scope["method"] in _METHODS else "other",
+        "route": route,
+        "status": record.status or 499,
+        "key": record.key,
+        "outcome": outcome,
+        "duration_ms": round(duration_ms, 3),
+    }
+    if record.facts:
+        fields |= record.facts()
+        fields["outcome"] = record.outcome or fields["outcome"]
+    _log.info("request", extra={"fields": fields})

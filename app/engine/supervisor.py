@@ -1,0 +1,252 @@
+"""One engine process after another: started, watched over, killed where it hangs. asyncio, no torch, no requests.
+
+loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many (crash_loop.py): gone for good
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from app.engine.crash_loop import MOST_CRASHES, CrashLoop
+from app.engine.frames import Down, Fatal, Phase, Ready, Up, WorkerConfig
+from app.engine.process import EngineProcess
+from app.engine.quarantine import PROOF
+from app.engine.types import StepReport
+
+_log = logging.getLogger("inkstream")
+_OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"
+_LOADING_SILENCE = 60.0
+"""Seconds at least that an engine may be silent while it loads: a busy machine starves its sign of life."""
+
+
+class EngineGone(Exception):
+    """The engine does not come back; `exit_code` is what the process should end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Ward(Protocol):
+    """Whoever has requests in the engine: app/engine/client.py."""
+
+    @property
+    def owes_progress(self) -> bool:
+        """Whether the engine has something to compute."""
+        ...
+
+    def on_report(self, report: StepReport) -> None:
+        """A step was done."""
+        ...
+
+    def on_ready(self) -> None:
+        """An engine takes requests."""
+        ...
+
+    def on_crash(self) -> bool:
+        """There is none any more. Whether a request was found that is to blame."""
+        ...
+
+    def on_gone(self, reason: EngineGone) -> None:
+        """There never is one again."""
+        ...
+
+
+class Supervisor:
+    """Owns the engine process."""
+
+    def __init__(self, config: WorkerConfig, ward: Ward, *, silence_seconds: float, command: Sequence[str]) -> None:
+        # It has to speak well before its silence means something.
+        heartbeat = min(config.heartbeat_seconds, silence_seconds / 4)
+        self._config = replace(config, heartbeat_seconds=heartbeat, silence_seconds=silence_seconds)
+        self._ward = ward
+        self._silence_seconds = silence_seconds
+        self._command = command
+        self.ready: Ready | None = None
+        self.phase = "starting"
+        self.restarts = 0
+        self._version = ""
+        """Of the weights that this one's engines serve, whatever is in their directory later."""
+        self._process: EngineProcess | None = None
+        self._why = ""
+        """Why we have killed it."""
+        self._last_frame: float | None = None
+        """None until it has said something."""
+        self._last_progress = time.monotonic()
+        self._num_computed = 0
+        self._deliveries = 0
+        """Steps of this engine that gave somebody a token or a score."""
+        self._crash_loop = CrashLoop()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready_event = asyncio.Event()
+        self._gone: EngineGone | None = None
+        self._gone_event = asyncio.Event()
+
+    @property
+    def report_age(self) -> float:
+        """Seconds since the engine was heard of last; it speaks at least once a heartbeat."""
+        return 0.0 if self._last_frame is None else time.monotonic() - self._last_frame
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since its last step that did anything; 0 where it has nothing to do."""
+        return time.monotonic() - self._last_progress if self._ward.owes_progress else 0.0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it does not come back."""
+        return self._gone is not None
+
+    def start(self) -> None:
+        """Spawns the engine process; `ready` is set once it has loaded."""
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        """Ends the engine process."""
+        self.give_up(EngineGone("the service is shutting down", 0))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def send(self, frame: Down) -> None:
+        """To the engine there is; lost where there is none."""
+        if self._process:
+            self._process.send(frame)
+
+    def give_up(self, reason: EngineGone) -> None:
+        """No engine is started any more; the first reason counts."""
+        if self._gone is None:
+            self._gone = reason
+            self._gone_event.set()
+            self._ward.on_gone(reason)
+
+    async def wait_ready(self) -> None:
+        """Waits until an engine has loaded."""
+        await self._ready_event.wait()
+
+    async def wait_gone(self) -> EngineGone:
+        """Waits until the engine is gone for good, if ever."""
+        await self._gone_event.wait()
+        assert self._gone is not None
+        return self._gone
+
+    async def _supervise(self) -> None:
+        """One engine process after the other. Whatever ends one is a crash, also that it could not be started."""
+        try:
+            while self._gone is None:
+                try:
+                    await self._live_once()
+                except Exception:
+                    _log.exception("the engine process could not be run")
+                    await asyncio.sleep(0.1)
+                self._record_crash()
+        except Exception:  # nobody waits for this task: without it the service would hang
+            _log.exception("the engine cannot be started again")
+            self.give_up(EngineGone("the engine cannot be started again: the log says why", 1))
+
+    async def _live_once(self) -> None:
+        """From the start of an engine process to its end."""
+        self._why, self._last_frame = "", None
+        self._process = process = await EngineProcess.spawn(self._take, self._command)
+        process.send(self._config)
+        try:
+            await process.gone()
+        finally:
+            self._process = None
+            self._set_unready()
+            code = await process.end()
+            if self._gone is None:
+                _log.warning("the engine process %d %s", process.pid, f"{_fate(code)}{self._why}")
+
+    async def _watch(self) -> None:
+        """Kills an engine that is silent, or speaks and does nothing."""
+        pause = min(1.0, self._silence_seconds / 4)
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            stood_still = now - before > 2 * pause  # this process itself, so the engine's silence says nothing
+            if stood_still or not self._ward.owes_progress:
+                self._last_progress = now
+            if stood_still and self._last_frame is not None:
+                self._last_frame = now
+            if self._process and (problem := self._problem()):
+                self._why = f": {problem}"
+                self._set_unready()
+                self._process.kill()
+
+    def _problem(self) -> str:
+        """Why it has to be killed; empty where it need not."""
+        silence = self._silence_seconds if self.ready else max(self._silence_seconds, _LOADING_SILENCE)
+        if self.report_age > silence:
+            return f"it was silent for {self.report_age:.1f} s (--engine-silence {self._silence_seconds:g})"
+        if self.ready and self.progress_age > silence:
+            return f"its steps did nothing for {self.progress_age:.1f} s (--engine-silence {self._silence_seconds:g})"
+        return ""
+
+    def _set_unready(self) -> None:
+        if self.ready:
+            self.phase = "restarting"
+        self.ready = None
+        self._ready_event.clear()
+
+    def _record_crash(self) -> None:
+        if self._gone:
+            return
+        self.restarts += 1
+        explained = self._ward.on_crash()
+        delivered, self._deliveries = self._deliveries >= PROOF, 0
+        if self._crash_loop.record(time.monotonic(), delivered=delivered, explained=explained):
+            self.give_up(
+                EngineGone(f"the engine stopped {MOST_CRASHES} times in ten minutes and did nothing between", 1)
+            )
+
+    def _take(self, frame: Up) -> None:
+        self._last_frame = time.monotonic()
+        match frame:
+            case StepReport():
+                if frame.events or frame.scores:
+                    self._last_progress = self._last_frame
+                    self._deliveries += 1
+                elif frame.failed or frame.num_computed != self._num_computed:
+                    self._last_progress = self._last_frame
+                self._num_computed = frame.num_computed
+                self._ward.on_report(frame)
+            case Phase():
+                self.phase = frame.name
+                _log.info("engine: %s", frame.name)
+            case Ready() if self._version not in ("", frame.weights_version):
+                self.give_up(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
+            case Ready():
+                self._note_ready(frame)
+            case Fatal():
+                self.phase = frame.message
+                if frame.user_error:
+                    self.give_up(EngineGone(frame.message, 2))
+
+    def _note_ready(self, frame: Ready) -> None:
+        self.ready, self.phase, self._version = frame, "ready", frame.weights_version
+        self._last_progress = time.monotonic()
+        self._ready_event.set()
+        _log.info(
+            "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
+            *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),
+            *(frame.blocks_total, frame.block_size, frame.numerics, frame.numerics_reason),
+        )
+        self._ward.on_ready()
+
+
+def _fate(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

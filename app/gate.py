@@ -1,0 +1,80 @@
+"""What a request must pass before its texts are read: its caller's quota, and room in the queue. Knows no engine.
+
+Both are decided by guesses that cost nothing, since a megabyte of text takes half a second to tokenise; the exact
+numbers are checked again afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from app.caller import Caller
+from app.completion import Patience
+from app.engine.errors import Unavailable
+from app.engine.types import Request
+from app.engine.waiting_line import WaitingLine
+from app.quotas import Lease, Quotas
+from app.wish import Prompt, Wish
+from model.tokenizer import Tokenizer
+
+_FADING = 0.9
+_FEW_CHARACTERS = 3.0
+
+
+class Gate:
+    """Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._quotas = Quotas()
+        self._characters, self._tokens = _FEW_CHARACTERS * 1000, 1000.0
+        """Of the texts that were read lately."""
+
+    @contextmanager
+    def lease(self, wish: Wish, caller: Caller, tokenizer: Tokenizer, context: int) -> Iterator[Lease]:
+        """What the request takes of its caller's quota; given back where it is not admitted.
+
+        Raises InvalidRequest where that never fits, QuotaUsedUp where it does not now.
+        """
+        drawn = wish.n_drawn * wish.max_tokens
+        least = sum(min(context, _least(prompt, tokenizer) + drawn) for prompt in wish.prompts)
+        lease = self._quotas.take(caller, least, time.monotonic())
+        try:
+            yield lease
+        except Unavailable:
+            lease.undo()
+            raise
+        except BaseException:
+            lease.end(0)
+            raise
+
+    @contextmanager
+    def room(self, wish: Wish, caller: Caller, patience: Patience, queue: WaitingLine) -> Iterator[None]:
+        """A place in `queue` while the texts are read; who would come too late to write much is refused now.
+
+        Raises QueueFull, InvalidRequest where the queue is too short for it at any time.
+        """
+        longest = min(patience.queue, patience.deadline / 2)
+        texts = [*wish.prompts, *([wish.source] if wish.source else []), *([wish.suffix] if wish.suffix else [])]
+        tokens = sum(map(self._guess, texts))
+        requests = len(wish.prompts) * wish.n_drawn
+        with queue.reserved(caller.salt, requests, tokens, time.monotonic(), longest):
+            yield
+
+    def charge(self, lease: Lease, wish: Wish, requests: Sequence[Request]) -> None:
+        """Everything is known now. Raises InvalidRequest, QuotaUsedUp."""
+        leaders = [request for request in requests if request.leader is None]
+        read = sum(len(request.prompt) + len(request.source) for request in leaders)
+        lease.charge(read + sum(request.max_tokens for request in requests), time.monotonic())
+        if all(isinstance(prompt, str) for prompt in wish.prompts) and wish.truncate_prompt_tokens is None:
+            self._characters = self._characters * _FADING + sum(map(len, wish.prompts))
+            self._tokens = self._tokens * _FADING + sum(len(request.prompt) for request in leaders)
+
+    def _guess(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, as long as texts are like those before."""
+        return round(len(prompt) * self._tokens / self._characters) if isinstance(prompt, str) else len(prompt)
+
+
+def _least(prompt: Prompt, tokenizer: Tokenizer) -> int:
+    return tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)

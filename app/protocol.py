@@ -1,0 +1,246 @@
+"""One HTTP connection with deadlines and limits: uvicorn's protocol, which has none. Knows requests, not routes.
+
+A deadline holds in HEAD and BODY (app/intake.py) while we wait for the client, and in DONE once it idles. While we
+have bytes that it does not take, another one holds. There is one timer for all of them, set per request and per stall.
+A request that breaks a limit is answered in the shape of all errors and the connection is closed, reading on for a
+moment: closing with unread bytes would reset it, and the answer would be lost. Half-closed: a GET is answered; with
+any other method FIN means that the client has left, which cannot be told from it, and what it asked for is stopped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from app import refusal
+from app.api.errors import ApiError
+from app.connections import Connections
+from app.flow import Flow
+from app.intake import Intake, Phase
+from app.watch import Watch
+
+
+class Connection(HttpToolsProtocol):
+    """Made by uvicorn for each connection; a Guest of Connections."""
+
+    flow: Flow
+
+    def __init__(
+        self, connections: Connections, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.address = ""
+        self._connections = connections
+        self._limits = connections.limits
+        self._is_guest = True
+        self._intake = Intake(connections.limits)
+        self._running: RequestResponseCycle | None = None
+        self._is_last = False
+
+    def connection_made(self, transport: Any) -> None:
+        """Counts it; the head must come in time."""
+        super().connection_made(transport)
+        self.flow = Flow(transport, self._limits.write_seconds)
+        self._watch = Watch(self.flow, self._on_late_client, self._on_stalled_client)
+        self.address = self.client[0] if self.client else ""
+        self._is_guest = self._connections.enter(self)
+        if not self._is_guest:
+            self.app = refusal.Crowded(self.app)
+        self._watch.expect(self._limits.head_seconds if self._is_guest else self._limits.reserve_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The application hears of it, and nothing rings any more."""
+        super().connection_lost(exc)
+        self._watch.end()
+        self._connections.leave(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether it may still read."""
+        asked = [cycle.scope["method"] in ("GET", "HEAD") for cycle in (self._running, self.cycle) if cycle]
+        if self._intake.phase is not Phase.DONE or not self._is_busy or not all(asked):
+            return False
+        self.cycle.keep_alive = False
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        """Parses it, within the limits."""
+        if self._intake.phase is Phase.LINGER:
+            return
+        if self._intake.phase is Phase.DONE:
+            self._begin_head()
+        try:
+            self._intake.before(len(data))
+            self._feed(data)
+            self._intake.after(len(data))
+        except httptools.HttpParserError as error:
+            ours = error.__context__  # what one of our own methods raised in the parser
+            self._refuse(ours if isinstance(ours, ApiError) else ApiError(400, "no valid HTTP/1.1", code="bad_request"))
+        except ApiError as error:
+            self._refuse(error)
+
+    def pause_writing(self) -> None:
+        """The kernel takes no more: the client must read on."""
+        super().pause_writing()
+        self._watch.look_later()
+
+    def on_message_begin(self) -> None:
+        """A request begins; behind another one in the same packet it may be the first we hear of it."""
+        super().on_message_begin()
+        if self._intake.phase is Phase.DONE:
+            self._begin_head()
+        self._intake.begin_headers()
+
+    def on_url(self, url: bytes) -> None:
+        """More of the URL."""
+        super().on_url(url)
+        self._intake.url(len(self.url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer: those count, and nobody reads them."""
+        self._intake.header(len(name) + len(value) + 4)
+        if self._intake.phase is Phase.HEAD:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request is given to the application, which may have to wait for its body."""
+        if len(self.pipeline) >= self._limits.pipelined:
+            raise ApiError(400, "too many requests wait on this connection", code="pipelined")
+        super().on_headers_complete()
+        self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves
+        self._intake.begin_body()
+        self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_guest
+        self.cycle.keep_alive = True  # for now: an answer before the end of the body must not close at once
+        self._wait_for_client()
+
+    def on_body(self, body: bytes) -> None:
+        """More of the body; that of a request whose turn is not yet must not pile up."""
+        super().on_body(body)
+        self._intake.body()
+        if self.cycle is not self._running and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.hold()
+
+    def on_message_complete(self) -> None:
+        """The client has sent all; now it is our turn."""
+        super().on_message_complete()
+        self._intake.phase = Phase.DONE
+        self.cycle.keep_alive = not self._is_last
+        self._wait_for_client()
+
+    def on_response_complete(self) -> None:
+        """The next request's turn, if there is one."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing() or self._intake.phase is Phase.LINGER:
+            return
+        if self._reads_on and self._is_last:
+            self._linger()
+            return
+        self.flow.release()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        self._wait_for_client()
+
+    def shutdown(self) -> None:
+        """The server ends: who idles is sent off now, who is served is sent off then."""
+        if self._is_busy:
+            self.cycle.keep_alive = False
+        elif self._intake.phase is Phase.DONE:
+            self.transport.close()
+
+    def send_off(self) -> None:
+        """Ends it at once, with all that is being done for it."""
+        self._watch.end()
+        self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:  # we stay with HTTP/1.1: what follows is another request
+                data = data[max(1, upgrade.args[0]) :]
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    @property
+    def _reads_on(self) -> bool:
+        """Whether the body that is being received is that of the request whose turn it is."""
+        return self._intake.phase is Phase.BODY and self.cycle is self._running
+
+    def _begin_head(self) -> None:
+        self._intake.begin_head()
+        self._connections.wake(self)
+        self._wait_for_client()
+
+    def _wait_for_client(self) -> None:
+        """Sets the deadline of what the client owes us now, if it owes us anything."""
+        if self._reads_on:
+            # Answered already: the rest of the body is of no use, but to close now could cost the answer.
+            self._watch.expect(
+                self._limits.linger_seconds if self.cycle.response_complete else self._limits.body_seconds
+            )
+        elif self._is_busy:
+            self._watch.expect(None)
+        elif self._intake.phase is Phase.HEAD:
+            self._watch.expect(self._limits.head_seconds)
+        elif self._intake.phase is Phase.DONE:
+            self._connections.rest(self)
+            self._watch.expect(self._limits.idle_seconds)
+
+    def _on_stalled_client(self) -> None:
+        self._connections.cut["write_stalled"] += 1
+        self.flow.forget_unsent()
+        self.send_off()
+
+    def _on_late_client(self) -> None:
+        phase = self._intake.phase
+        if phase is Phase.LINGER:
+            self.transport.abort()
+        elif phase is Phase.DONE or (phase is Phase.HEAD and not self._intake.head_bytes):
+            self.transport.close()  # it has asked for nothing
+        else:
+            part = "headers" if phase is Phase.HEAD else "body"
+            self._refuse(ApiError(408, f"the {part} did not arrive in time", code=f"{phase.name.lower()}_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what is being received with an error, if nothing else is on its way, and closes."""
+        assert error.code
+        self._connections.cut[error.code] += 1
+        if self._reads_on and self.cycle.response_started:
+            self.transport.close()
+        elif self._is_busy and not self._reads_on:
+            # Earlier requests are still being answered: the one that runs may end, all others are forgotten.
+            self.pipeline.clear()
+            self._running.keep_alive = False  # type: ignore[union-attr]
+            self.flow.hold()
+            self._intake.phase = Phase.LINGER
+        else:
+            self._answer(error)
+
+    def _answer(self, error: ApiError) -> None:
+        request_id = f"req-{secrets.token_hex(12)}"
+        if self._is_busy:  # the application waits for the body: to it the client has left
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            request_id = str(self.cycle.scope.get("inkstream_request_id", request_id))
+        self.transport.write(refusal.as_bytes(error, request_id, self.server_state.default_headers))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Closes, but reads on for a moment."""
+        self._intake.phase = Phase.LINGER
+        self.flow.release()
+        self.transport.write_eof()
+        self._watch.expect(self._limits.linger_seconds)

@@ -1,0 +1,52 @@
+"""Answers to requests that never reach a route, in the shape of all errors. ASGI and bytes, no service."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from app.api.errors import ApiError, respond
+from app.api.request_log import RequestLog
+
+_log = logging.getLogger("inkstream")
+_RETRY_AFTER = "2"
+
+
+def as_bytes(error: ApiError, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A whole response, after which the connection closes; `headers` come first."""
+    _log.info("request %s: refused before it was read (%d, %s)", request_id, error.status, error.code)
+    body = json.dumps(error.body(request_id)).encode()
+    all_headers = [
+        *headers,
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"connection", b"close"),
+    ]
+    lines = [b"%s: %s\r\n" % header for header in all_headers]
+    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
+
+
+class Crowded:
+    """Around the application, for connections that are too many: health probes get through, all else is refused."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._refuse = RequestLog(_refuse)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # An orchestrator that gets no answer would end a service that is only busy.
+        is_probe = scope["path"].startswith("/health") and scope["method"] in ("GET", "HEAD")
+        await (self._app if is_probe else self._refuse)(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "too many connections: close those that you do not need, and try again in a moment"
+    error = ApiError(503, message, code="too_many_connections", headers={"Retry-After": _RETRY_AFTER})
+    await respond(Request(scope), error)(scope, receive, send)

@@ -1,0 +1,57 @@
+"""manifest.json: which files belong together, each by its SHA-256. Knows nothing of what they hold.
+
+A directory of weights is replaced one file at a time. Where a manifest is there, the set is whole or it is not, whoever
+writes it: copied files, a training run that was killed between two of them, a download that stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from model.files import CheckpointError, is_there, read_json, regular_file, sha256
+
+MANIFEST_FILE = "manifest.json"
+_HASH = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,250}")
+_NO_HASHES: Mapping[Path, str] = {}
+
+
+def manifest_file(files: Mapping[str, bytes]) -> bytes:
+    """The content for these files: name -> content."""
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
+    return (json.dumps({"sha256": hashes}, indent=2) + "\n").encode()
+
+
+def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> bool:
+    """Whether there is one. Raises CheckpointError where a file is missing or is another than it names.
+
+    known: hashes of files that were read a moment ago, which may be large.
+    """
+    path = directory / MANIFEST_FILE
+    if not is_there(path):
+        return False
+    for name, expected in _read(path).items():
+        file = directory / name
+        if (known.get(file) or sha256(regular_file(file))) != expected:
+            raise CheckpointError(
+                f"{file}: is not the file that {MANIFEST_FILE} names: the directory is not written to its end, or was "
+                f"changed by hand (remove {MANIFEST_FILE} if the files are meant to differ from it)"
+            )
+    return True
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Name -> SHA-256."""
+    hashes = read_json(path).get("sha256")
+    if not isinstance(hashes, dict):
+        raise CheckpointError(f"{path}: sha256 must be an object of hashes")
+    for name, value in hashes.items():
+        if not _NAME.fullmatch(name) or name == MANIFEST_FILE:
+            raise CheckpointError(f"{path}: {name!r} is no name of a file beside it")
+        if not isinstance(value, str) or not _HASH.fullmatch(value):
+            raise CheckpointError(f"{path}: {name} has no SHA-256 of 64 hexadecimal digits")
+    return hashes

@@ -1,0 +1,145 @@
+"""However much is offered, a bounded number waits, and everybody else is told at once when to come back."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import open_loop
+import pytest
+from conftest import Server, start_server, stop_server
+from open_loop import Plan
+from promise import Promise
+
+_SLOTS, _TOKENS, _STEP, _QUEUE = 8, 160, 0.005, 24
+_CAPACITY = _SLOTS / (_TOKENS * _STEP)
+"""Requests a second; more than there can be, as a step takes a little longer."""
+_BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
+_QUOTAS = {"ann": {"requests_per_minute": 5}, "bob": {"tokens_per_minute": 300}, "cyd": {"concurrency": 1}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    """Eight texts at a time, 24 that wait."""
+    running = start_server(
+        tmp_path_factory.mktemp("r1"),
+        weights,
+        *("--max-running", str(_SLOTS), "--max-waiting", str(_QUEUE), "--max-waiting-tokens", "20000"),
+        fake_ms=_STEP * 1e3,
+        environment={"CALLERS": json.dumps(_QUOTAS)},
+    )
+    yield running
+    assert stop_server(running) == 0
+
+
+def _deepest(server: Server, load: open_loop.Load) -> tuple[float, int]:
+    """The most that waited at any look, while the load lasts."""
+    deepest, looks, end = 0.0, 0, time.monotonic() + load.seconds
+    while time.monotonic() < end:
+        deepest = max(deepest, server.metric("requests_waiting"))
+        looks += 1
+        time.sleep(0.05)
+    return deepest, looks
+
+
+def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(server: Server, promise: Promise) -> None:
+    seconds = promise.size(5, 60)
+    with open_loop.started(Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds)) as load:
+        deepest, looks = _deepest(server, load)
+        outcomes = load.outcomes()
+    told = open_loop.summary(outcomes)
+    assert set(told.statuses) == {200, 503} and not told.errors, told
+    assert told.good > _CAPACITY * seconds / 3
+    promise.at_most("R1", "requests waiting at 10x load", deepest, target=_QUEUE, n=looks)
+    promise.at_most("R1", "refusal p99", told.refusal.p99, target=0.02, floor=0.1, unit="s", n=told.refused)
+    waits = [o.retry_after for o in outcomes if o.is_refused]
+    promise.all_of(
+        "R1", "refusals with Retry-After from 1 to 120 s", sum(1 <= (w or 0) <= 120 for w in waits), len(waits)
+    )
+
+
+def test_retry_after_tells_how_long_the_queue_takes(server: Server, promise: Promise) -> None:
+    """Long texts, so that seconds can be told: as long as those waited that got in at the same time."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 300, "ignore_eos": True}).encode()
+    rate = 20.0
+    outcomes = open_loop.run(Plan(url=server.url, bodies=(body,), rate=rate, seconds=6, patience=60))
+    late = [o for o in outcomes if o.is_refused and o.due > outcomes[0].due + 3]
+    waits = [o.first_token for o in outcomes if o.is_good and o.first_token and o.due > outcomes[0].due + 3]
+    assert late and waits
+    told = sum(o.retry_after or 0 for o in late) / len(late)
+    took = sum(waits) / len(waits)
+    promise.at_most("R1", "Retry-After against the queue's real wait", told / took, target=2, floor=3, n=len(late))
+    promise.at_least(
+        "R1", "Retry-After against the queue's real wait, low", told / took, target=0.7, floor=0.5, n=len(late)
+    )
+
+
+def test_a_megabyte_is_refused_before_it_is_read_where_the_queue_is_full_of_tokens(server: Server) -> None:
+    """200 long texts at once: those that there is no room for never reach the tokenizer."""
+    body: dict[str, Any] = {
+        "prompt": "word " * 100_000,
+        "truncate_prompt_tokens": 100,
+        "max_tokens": 1,
+        "stream": False,
+    }
+
+    def ask(_: int) -> tuple[int, float]:
+        start = time.monotonic()
+        response = httpx.post(f"{server.url}/complete", json=body, timeout=60)
+        return response.status_code, time.monotonic() - start
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(ask, range(32)))
+    assert {status for status, _ in answers} == {200, 503}
+    assert sum(status == 200 for status, _ in answers) < 16
+    assert httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def _ask(server: Server, name: str, **body: Any) -> httpx.Response:
+    return httpx.post(
+        f"{server.url}/complete",
+        json={"prompt": "a", "max_tokens": 1, "stream": False, "ignore_eos": True, **body},
+        headers={"X-Caller": name},
+        timeout=30,
+    )
+
+
+def test_over_a_quota_of_requests_a_key_is_told_429(server: Server) -> None:
+    answers = [_ask(server, "ann") for _ in range(7)]
+    assert [a.status_code for a in answers] == [200] * 5 + [429] * 2
+    error = answers[-1].json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "5 requests a minute" in error["message"]
+    assert 50 <= int(answers[-1].headers["retry-after"]) <= 61
+    assert _ask(server, "").status_code == 200
+
+
+def test_over_a_quota_of_tokens_a_key_is_told_429_and_never_fits_is_400(server: Server) -> None:
+    assert _ask(server, "bob", max_tokens=301).status_code == 400
+    # The text ends at its deadline: what was not written is given back.
+    assert _ask(server, "bob", max_tokens=290, deadline_ms=300).json()["choices"][0]["finish_reason"] == "timeout"
+    assert _ask(server, "bob", max_tokens=150).status_code == 200
+    refused = _ask(server, "bob", max_tokens=200)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+
+
+def _begin_and_leave(server: Server, *, stream: bool) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "stream": stream}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nX-Caller: cyd\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        refused = server.wait_for(lambda: _ask(server, "cyd").status_code == 429, 2)
+        assert refused and _ask(server, "cyd").headers["retry-after"] == "1"
+
+
+def test_requests_at_a_time_are_let_go_when_a_client_leaves(server: Server) -> None:
+    for stream in (True, False, True):
+        _begin_and_leave(server, stream=stream)
+        assert server.wait_for(lambda: _ask(server, "cyd").status_code == 200, 2)

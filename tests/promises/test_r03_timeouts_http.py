@@ -1,0 +1,202 @@
+"""R3: Nobody keeps a connection by being slow: to send headers, a body or the next request, or to read the answer.
+
+The time-outs of the queue and of a whole request are in test_r03_timeouts.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from raw import (
+    STREAM,
+    connect,
+    dribble,
+    error_of,
+    get,
+    post,
+    read_all,
+    read_answer,
+    seconds_until_close,
+    status_of,
+)
+
+HEAD, BODY, IDLE, WRITE = 0.5, 0.7, 0.9, 0.6
+FLAGS = ["--head-timeout", HEAD, "--body-timeout", BODY, "--keep-alive-timeout", IDLE, "--write-timeout", WRITE]
+LATE = 1.0
+"""Seconds that a busy machine may take to notice."""
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    """A service with short time-outs."""
+    server = start_server(tmp_path_factory.mktemp("impatient"), weights, *map(str, FLAGS), fake_ms=2)
+    yield server
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _fresh(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        return seconds_until_close(connection)
+
+
+def _half_a_head(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        connection.sendall(get()[:20])
+        return seconds_until_close(connection)
+
+
+def _slow_head(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        began = time.monotonic()
+        return (lambda said: (time.monotonic() - began, said))(dribble(connection, get() * 10, 0.03))
+
+
+def _half_a_body(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        connection.sendall(post(STREAM)[:-5])
+        return seconds_until_close(connection)
+
+
+def _slow_body(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        data = post({"prompt": "x" * 1000})
+        connection.sendall(data[:200])
+        began = time.monotonic()
+        return (lambda said: (time.monotonic() - began, said))(dribble(connection, data[200:], 0.03))
+
+
+def _idle(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        connection.sendall(get())
+        assert status_of(read_answer(connection)) == 200
+        return seconds_until_close(connection)
+
+
+def _slow_second_head(server: Server) -> tuple[float, bytes]:
+    with connect(server) as connection:
+        connection.sendall(get())
+        read_answer(connection)
+        time.sleep(IDLE / 2)
+        connection.sendall(get()[:20])
+        return seconds_until_close(connection)
+
+
+CASES: list[tuple[Callable[[Server], tuple[float, bytes]], float, str | None]] = [
+    (_fresh, HEAD, None),
+    (_half_a_head, HEAD, "head_timeout"),
+    (_slow_head, HEAD, "head_timeout"),
+    (_half_a_body, BODY, "body_timeout"),
+    (_slow_body, BODY, "body_timeout"),
+    (_idle, IDLE, None),
+    (_slow_second_head, HEAD, "head_timeout"),
+]
+
+
+def test_each_deadline_for_the_sender_is_kept_and_told(impatient: Server, promise: Promise) -> None:
+    late = []
+    for case, due, code in CASES:
+        seconds, said = case(impatient)
+        assert seconds > due - 0.1, (case.__name__, "too early")
+        late.append(seconds - due)
+        if code:
+            assert status_of(said) == 408, (case.__name__, said)
+            assert error_of(said)["code"] == code
+        else:
+            assert said == b"", case.__name__
+    promise.at_most(
+        "R3", "slow sender cut after its deadline", max(late), target=0.1, floor=LATE, unit="s", n=len(late)
+    )
+
+
+def test_a_reader_that_stops_is_cut_and_may_come_back(impatient: Server, promise: Promise) -> None:
+    before = _cut(impatient, "write_stalled")
+    with connect(impatient, receive_buffer=4096) as connection:
+        began = time.monotonic()
+        connection.sendall(post(STREAM))
+        assert impatient.wait_for(lambda: _cut(impatient, "write_stalled") > before, 20)
+        seconds = time.monotonic() - began
+        assert seconds > WRITE
+        said = read_all(connection)
+    name = said.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+    assert impatient.wait_for(lambda: impatient.metric("requests_running") == 0, 2)
+    with connect(impatient) as connection:
+        connection.sendall(get(f"/complete/{name}/events", "Connection: close"))
+        again = read_all(connection)
+    assert again.count(b"event: token") > 1000 and again.count(b"event: done") == 1
+    promise.all_of("R3", "a stalled reader is cut and can resume", 1, 1)
+
+
+def _cut(server: Server, reason: str) -> float:
+    return server.metric(f'connections_cut_total{{reason="{reason}"}}')
+
+
+def test_a_slow_reader_that_reads_is_not_cut(impatient: Server) -> None:
+    before = _cut(impatient, "write_stalled")
+    with connect(impatient, receive_buffer=4096) as connection:
+        connection.sendall(post({**STREAM, "max_tokens": 600}, "/complete", "Connection: close"))
+        got = b""
+        while part := connection.recv(2048):
+            got += part
+            time.sleep(0.05)  # 40 KB/s at most, and the stream makes as much
+    assert b"event: done" in got
+    assert _cut(impatient, "write_stalled") == before
+
+
+def test_deadlines_of_the_sender_do_not_touch_a_long_answer(impatient: Server) -> None:
+    with connect(impatient) as connection:
+        connection.sendall(post(STREAM | {"max_tokens": 1200}, "/complete", "Connection: close") + b"\r\n")
+        began = time.monotonic()
+        said = read_all(connection)
+        assert time.monotonic() - began > 2 * max(HEAD, BODY, IDLE)
+    assert said.count(b"event: done") == 1
+
+
+def test_a_body_that_nobody_needs_does_not_keep_the_connection(impatient: Server) -> None:
+    with connect(impatient) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        assert status_of(read_answer(connection)) == 404
+        seconds, said = seconds_until_close(connection)
+        assert seconds < 2 + LATE and said == b""
+
+
+def test_pipelined_requests_are_answered_in_order(impatient: Server) -> None:
+    with connect(impatient) as connection:
+        last = get("/nowhere", "Connection: close")
+        connection.sendall(get() + post({"prompt": "a", "max_tokens": 3, "stream": False}) + last)
+        said = read_all(connection)
+    assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"404"]
+    assert said.index(b'"live"') < said.index(b'"choices"')
+
+
+def test_pipelined_requests_do_not_pile_up(impatient: Server) -> None:
+    with connect(impatient) as connection:
+        connection.sendall(post({**STREAM, "max_tokens": 100}) + get() * 5000)
+        said = read_all(connection)
+    assert said.count(b"HTTP/1.1 200 OK") == 1 and b"event: done" in said
+    with connect(impatient) as connection:  # one after the other is no pile
+        for _ in range(50):
+            connection.sendall(get())
+            assert status_of(read_answer(connection)) == 200
+
+
+def test_a_get_of_a_client_that_has_finished_sending_is_answered(impatient: Server) -> None:
+    """`printf ... | nc -N`."""
+    with connect(impatient) as connection:
+        connection.sendall(get() + get("/health/ready"))
+        connection.shutdown(1)
+        seconds, said = seconds_until_close(connection)
+        assert said.count(b"200 OK") == 2 and seconds < LATE
+
+
+def test_a_post_of_a_client_that_has_finished_sending_is_that_of_one_that_has_left(impatient: Server) -> None:
+    with connect(impatient) as connection:
+        connection.sendall(post({**STREAM, "stream": False}))
+        assert impatient.wait_for(lambda: impatient.metric("requests_running") == 1)
+        connection.shutdown(1)
+        assert impatient.wait_for(lambda: impatient.metric("requests_running") == 0, 2)

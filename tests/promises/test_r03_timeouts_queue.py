@@ -1,0 +1,111 @@
+"""Nobody waits longer than was said, and whoever is gone or too late before its turn costs the engine nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, is_clean, start_server, stop_server
+from promise import Promise
+
+_QUEUE_SECONDS = 1.0
+_HOLDER: dict[str, Any] = {"prompt": "hold", "max_tokens": 8000, "ignore_eos": True}
+
+
+def _serve(folder: Path, weights: Path, *, queue_timeout: float) -> Iterator[Server]:
+    """One place at a time."""
+    flags = ("--max-running", "1", "--queue-timeout", str(queue_timeout), "--resume-seconds", "0")
+    running = start_server(folder, weights, *flags, fake_ms=5)
+    yield running
+    assert stop_server(running) == 0
+
+
+@pytest.fixture
+def patient(tmp_path: Path, weights: Path) -> Iterator[Server]:
+    """Whoever stays may wait."""
+    yield from _serve(tmp_path, weights, queue_timeout=600)
+
+
+@pytest.fixture
+def hasty(tmp_path: Path, weights: Path) -> Iterator[Server]:
+    """A second in the queue is enough."""
+    yield from _serve(tmp_path, weights, queue_timeout=_QUEUE_SECONDS)
+
+
+def _send(server: Server, **body: Any) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    data = json.dumps(body).encode()
+    head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    connection.sendall(f"{head}\r\n\r\n".encode() + data)
+    return connection
+
+
+def _leave(connection: socket.socket, *, reset: bool) -> None:
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _post(server: Server, **body: Any) -> tuple[int, float, httpx.Response]:
+    start = time.monotonic()
+    response = httpx.post(f"{server.url}/complete", json={"prompt": "a", "stream": False, **body}, timeout=30)
+    return response.status_code, time.monotonic() - start, response
+
+
+def test_who_leaves_while_waiting_is_never_computed(patient: Server, promise: Promise) -> None:
+    server = patient
+    n = promise.size(40, 400)
+    with _send(server, **_HOLDER) as holder:
+        assert holder.recv(100)
+        waiting = [_send(server, **_HOLDER | {"prompt": f"word {i}", "stream": i % 3 > 0}) for i in range(n)]
+        assert server.wait_for(lambda: server.metric("requests_waiting") == n)
+        for i, connection in enumerate(waiting):
+            _leave(connection, reset=i % 2 == 0)
+        assert server.wait_for(lambda: server.metric("requests_waiting") == 0, 2)
+    assert is_clean(server, 2)
+    # The holder's is the only request that began: only what began has its time in the queue counted.
+    begun = server.metric("queue_duration_seconds_count")
+    promise.all_of("R3", "requests whose client left the queue are never computed", n - (int(begun) - 1), n)
+
+
+def test_who_waits_too_long_is_told_so_on_time_and_leaves_the_engine_alone(hasty: Server, promise: Promise) -> None:
+    server = hasty
+    n = promise.size(8, 32)
+    with _send(server, **_HOLDER) as holder:
+        assert holder.recv(100)
+        with ThreadPoolExecutor(n) as threads:
+            answers = list(threads.map(lambda i: _post(server, prompt=f"word {i}"), range(n)))
+        assert server.wait_for(lambda: server.metric("requests_waiting") == 0, 2)
+    assert [status for status, _, _ in answers] == [503] * n
+    assert all(int(response.headers["retry-after"]) >= 1 for *_, response in answers)
+    latest = max(seconds for _, seconds, _ in answers)
+    assert latest >= _QUEUE_SECONDS
+    promise.at_most("R3", "a queue time-out comes late by", latest - _QUEUE_SECONDS, target=0.2, floor=1, unit="s", n=n)
+    assert is_clean(server, 2)
+    assert server.metric("queue_duration_seconds_count") == 1
+
+
+def test_a_deadline_holds_in_the_queue_while_a_text_is_written_and_while_one_is_read(patient: Server) -> None:
+    server = patient
+    with _send(server, **_HOLDER) as holder:
+        assert holder.recv(100)
+        status, seconds, _ = _post(server, deadline_ms=300)
+        assert status == 504 and 0.25 <= seconds < 1
+    status, seconds, response = _post(server, max_tokens=8000, ignore_eos=True, deadline_ms=300)
+    assert (status, response.json()["choices"][0]["finish_reason"]) == (200, "timeout") and seconds < 1
+    # A thread reads long texts one after the other: the deadline of those that wait for it runs already.
+    long = {"prompt": "a b " * 250_000, "truncate_prompt_tokens": 10, "max_tokens": 1, "deadline_ms": 400}
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(lambda _: _post(server, **long), range(6)))
+    assert {status for status, _, _ in answers} <= {200, 503, 504}
+    assert any(status == 504 for status, _, _ in answers)
+    assert is_clean(server, 2)

@@ -1,0 +1,99 @@
+"""R5: Readers that stop reading hurt only themselves: others' tokens come as before, and what they hold is small.
+
+A slow reader holds no cache block: the engine writes its text into the request's own buffer, which max_tokens bounds.
+A token that waits there takes 300 bytes, so the 256 KiB are kept by texts of up to some 800 tokens, not by any text.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from conftest import Server, start_server, stop_server
+from crowd_of_streams import read_streams
+from promise import Promise
+from raw import connect, post
+
+WRITE_TIMEOUT = 12.0
+STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
+NORMAL: dict[str, Any] = {"prompt": "b", "max_tokens": 300, "ignore_eos": True}
+N_NORMAL = 20
+
+
+def _rss(server: Server) -> int:
+    """Bytes of the API process."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def _stalled(server: Server, n: int) -> Iterator[list[socket.socket]]:
+    """`n` streams whose readers never read; the engine is done with all of them when this begins."""
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(server, receive_buffer=4096)) for _ in range(n)]
+        for i, connection in enumerate(connections):
+            connection.sendall(post({**STALLED, "seed": i}))
+        assert server.wait_for(lambda: server.metric("requests_running") > 0, 10)
+        assert server.wait_for(
+            lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, WRITE_TIMEOUT + 60
+        )
+        yield connections
+
+
+def _p99_gap(server: Server) -> float:
+    told = read_streams(server, NORMAL, N_NORMAL)
+    assert all(t.is_complete for t in told)
+    gaps = sorted(gap for t in told for gap in t.gaps)
+    return gaps[int(len(gaps) * 0.99)]
+
+
+def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    n = promise.size(80, 200)
+    flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", str(WRITE_TIMEOUT), "--kv-blocks", "40000")
+    server = start_server(tmp_path, weights, *flags, fake_ms=5)
+    try:
+        read_streams(server, {**STALLED, "max_tokens": 300}, n)  # what a service of this size takes for itself
+        read_streams(server, NORMAL, N_NORMAL)
+        before, alone = _rss(server), min(_p99_gap(server) for _ in range(2))
+        with _stalled(server, n):
+            assert server.metric("connections") >= n, "they were meant to be there while others read"
+            held, blocks = (_rss(server) - before) / n, server.metric("kv_cache_usage_ratio")
+            beside = min(_p99_gap(server) for _ in range(2))
+            still_there = server.metric("connections") - 1
+            began = time.monotonic()
+            cut = 'connections_cut_total{reason="write_stalled"}'
+            assert server.wait_for(lambda: server.metric(cut) == n, WRITE_TIMEOUT + 5)
+            assert server.wait_for(lambda: server.metric("connections") <= 1, 2)
+        assert still_there > 0, "the readers beside them were read while they were stalled"
+        assert time.monotonic() - began < WRITE_TIMEOUT + 2
+        promise.at_most(
+            "R5",
+            "p99 between tokens beside stalled readers, of that alone",
+            beside / alone,
+            target=1.1,
+            floor=1.3,
+            unit="x",
+            n=n,
+        )
+        promise.at_most("R5", "memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
+        promise.at_most("R5", "cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
+        promise.all_of("R5", "stalled readers closed on time", n, n)
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_without_a_write_time_out_they_would_stay(tmp_path: Path, weights: Path) -> None:
+    """The control."""
+    server = start_server(tmp_path, weights, "--write-timeout", "600", fake_ms=1)
+    try:
+        with _stalled(server, 3):
+            cut = 'connections_cut_total{reason="write_stalled"}'
+            assert not server.wait_for(lambda: server.metric(cut) == 3, 3)
+            assert server.metric("connections") >= 3
+    finally:
+        assert stop_server(server) == 0

@@ -1,0 +1,109 @@
+"""R6: Clients that send or read as slowly as they can are cut at their deadline, and nobody else notices them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from crowd_of_streams import Background
+from promise import Promise
+from raw import get, post
+
+DEADLINE, LATE = 1.5, 1.0
+FLAGS = [f"--{name}-timeout={DEADLINE}" for name in ("head", "body", "write")]
+KINDS = {
+    # slowhttptest -H, -B and -X: a header at a time, a piece of the body at a time, a few bytes read at a time.
+    "headers": get()[:-2],
+    "body": post({"prompt": "x" * 500})[:-400],
+    "read": post({"prompt": "a", "max_tokens": 600, "ignore_eos": True}),
+}
+
+
+async def _attack(server: Server, kind: str, rng: random.Random) -> float:
+    """How long one slow client keeps its connection."""
+    parts = urlsplit(server.url)
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(raw, (parts.hostname, parts.port))
+    began = time.monotonic()
+    with raw, contextlib.suppress(ConnectionError):
+        await loop.sock_sendall(raw, KINDS[kind])
+        while time.monotonic() - began < 6:
+            if kind == "read":
+                await asyncio.sleep(0.2)
+                if not await loop.sock_recv(raw, 5):
+                    break
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2 * rng.random()):
+                    await loop.sock_recv(raw, 1)
+                    break
+            await loop.sock_sendall(raw, b"X-a: b\r\n" if kind == "headers" else b"x")
+    return time.monotonic() - began
+
+
+async def _attack_all(server: Server, n: int) -> dict[str, list[float]]:
+    rng = random.Random(6)
+    kinds = list(KINDS)
+    kept = await asyncio.gather(*(_attack(server, kinds[i % 3], rng) for i in range(n)))
+    return {kind: kept[i::3] for i, kind in enumerate(kinds)}
+
+
+def _ask(server: Server) -> bool:
+    answer = httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 5, "stream": False}, timeout=5)
+    return answer.status_code == 200
+
+
+def test_slow_clients_are_cut_at_the_deadline_and_others_are_served(
+    tmp_path: Path, weights: Path, promise: Promise
+) -> None:
+    n = promise.size(90, 501)
+    server = start_server(tmp_path, weights, *FLAGS, "--max-running", "200", fake_ms=1)
+    try:
+        began, served = time.monotonic(), []
+        with Background(lambda: asyncio.run(_attack_all(server, n))) as attack:
+            while time.monotonic() - began < 15:
+                served.append(_ask(server))
+                time.sleep(0.02)
+                # What a slow reader has in its own kernel it can read at leisure: when it was cut, only we know.
+                if server.metric('connections_cut_total{reason="write_stalled"}') == n // 3:
+                    break
+            slow_read = time.monotonic() - began
+        for kind in ("headers", "body"):
+            late = max(attack.result[kind]) - DEADLINE
+            what = f"slow {kind}: cut after the deadline"
+            promise.at_most("R6", what, late, target=0.3, floor=LATE, unit="s", n=n // 3)
+        # The clock starts once the kernels' buffers are full, and a moment with a KiB read is a good one.
+        late = slow_read - 2 * DEADLINE
+        promise.at_most("R6", "slow read: cut after the deadline", late, target=0.3, floor=2 * LATE, unit="s", n=n // 3)
+        promise.all_of("R6", "normal requests served beside slow ones", sum(served), len(served))
+        assert server.wait_for(lambda: server.metric("connections") <= 1, 5)
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("kind", ["headers", "body"])
+def test_without_a_deadline_they_would_stay(tmp_path: Path, weights: Path, kind: str) -> None:
+    """The control."""
+    server = start_server(tmp_path, weights, "--head-timeout=60", "--body-timeout=60", fake_ms=1)
+
+    async def attack() -> float:
+        async with asyncio.timeout(DEADLINE + LATE + 0.5):
+            return await _attack(server, kind, random.Random(1))
+
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(attack())
+    finally:
+        assert stop_server(server) == 0

@@ -1,0 +1,172 @@
+"""R7: With no file descriptors left, and with clients that vanish, the service goes on and is well afterwards."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from raw import connect, error_of, get, post, read_all, read_answer, status_of
+from wire import whole
+
+LIMIT_256 = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+FLAGS = ("--head-timeout", "3", "--keep-alive-timeout", "3")
+
+
+def _cpu_seconds(server: Server) -> float:
+    columns = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(columns[11]) + int(columns[12])) / 100
+
+
+def _n_files(server: Server) -> int:
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+def _connect_all(server: Server, n: int) -> list[socket.socket]:
+    connections = []
+    for _ in range(n):
+        try:
+            connections.append(connect(server))
+        except OSError:
+            continue
+    return connections
+
+
+def _is_well(server: Server) -> bool:
+    return httpx.get(f"{server.url}/health/ready").status_code == 200 and bool(
+        whole(server.url, prompt="a", max_tokens=3)["choices"]
+    )
+
+
+def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, *FLAGS, sabotage=LIMIT_256)
+    try:
+        before = _n_files(server)
+        idle = _connect_all(server, 1000)
+        probes = []
+        for _ in range(10):
+            with connect(server) as probe:
+                probe.sendall(get("/health/live"))
+                probes.append(status_of(read_all(probe)))
+        with connect(server) as one_too_many:
+            one_too_many.sendall(post({"prompt": "a"}))
+            refused = read_all(one_too_many)
+        assert (status_of(refused), error_of(refused)["code"]) == (503, "too_many_connections")
+        assert b"retry-after: " in refused.lower()
+        used = _n_files(server)
+        cpu = _cpu_seconds(server)
+        time.sleep(1)
+        cpu = _cpu_seconds(server) - cpu
+        for connection in idle:
+            connection.close()
+        assert server.wait_for(lambda: _n_files(server) <= before + 8, 10)
+        assert _is_well(server)
+        assert server.metric('connections_cut_total{reason="address"}') > 700
+        promise.all_of("R7", "live probes answered at 1,000 connections and 256 descriptors", probes.count(200), 10)
+        promise.at_most("R7", "descriptors used of 256", used, target=250, unit="", n=1000)
+        promise.at_most("R7", "CPU while they hang on", cpu, target=0.1, floor=0.5, unit="s/s", n=1)
+    finally:
+        assert stop_server(server) == 0
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    assert "allows 160 connections" in log
+
+
+def test_no_descriptor_at_all_is_survived(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, *FLAGS, fake_ms=1)
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    with connect(server) as early:
+        early.sendall(get())
+        assert status_of(read_answer(early)) == 200
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (_n_files(server), limits[1]))
+        cpu, began = _cpu_seconds(server), time.monotonic()
+        connections = _connect_all(server, 300)
+        time.sleep(2.5)
+        cpu = (_cpu_seconds(server) - cpu) / (time.monotonic() - began)
+        early.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}))
+        assert status_of(read_answer(early)) == 200, "who has a connection is served"
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+    for connection in connections:
+        connection.close()
+    assert server.wait_for(lambda: _is_well(server), 5)
+    assert stop_server(server) == 0
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    assert log.count("no file descriptors left") == 1
+    promise.at_most("R7", "CPU while nothing can be accepted", cpu, target=0.2, floor=0.6, unit="s/s", n=300)
+    promise.all_of("R7", "well again after descriptors ran out", 1, 1)
+
+
+def _vanish(server: Server, request: dict[str, Any], after: float) -> None:
+    """A RST while the service writes: its next write fails with EPIPE or ECONNRESET."""
+    connection = connect(server)
+    connection.sendall(post(request))
+    time.sleep(after)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_clients_that_reset_in_mid_answer_leave_no_trace(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    n = promise.size(60, 500)
+    server = start_server(tmp_path, weights, *FLAGS, fake_ms=1)
+    before = _n_files(server)
+    for i in range(n):
+        request = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": i % 4 != 0}
+        _vanish(server, request, 0.002 * (i % 12))
+    assert server.wait_for(lambda: server.metric("requests_running") == 0, 5)
+    assert server.wait_for(lambda: _n_files(server) <= before + 2, 5)
+    assert _is_well(server)
+    assert stop_server(server) == 0
+    log = server.log.read_text()
+    assert "Traceback" not in log and " ERROR " not in log
+    promise.all_of("R7", "resets in mid-answer without trace", n, n)
+
+
+def test_one_address_cannot_take_all_connections(tmp_path: Path, weights: Path) -> None:
+    flags = ("--max-connections", "40", "--max-connections-per-address", "10")
+    server = start_server(tmp_path, weights, *flags, fake_ms=1)
+    port = int(server.url.rpartition(":")[2])
+    try:
+        own = [connect(server) for _ in range(10)]
+        for connection in own[1:]:
+            connection.sendall(get()[:5])
+        with connect(server) as eleventh:
+            eleventh.sendall(post({"prompt": "a"}))
+            assert status_of(read_all(eleventh)) == 503
+        with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) as other:
+            other.sendall(get("/v1/models", "Connection: close"))
+            assert status_of(read_all(other)) == 200
+        for connection in own:
+            connection.close()
+        assert server.wait_for(lambda: status_of(_one(server)) == 200)
+    finally:
+        assert stop_server(server) == 0
+
+
+def _one(server: Server) -> bytes:
+    with connect(server) as connection:
+        connection.sendall(get("/v1/models", "Connection: close"))
+        return read_all(connection)
+
+
+def test_who_idles_makes_room_for_who_comes(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--max-connections", "5", "--max-connections-per-address", "50", fake_ms=1)
+    try:
+        idle = [connect(server) for _ in range(5)]
+        for connection in idle:
+            connection.sendall(get())
+            assert status_of(read_answer(connection)) == 200
+        assert status_of(_one(server)) == 200
+        assert idle[0].recv(1) == b"", "the one that idled longest"
+        idle[4].sendall(get())
+        assert status_of(read_answer(idle[4])) == 200
+        for connection in idle:
+            connection.close()
+    finally:
+        assert stop_server(server) == 0

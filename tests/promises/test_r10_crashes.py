@@ -1,0 +1,232 @@
+"""An engine crash loses nothing: a killed engine is a pause for every open request, and the texts are byte-identical.
+
+A request that was in flight in two crashes, and wrote or scored less than two tokens between them, is refused. The
+service ends where the engine crashes three times within ten minutes and delivers nothing in between; the crash after
+which a request is refused does not count, once in a row.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from arming import Faults
+from conftest import Server, is_clean, start_server, stop_server
+from promise import Promise
+from tiny import tiny_weights
+from visitors import Answer, Ask, crowd, engine_pid, is_ready, visit
+
+from app.engine.quarantine import PROOF
+
+_TEXT: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 1.0}
+
+
+def _streams(count: int, **extra: Any) -> list[Ask]:
+    return [Ask(body={**_TEXT, "seed": seed, **extra}) for seed in range(count)]
+
+
+def _mixed(max_tokens: int) -> list[Ask]:
+    """32 requests of every kind that goes through a crash in a way of its own."""
+    common: dict[str, Any] = {**_TEXT, "max_tokens": max_tokens}
+    one: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": max_tokens, "seed": 5}
+    long_prompt = "Once upon a time there was a fox. " * 30
+    guided = {**common, "ignore_eos": False, "regex": "[a-z ]{200,300}"}
+    asks = [
+        Ask(body={**common, "seed": 1, "n": 2}),
+        Ask(body={**common, "seed": 2, "n": 3, "stop": ["zq"], "logprobs": 2}),
+        Ask(body={**common, "seed": 3, "echo": True, "logprobs": 2, "prompt": long_prompt}),
+        Ask(body={**common, "seed": 4, "prompt": ["one", "two", "three"]}),
+        Ask(body={**common, "seed": 5, "stream": False}),
+        Ask(body={**common, "seed": 6, "stream": False, "n": 2, "echo": True, "logprobs": 1}),
+        Ask(body={**guided, "seed": 7}),
+        Ask(body={**guided, "seed": 8, "stream": False}),
+        Ask(body={**common, "seed": 9, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 20}),
+        Ask(path="/v1/completions", body={**one, "stream": True}),
+        Ask(path="/v1/completions", body={**one, "stream": True, "n": 2, "logprobs": 1}),
+        Ask(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
+        Ask(path="/v1/completions", body={**one, "echo": True, "logprobs": 3, "prompt": long_prompt}),
+        Ask(path="/score", body={"prompt": [long_prompt, "A fox and the moon"], "logprobs": 2}),
+    ]
+    return asks + _streams(32 - len(asks), max_tokens=max_tokens)
+
+
+def _kill(server: Server) -> None:
+    os.kill(engine_pid(server), signal.SIGKILL)
+    assert server.wait_for(lambda: not is_ready(server), 5)
+
+
+def _all_move(answers: list[Answer], seconds: float = 60.0) -> bool:
+    """Waits until every stream has given a few events more, or has ended."""
+    before = [answer.n_events for answer in answers]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        streams = [(a, n) for a, n in zip(answers, before, strict=True) if a.body[:3] == b"id:"]
+        if all(b"event: done" in a.body[-2000:] or a.n_events >= n + PROOF + 1 for a, n in streams):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _told(answers: list[Answer]) -> list[Any]:
+    return [answer.told() for answer in answers]
+
+
+def _count_same(answers: list[Answer], expected: list[Any]) -> int:
+    return sum(told == one for told, one in zip(_told(answers), expected, strict=True))
+
+
+def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer], int]:
+    """The answers of a crowd whose engine is killed so often; and how often it was while streams ran."""
+    killed = 0
+    with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: sum(answer.n_events > 3 for answer in answers) > len(asks) // 2, 30)
+        while killed < kills and not all(b"event: done" in a.body[-2000:] for a in answers):
+            _kill(server)
+            killed += 1
+            assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
+            assert _all_move(answers), server.log.read_text()
+    return answers, killed
+
+
+def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    """32 streams of the fake engine, which starts in a moment, so that it can be killed often."""
+    asks, kills = _streams(32, max_tokens=600), promise.size(4, 20)
+    server = start_server(tmp_path, weights, fake_ms=10)
+    try:
+        expected = _told(visit(server, asks))
+        killed = same = rounds = 0
+        while killed < kills:
+            answers, times = _disturbed(server, asks, min(4, kills - killed))
+            same, killed, rounds = same + _count_same(answers, expected), killed + times, rounds + 1
+        assert server.metric("engine_restarts_total") == killed
+        assert server.metric("replayed_requests_total") > killed
+        promise.all_of("R10", "streams byte-identical through kill -9 of a fake engine", same, 32 * rounds)
+    finally:
+        assert stop_server(server) == 0
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_requests_of_every_kind_go_on_after_a_kill(
+    tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    """A real model in float32: n, echo, log-probabilities, guides, best_of, scores, streamed and whole, both doors."""
+    flags = ["--dtype", "float32", "--prompt-tokens-beside", "16"]
+    if kernels == "native":
+        library: Path = request.getfixturevalue("native_library")
+        flags += ["--kernels", "native", "--cache-dir", str(library.parent)]
+    asks, kills = _mixed(150), promise.size(2 if kernels == "torch" else 1, 20)
+    server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=2048), *flags)
+    try:
+        expected = _told(visit(server, asks))
+        killed = same = rounds = 0
+        while killed < kills:
+            answers, times = _disturbed(server, asks, min(2, kills - killed))
+            same, killed, rounds = same + _count_same(answers, expected), killed + times, rounds + 1
+        promise.all_of("R10", f"requests of every kind identical through kill -9, {kernels}", same, 32 * rounds)
+    finally:
+        assert stop_server(server) == 0
+
+
+@pytest.mark.parametrize("point", ["engine.step", "engine.submit"])
+def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
+    tmp_path: Path, weights: Path, promise: Promise, point: str
+) -> None:
+    """When it is computed, or already when it is read; 31 others never hear of it."""
+    faults, asks = Faults(tmp_path / "faults"), _streams(31, max_tokens=300)
+    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
+    try:
+        expected = _told(visit(server, asks))
+        faults.arm(point, "kill", match="max_tokens=299,")
+        poison = Ask(body={**_TEXT, "max_tokens": 299, "seed": 1})
+        answers = visit(server, [*asks[:20], poison, *asks[20:]])
+        refused = answers.pop(20).told()["end"]["error"]
+        assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
+        promise.all_of(
+            "R10", f"others identical beside a poisoned request ({point})", _count_same(answers, expected), 31
+        )
+        assert server.metric("engine_restarts_total") == 2
+        for _ in range(2):  # whole, and again and again: it ends itself, not the service
+            assert server.wait_for(lambda: is_ready(server), 30)
+            (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
+            assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
+            assert server.wait_for(lambda: is_ready(server), 30)
+            assert _count_same(visit(server, asks[:1]), expected[:1]) == 1
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    """An engine that dies at every step, whoever asks: streams are told so, and the exit code is not 0."""
+    faults = Faults(tmp_path / "faults")
+    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
+    faults.arm("engine.step", "exit", code=3)
+    answers = visit(server, _streams(8, max_tokens=50))
+    ends = [answer.told()["end"]["error"]["code"] for answer in answers]
+    assert ends == ["engine_failed"] * 8
+    code = server.process.wait(30)
+    log = server.log.read_text()
+    assert log.count("ended with exit code 3") == 4, "one of them is the refused request's"
+    assert "error: the engine stopped 3 times in ten minutes" in log
+    promise.all_of("R10", "a crash loop ends the process non-zero", int(code != 0), 1)
+
+
+def test_a_service_that_ends_while_its_engine_restarts_ends(tmp_path: Path, weights: Path) -> None:
+    """Once with an engine that comes back in time, once with one that does not."""
+    faults = Faults(tmp_path / "faults")
+    for comes_back in (True, False):
+        drain = "20" if comes_back else "1"
+        server = start_server(tmp_path, weights, "--drain-timeout", drain, fake_ms=5, environment=faults.environment)
+        with crowd(server, _streams(4, max_tokens=400)) as answers:
+            assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
+            if not comes_back:
+                faults.arm("engine.load", "sleep", seconds=60)
+            _kill(server)
+            server.process.send_signal(signal.SIGTERM)
+        words = "event: done" if comes_back else "shutting down"
+        assert all(words in answer.body.decode() for answer in answers)
+        assert server.process.wait(20) == 0
+        faults.disarm("engine.load")
+
+
+def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_path: Path, weights: Path) -> None:
+    faults = Faults(tmp_path / "faults")
+    server = start_server(tmp_path, weights, "--max-running", "5", fake_ms=10, environment=faults.environment)
+    try:
+        asks = _streams(5, max_tokens=300)
+        late = Ask(body={**_TEXT, "max_tokens": 300, "deadline_ms": 2000})
+        expected = _told(visit(server, asks))
+        with crowd(server, [*asks[:3], late]) as answers, _begun(server, asks[0]) as leaver:
+            parts = leaver.iter_raw()  # an iterator that nobody holds would close the response
+            next(parts)
+            assert server.wait_for(lambda: all(answer.n_events > 5 for answer in answers))
+            with crowd(server, asks[3:]) as waiting:
+                assert server.wait_for(lambda: all(answer.n_events for answer in waiting))
+                faults.arm("engine.load", "sleep", seconds=3, times=1)
+                _kill(server)
+                leaver.close()
+                refused = httpx.post(f"{server.url}/complete", json=_TEXT)
+                assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+                assert httpx.delete(f"{server.url}/complete/{answers[0].name}").status_code == 200
+                resumed = httpx.get(f"{server.url}/complete/{answers[1].name}/events", timeout=60)
+        assert answers[0].told()["end"]["choices"][0]["finish_reason"] == "cancelled"
+        assert answers[3].told()["end"]["choices"][0]["finish_reason"] == "timeout"
+        answers[1].body = bytearray(resumed.content)
+        assert _count_same([*answers[1:3], *waiting], expected[1:]) == 4
+        told = [answer.body.count(b"event: queue") for answer in waiting]
+        assert min(told) >= 3, "whoever waits is told where it stands, also while there is no engine"
+        assert is_clean(server, 2.0)
+    finally:
+        assert stop_server(server) == 0
+
+
+@contextmanager
+def _begun(server: Server, ask: Ask) -> Iterator[httpx.Response]:
+    with httpx.stream("POST", f"{server.url}{ask.path}", json=ask.body, timeout=60) as response:
+        yield response

@@ -1,0 +1,151 @@
+"""R11: A service that is told to end takes no new request, says so, lets every open stream end, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from crowd_of_streams import Background, read_streams
+from promise import Promise
+from raw import connect, error_of, get, post, read_all, read_answer, status_of
+
+STEP_MS = 5
+
+
+def _processes(pid: int) -> list[int]:
+    children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid, *(found for child in children for found in _processes(child))]
+
+
+def _left(pids: list[int]) -> list[int]:
+    def is_alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        except FileNotFoundError:
+            return False
+
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def _request(seconds: float) -> dict[str, Any]:
+    return {"prompt": "a", "max_tokens": int(seconds / STEP_MS * 1e3), "ignore_eos": True}
+
+
+def _running(server: Server, n: int) -> bool:
+    return server.wait_for(lambda: server.metric("requests_running") + server.metric("requests_waiting") >= n, 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_streams_run_to_their_end_while_new_requests_are_refused(
+    tmp_path: Path, weights: Path, promise: Promise, number: signal.Signals
+) -> None:
+    n = promise.size(40, 200)
+    server = start_server(tmp_path, weights, "--max-running", "200", "--drain-timeout", "60", fake_ms=STEP_MS)
+    pids = _processes(server.process.pid)
+    with connect(server) as kept_alive, Background(read_streams, server, _request(3), n) as streams:
+        kept_alive.sendall(get())
+        assert status_of(read_answer(kept_alive)) == 200
+        assert _running(server, n)
+        server.process.send_signal(number)
+        began = time.monotonic()
+        assert server.wait_for(lambda: "ending" in server.log.read_text(), 5)
+        ready = httpx.get(f"{server.url}/health/ready")
+        not_ready_after = time.monotonic() - began
+        refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"})
+        live = httpx.get(f"{server.url}/health/live")
+        assert read_all(kept_alive) == b"", "a connection that idles is closed"
+        assert _left(pids) == pids, "all this was to be seen while streams were open"
+    assert (ready.status_code, refused.status_code, live.status_code) == (503, 503, 200)
+    assert int(ready.headers["retry-after"]) >= 1 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "unavailable_error"
+    assert refused.headers["connection"] == "close"
+    complete = [told.is_complete and told.n_tokens > 0 for told in streams.result]
+    assert server.process.wait(20) == 0
+    assert "Traceback" not in server.log.read_text()
+    assert not _left(pids)
+    promise.at_most("R11", "signal to not ready", not_ready_after, target=0.2, floor=1.0, unit="s", n=1)
+    promise.all_of("R11", f"streams complete after {number.name}", sum(complete), n)
+    promise.all_of("R11", f"processes ended after {number.name}", len(pids) - len(_left(pids)), len(pids))
+
+
+def test_streams_that_take_longer_are_told(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    n = promise.size(20, 200)
+    flags = ("--max-running", "200", "--drain-timeout", "0.5")
+    server = start_server(tmp_path, weights, *flags, fake_ms=STEP_MS)
+    pids = _processes(server.process.pid)
+    with Background(read_streams, server, _request(20), n) as streams:
+        assert _running(server, n)
+        server.process.send_signal(signal.SIGTERM)
+    told = [s.body.count(b"event: error") == 1 and b"shutting down" in s.body for s in streams.result]
+    assert server.process.wait(20) == 0
+    assert "Traceback" not in server.log.read_text()
+    assert not _left(pids)
+    promise.all_of("R11", "streams told at the drain time-out", sum(told), n)
+
+
+def test_a_stuck_reader_does_not_hold_the_end_up(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--drain-timeout", "1", fake_ms=1)
+    with connect(server, receive_buffer=4096) as stuck, connect(server) as half, connect(server) as slow:
+        half.sendall(get()[:20])
+        slow.sendall(post(_request(1))[:-3])
+        stuck.sendall(post(_request(20)))
+        assert _running(server, 1)
+        time.sleep(1)
+        began = time.monotonic()
+        assert stop_server(server) == 0
+        assert time.monotonic() - began < 1 + 3 * 2 + 2
+    assert "Traceback" not in server.log.read_text() and " ERROR " not in server.log.read_text()
+
+
+def test_a_second_signal_ends_at_once_with_exit_code_one(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, "--drain-timeout", "60", fake_ms=STEP_MS)
+    pids = _processes(server.process.pid)
+    with Background(read_streams, server, _request(30), 5):
+        assert _running(server, 5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_for(lambda: "ending" in server.log.read_text(), 5)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 1
+        assert server.wait_for(lambda: not _left(pids), 5)
+        promise.at_most(
+            "R11", "second signal to no process left", time.monotonic() - began, target=1, floor=5, unit="s", n=1
+        )
+
+
+def test_a_kill_of_the_service_would_be_seen(tmp_path: Path, weights: Path) -> None:
+    """The control: streams that are cut do not count as complete."""
+    server = start_server(tmp_path, weights, fake_ms=STEP_MS)
+    with Background(read_streams, server, _request(10), 5) as streams:
+        assert _running(server, 5)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+    assert not any(told.is_complete for told in streams.result)
+
+
+def test_a_request_that_came_before_the_signal_and_waits_is_served(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--max-running", "1", fake_ms=STEP_MS)
+    with Background(read_streams, server, _request(0.5), 4) as streams:
+        assert _running(server, 4)
+        assert stop_server(server) == 0
+    assert all(told.is_complete for told in streams.result)
+
+
+def test_errors_of_the_drain_have_the_one_shape(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, fake_ms=STEP_MS)
+    with Background(read_streams, server, _request(2), 1), connect(server) as early:
+        assert _running(server, 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_for(lambda: "ending" in server.log.read_text(), 5)
+        early.sendall(post({"prompt": "a"}))
+        said = read_all(early)
+        assert status_of(said) == 503 and error_of(said)["type"] == "unavailable_error"
+    assert server.process.wait(20) == 0

@@ -1,0 +1,138 @@
+"""kill -9 of everything under load: the service starts again at once on its port, leaves no file and no process, and
+answers the same text.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from arming import Faults
+from conftest import Server, start_server, stop_server
+from fake_compiler import FakeCompiler, fake_compiler
+from promise import Promise
+from visitors import Ask, children, crowd, engine_pid, engine_pids, is_gone, visit
+
+_ASKS = [
+    Ask(body={"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": seed, "temperature": 1.0})
+    for seed in range(16)
+]
+_GUIDED: dict[str, Any] = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _kill_all(server: Server, *, api_first: bool) -> list[int]:
+    pids = [server.process.pid, *children(server)]
+    for pid in pids if api_first else reversed(pids):
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+    return pids
+
+
+def test_it_starts_again_after_kill_9_of_everything(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    rounds, rng = promise.size(4, 50), random.Random(12)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache")}
+    before = _files(weights)
+    flags = ("--port", str(_free_port()))
+
+    def start(wait: bool = True) -> Server:
+        return start_server(tmp_path, weights, *flags, fake_ms=5, environment=environment, wait=wait)
+
+    server = start()
+    expected = [answer.told() for answer in visit(server, _ASKS)]
+    good = 0
+    for number in range(rounds):
+        with crowd(server, _ASKS):
+            time.sleep(rng.uniform(0.05, 1.0))
+            pids = _kill_all(server, api_first=number % 2 == 0)
+        if number % 4 == 3:  # and once while it starts
+            server = start(wait=False)
+            time.sleep(rng.uniform(0.0, 0.5))
+            pids += _kill_all(server, api_first=True)
+        server = start()
+        same = [answer.told() for answer in visit(server, _ASKS)] == expected
+        clean = not any(scratch.iterdir()) and _files(weights) == before
+        good += same and clean and all(map(is_gone, pids))
+    assert stop_server(server) == 0
+    promise.all_of("R12", "starts after kill -9 of everything under load", good, rounds)
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("deed", ["nothing", "sleep", "hold gil", "stop"])
+@pytest.mark.parametrize("point", ["engine.step", "engine.load"])
+def test_the_engine_dies_with_a_killed_service_whatever_it_does(
+    tmp_path: Path, weights: Path, point: str, deed: str
+) -> None:
+    """It need not look at the pipe for that."""
+    faults = Faults(tmp_path / "faults")
+    if deed != "nothing" and point == "engine.load":
+        faults.arm(point, deed)
+    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment, wait=point == "engine.step")
+    assert server.wait_for(lambda: bool(engine_pids(server)))
+    engine = engine_pid(server)
+    if point == "engine.step":
+        with crowd(server, _ASKS) as answers:
+            assert server.wait_for(lambda: answers[0].n_events > 2)
+            if deed != "nothing":
+                faults.arm(point, deed)
+            time.sleep(0.1)
+            server.process.kill()
+    else:
+        time.sleep(0.5)
+        server.process.kill()
+    server.process.wait()
+    assert server.wait_for(lambda: is_gone(engine), 3)
+
+
+def test_the_process_that_checks_guides_dies_with_a_killed_service(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, fake_ms=5)
+    assert httpx.post(f"{server.url}/complete", json=_GUIDED, timeout=30).status_code == 200
+    pids = children(server)
+    checker = [pid for pid in pids if b"guide_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(checker) == 1
+    os.kill(checker[0], signal.SIGSTOP)
+    server.process.kill()
+    server.process.wait()
+    assert server.wait_for(lambda: all(map(is_gone, pids)), 3)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """A compiler that never ends."""
+    fake = fake_compiler(tmp_path, stub_library, before="while true; do sleep 0.1; done")
+    monkeypatch.setenv("CXX", str(fake.path))
+    return fake
+
+
+def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
+    tmp_path: Path, weights: Path, slow: FakeCompiler
+) -> None:
+    shelf = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(shelf), wait=False)
+    _wait_long(server, lambda: bool(slow.pids))
+    pids = [*children(server), *slow.pids]
+    server.process.kill()
+    server.process.wait()
+    assert server.wait_for(lambda: all(map(is_gone, pids)), 10)
+
+
+def _wait_long(server: Server, condition: Callable[[], bool]) -> None:
+    assert server.wait_for(condition, 60), server.log.read_text()

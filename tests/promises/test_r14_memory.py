@@ -1,0 +1,98 @@
+"""Out of memory in a step fails at most one request, and all others get byte for byte what they get otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from arming import arm_this_process
+from crowd import VICTIM, Outcome, crowd, serve
+from promise import Promise
+from tiny import tiny_decoder, tiny_engine
+
+from app.engine.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _engine() -> Engine:
+    return tiny_engine(tiny_decoder(), blocks=400, tokens_per_step=96)
+
+
+def _failed(before: dict[str, Outcome], after: dict[str, Outcome]) -> list[str]:
+    """Who failed; all others have what they had."""
+    failed = [name for name, outcome in after.items() if outcome.failures]
+    assert all(after[name] == before[name] for name in before if name not in failed)
+    assert all(outcome.ends == 1 for outcome in after.values())
+    assert all("memory" in after[name].failures[0] for name in failed)
+    return failed
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_memory_that_is_missing_at_the_kth_forward_fails_at_most_one(
+    way: str, times: int, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Missing once: the step is computed in smaller pieces. Missing for a row alone, too: that one fails."""
+    faults = arm_this_process(tmp_path, monkeypatch)
+    engine, requests = _engine(), crowd(32)
+    before, worst, tried = serve(_engine(), requests), 0, 0
+    for k in range(0, 60, promise.size(5, 1)):
+        faults.arm("engine.forward", "out of memory", after=k, times=times)
+        failed = _failed(before, serve(engine, requests))
+        if faults.is_armed("engine.forward"):  # the work was done before
+            faults.disarm("engine.forward")
+            break
+        assert len(failed) >= times - 1
+        worst, tried = max(worst, len(failed)), tried + 1
+    assert tried >= 3
+    what = f"requests that fail when memory is missing {times} times from the k-th forward on ({way})"
+    promise.at_most("R14", what, worst, target=times - 1, n=tried)
+
+
+def test_one_that_never_fits_fails_alone_and_the_rest_goes_on_in_pieces(
+    way: str, promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = arm_this_process(tmp_path, monkeypatch)
+    requests = crowd(32)
+    before = serve(_engine(), requests)
+    faults.arm("engine.forward", "out of memory", match=f"'{VICTIM}'", after=3)
+    failed = _failed(before, serve(_engine(), requests))
+    assert failed == [VICTIM]
+    promise.at_most("R14", f"requests that fail with one that never fits ({way})", len(failed), target=1, n=32)
+
+
+def test_memory_that_is_missing_in_the_midst_of_a_step_leaves_nothing_half_done(
+    way: str, promise: Promise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the forward, when keys and values are written and nothing is drawn yet; with torch's own error."""
+    engine, requests, good = _engine(), crowd(32), 0
+    before = serve(_engine(), requests)
+    compute = engine.runner.compute  # type: ignore[attr-defined]
+    honest = compute.logits
+    places = range(0, 40, promise.size(8, 1))
+    for k in places:
+        monkeypatch.setattr(compute, "logits", _once_without_memory(honest, iter([False] * k + [True])))
+        good += not _failed(before, serve(engine, requests))
+    promise.all_of("R14", f"rounds of 32 without a failure, memory missing once in mid-step ({way})", good, len(places))
+
+
+def _once_without_memory(honest: Callable[..., Any], is_missing: Iterator[bool]) -> Callable[..., Any]:
+    def logits(rows: Any) -> Any:
+        if next(is_missing, False):
+            raise torch.OutOfMemoryError("injected")
+        return honest(rows)
+
+    return logits
+
+
+def test_without_isolation_missing_memory_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control."""
+    faults = arm_this_process(tmp_path, monkeypatch)
+    engine = _engine()
+    engine.isolation = engine.runner  # type: ignore[assignment]
+    faults.arm("engine.forward", "out of memory", after=2, times=1)
+    with pytest.raises(MemoryError):
+        serve(engine, crowd(32))

@@ -1,0 +1,136 @@
+"""With cache blocks for 4 sequences and 64 clients, all finish, with the text they get without pressure.
+
+None gives way more than four times, and no step makes no progress.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
+from tiny import tiny_decoder, tiny_engine
+
+from app.engine.allocator import Allocator
+from app.engine.params import SamplingParams
+from app.engine.types import Request, TokenEvent
+
+CLIENTS, LENGTH, BLOCK = 64, 64, 16
+MOST = 4
+"""Preemptions of one sequence."""
+
+
+def _requests(rng: random.Random, *, longest: int, vocab: int) -> list[Request]:
+    """Each may grow to the same length; the shorter the prompt, the more are let in at once."""
+    made = []
+    for i in range(CLIENTS):
+        prompt = tuple(rng.randrange(1, vocab) for _ in range(rng.randint(1, longest // 4)))
+        params = SamplingParams(temperature=rng.choice([0.0, 0.9]), seed=i)
+        made.append(Request(id=f"r{i}", prompt=prompt, max_tokens=longest - len(prompt), params=params))
+    return made
+
+
+def test_64_clients_share_blocks_for_four_in_simulation(promise: Promise) -> None:
+    """Thousands of steps at no price; the device reads through the block table, and the helper checks every step."""
+    worst = good = n = preemptions = 0
+    for seed in range(promise.size(4, 100)):
+        rng = random.Random(seed)
+        requests = _requests(rng, longest=24, vocab=50)
+        scheduler, device = make_scheduler(4 * 24 // 2, 2, 64, 32), SimulatedDevice(2)
+        delivered = Delivered(requests)
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_work:
+            delivered.take(step(scheduler, device)[1])
+            worst = max([worst, *(s.preemptions for s in [*scheduler.running, *scheduler.waiting])])
+        good += sum(delivered.tokens(r.id) == alone(r).tokens(r.id) for r in requests)
+        n += len(requests)
+        preemptions += scheduler.preemptions
+    assert preemptions > n / 4, "there was meant to be pressure"
+    promise.at_most("R15", "preemptions of one sequence, in simulation", worst, target=MOST, n=n)
+    promise.all_of("R15", "texts as without pressure, in simulation", good, n)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promise) -> None:
+    decoder = tiny_decoder()
+    requests = _requests(random.Random(1), longest=LENGTH, vocab=300)
+    roomy = tiny_engine(decoder, blocks=1000, max_running=64)
+    engine = tiny_engine(decoder, blocks=4 * LENGTH // BLOCK)
+    expected: dict[str, list[TokenEvent]] = {r.id: [] for r in requests}
+    found: dict[str, list[TokenEvent]] = {r.id: [] for r in requests}
+    worst = 0
+    for runs, events in ((roomy, expected), (engine, found)):
+        for request in requests:
+            runs.add(request)
+        while runs.has_work:
+            report = runs.step()
+            assert report.events or report.started, "a step without progress"
+            assert not runs.scheduler.violations() and not report.failed
+            for event in report.events:
+                events[event.request_id].append(event)
+            worst = max([worst, *(s.preemptions for s in [*runs.scheduler.running, *runs.scheduler.waiting])])
+    assert roomy.scheduler.preemptions == 0 and engine.scheduler.preemptions > 10
+    promise.at_most("R15", f"preemptions of one sequence ({way})", worst, target=MOST, n=CLIENTS)
+    good = sum(found[r.id] == expected[r.id] for r in requests)
+    promise.all_of("R15", f"texts as without pressure ({way})", good, CLIENTS)
+
+
+def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: Path, weights: Path) -> None:
+    bodies = [
+        {
+            "prompt": [40 + i, *range(50, 50 + i % 9)],
+            "max_tokens": LENGTH - 1 - i % 9,
+            "stream": False,
+            "seed": i,
+            "user": f"u{i}",
+        }
+        for i in range(CLIENTS)
+    ]
+    flags = ("--max-context", str(LENGTH), "--kv-blocks")
+    texts = []
+    for blocks in (str(CLIENTS * LENGTH), str(4 * LENGTH // BLOCK)):
+        server = start_server(tmp_path, weights, *flags, blocks, fake_ms=1)
+        texts.append(_all_at_once(server, bodies))
+        preemptions = server.metric("preemptions_total")
+        assert server.metric("block_violations_total") == 0
+        assert server.wait_for(lambda running=server: running.metric("kv_cache_usage_ratio") == 0)  # type: ignore[misc]
+        assert stop_server(server) == 0
+    assert preemptions > 10, "there was meant to be pressure"
+    good = sum(one == other for one, other in zip(*texts, strict=True))
+    promise.all_of("R15", "answers over HTTP as without pressure", good, CLIENTS)
+
+
+def _all_at_once(server: Server, bodies: list[dict[str, object]]) -> list[str]:
+    def ask(body: dict[str, object]) -> str:
+        answer = client.post(f"{server.url}/complete", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"])
+
+    limits = httpx.Limits(max_connections=CLIENTS)
+    with httpx.Client(limits=limits, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as threads:
+        return list(threads.map(ask, bodies))
+
+
+def test_blocks_that_are_not_given_back_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control: without what a preemption frees, the engine stands still or the check of blocks complains."""
+
+    def keep(_self: Allocator, sequence: object) -> None:
+        sequence.blocks = []  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Allocator, "release", keep)
+    scheduler, device = make_scheduler(48, 2, 64, 32), SimulatedDevice(2)
+    for request in _requests(random.Random(0), longest=24, vocab=50):
+        scheduler.add(request)
+
+    def run() -> None:
+        while True:
+            step(scheduler, device)
+
+    with pytest.raises((AssertionError, StopIteration)):
+        run()

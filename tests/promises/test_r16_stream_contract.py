@@ -1,0 +1,245 @@
+"""Whatever goes wrong, an answer keeps its form: one terminal event, valid JSON and UTF-8, and the stream says what the
+whole answer says.
+
+Twelve faults, each met by four requests: both doors, streamed and whole. What each must end with:
+
+the undisturbed text    the engine is killed; it raises in a step; it is stopped; a slow reader; a stop string; a text
+                        that ends in the middle of a character
+its beginning           the deadline
+an error, the same      the model's output is not finite; the request kills every engine; its turn does not come in
+for stream and whole    time; the service ends and the drain time-out with it
+nothing                 the client has gone: then what it got is well-formed, and nothing of it stays in the engine
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arming import Faults
+from conftest import Server, is_clean, start_server, stop_server
+from promise import Promise
+from visitors import Answer, Ask, crowd, engine_pid, is_ready, visit
+from wire import parse_events
+
+_BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 120, "temperature": 1.0, "seed": 3}
+_FLAGS = ("--engine-silence", "1", "--resume-seconds", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a client makes of an answer, of whatever form."""
+
+    text: str
+    finish: str | None
+    error: str | None
+    """Its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A service that may be broken."""
+
+    server: Server
+    faults: Faults
+
+
+def _asks(**extra: Any) -> list[Ask]:
+    doors = ("/complete", "/v1/completions")
+    return [Ask(path=door, body={**_BODY, **extra, "stream": stream}) for door in doors for stream in (True, False)]
+
+
+def _outcome(answer: Answer) -> _Outcome:
+    """Strict about the form."""
+    told = answer.told()
+    if "texts" not in told:  # whole
+        assert (answer.status == 200) == ("error" not in told), told
+        if "error" in told:
+            return _Outcome("", None, told["error"]["type"])
+        (choice,) = told["choices"]
+        return _Outcome(choice["text"], choice["finish_reason"], None)
+    text = told["texts"].get(0, "")
+    if "end" in told:  # the native stream: exactly one terminal event, said told()
+        error = told["end"].get("error")
+        return _Outcome(text, None if error else told["end"]["choices"][0]["finish_reason"], error and error["type"])
+    assert len(told["ends"]) + len(told["errors"]) == 1, "one finish_reason or one error, and [DONE] behind it"
+    return _Outcome(text, told["ends"].get(0), told["errors"][0]["type"] if told["errors"] else None)
+
+
+def _is_same(answers: list[Answer], expected: _Outcome) -> list[bool]:
+    return [_outcome(answer) == expected for answer in answers]
+
+
+def _is_error(answers: list[Answer], kind: str) -> list[bool]:
+    outcomes = [_outcome(answer) for answer in answers]
+    return [outcome.error == kind and outcome.finish is None for outcome in outcomes]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, weights: Path) -> Iterator[_Stage]:
+    """A fake engine whose requests take most of a second."""
+    faults = Faults(tmp_path / "faults")
+    server = start_server(tmp_path, weights, *_FLAGS, fake_ms=8, environment=faults.environment)
+    yield _Stage(server, faults)
+    assert stop_server(server) == 0
+
+
+@contextmanager
+def _under_way(server: Server, asks: list[Ask]) -> Iterator[list[Answer]]:
+    """The answers of a crowd whose streams have begun."""
+    with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: answers[0].n_events > 5 and answers[2].n_events > 3)
+        yield answers
+
+
+def _undisturbed(stage: _Stage, **extra: Any) -> _Outcome:
+    """What all four say where nothing goes wrong."""
+    outcomes = {_outcome(answer) for answer in visit(stage.server, _asks(**extra))}
+    assert len(outcomes) == 1, outcomes
+    (outcome,) = outcomes
+    return outcome
+
+
+def _broken_engine(break_it: Callable[[_Stage], None]) -> Callable[[_Stage], list[bool]]:
+    def meet(stage: _Stage) -> list[bool]:
+        expected = _undisturbed(stage)
+        with _under_way(stage.server, _asks()) as answers:
+            break_it(stage)
+        assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
+        assert stage.server.metric("replayed_requests_total") == 4
+        return _is_same(answers, expected)
+
+    return meet
+
+
+def _slow_reader(stage: _Stage) -> list[bool]:
+    expected = _undisturbed(stage)
+    with crowd(stage.server, _asks(), pause=0.02) as answers:
+        pass
+    return _is_same(answers, expected)
+
+
+def _stop_string(stage: _Stage) -> list[bool]:
+    stop = _undisturbed(stage).text[30:33]
+    expected = _undisturbed(stage, stop=stop)
+    assert expected.finish == "stop" and stop not in expected.text
+    return _is_same(visit(stage.server, _asks(stop=stop)), expected)
+
+
+def _half_a_character(stage: _Stage) -> list[bool]:
+    """Of the tokens of the fake engine many are single bytes that begin a character."""
+    for max_tokens in range(20, 60):
+        (answer,) = visit(stage.server, _asks(max_tokens=max_tokens)[:1])
+        last = parse_events(answer.body.decode())[-2]
+        if last.name == "token" and last.data["text"].endswith("\ufffd"):
+            expected = _undisturbed(stage, max_tokens=max_tokens)
+            assert expected.text.endswith("\ufffd")
+            return _is_same(visit(stage.server, _asks(max_tokens=max_tokens)), expected)
+    raise AssertionError("no text ends in the middle of a character")
+
+
+def _deadline(stage: _Stage) -> list[bool]:
+    text = _undisturbed(stage, max_tokens=1000).text
+    outcomes = [_outcome(answer) for answer in visit(stage.server, _asks(max_tokens=1000, deadline_ms=1000))]
+    assert all(outcome.text for outcome in outcomes)
+    # The last character may have been cut in its middle.
+    return [o.finish == "timeout" and text.startswith(o.text.rstrip("\ufffd")) for o in outcomes]
+
+
+def _not_finite(stage: _Stage) -> list[bool]:
+    stage.faults.arm("fake.not_finite", "nothing", after=40)
+    return _is_error(visit(stage.server, _asks()), "server_error")
+
+
+def _poisoned(stage: _Stage) -> list[bool]:
+    companion = Ask(body={**_BODY, "max_tokens": 2000})
+    with crowd(stage.server, [companion]) as others:
+        assert stage.server.wait_for(lambda: others[0].n_events > 3)
+        stage.faults.arm("engine.step", "kill", match="max_tokens=120,")
+        answers = visit(stage.server, _asks())
+        stage.faults.disarm("engine.step")
+    assert _outcome(others[0]).finish == "length"
+    return _is_error(answers, "server_error")
+
+
+def _gone(stage: _Stage) -> list[bool]:
+    good = []
+    for ask in _asks(max_tokens=4000):
+        with crowd(stage.server, [ask], leave_after=0.3) as (answer,):
+            pass
+        text = answer.body.decode("ascii").rpartition("\n\n")[0]
+        if ask.body["stream"] and ask.path == "/complete":
+            assert all(event.name not in ("done", "error") for event in parse_events(text + "\n\n"))
+        good.append(bool(text) == ask.body["stream"] and is_clean(stage.server, 2.0))
+    return good
+
+
+_FAULTS: dict[str, Callable[[_Stage], list[bool]]] = {
+    "the engine is killed": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGKILL)),
+    "the engine raises": _broken_engine(lambda s: s.faults.arm("engine.step", "raise", times=1)),
+    "the engine is stopped": _broken_engine(lambda s: os.kill(engine_pid(s.server), signal.SIGSTOP)),
+    "a slow reader": _slow_reader,
+    "a stop string": _stop_string,
+    "half a character": _half_a_character,
+    "the deadline": _deadline,
+    "output that is not finite": _not_finite,
+    "a request that kills every engine": _poisoned,
+    "the client has gone": _gone,
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_every_answer_keeps_its_form(stage: _Stage, promise: Promise, fault: str) -> None:
+    promise.all_of("R16", f"answers of 2 doors x 2 modes that keep their form: {fault}", sum(_FAULTS[fault](stage)), 4)
+    assert is_clean(stage.server, 2.0)
+
+
+def test_a_turn_that_does_not_come_is_an_error_of_the_same_form(
+    tmp_path: Path, weights: Path, promise: Promise
+) -> None:
+    flags = ("--max-running", "1", "--queue-timeout", "1")
+    server = start_server(tmp_path, weights, *flags, fake_ms=8)
+    try:
+        with crowd(server, [Ask(body={**_BODY, "max_tokens": 4000})], leave_after=3.0) as first:
+            assert server.wait_for(lambda: first[0].n_events > 1)
+            good = _is_error(visit(server, _asks()), "unavailable_error")
+        promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: no turn in time", sum(good), 4)
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, "--drain-timeout", "0.5", fake_ms=8)
+    with _under_way(server, _asks(max_tokens=4000)) as answers:
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+    good = _is_error(answers, "unavailable_error")
+    assert server.process.wait(20) == 0
+    promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
+
+
+def test_the_check_of_the_form_finds_what_breaks_it() -> None:
+    """The positive control."""
+    event = b'id: r:%d\nevent: %s\ndata: {"index": 0, "text": "a", "choices": [{"finish_reason": "stop"}]}\n\n'
+    bad = [
+        event % (0, b"token"),
+        event % (0, b"done") + event % (1, b"done"),
+        event % (0, b"token") + event % (2, b"done"),
+        event % (0, b"done") + event % (1, b"token"),
+        (event % (0, b"token")).replace(b'"a"', b'"\xff"') + event % (1, b"done"),
+        b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}\n\n',
+        b'data: {"choices": [{"index": 0, "text": "a", "finish_reason": null}]}\n\ndata: [DONE]\n\n',
+        b'data: {"choices": \n\ndata: [DONE]\n\n',
+    ]
+    good = Answer(200, "r", bytearray(event % (0, b"token") + event % (1, b"done")))
+    assert _outcome(good) == _Outcome("a", "stop", None)
+    for body in bad:
+        with pytest.raises((AssertionError, ValueError)):
+            _outcome(Answer(200, "r", bytearray(body)))

@@ -1,0 +1,252 @@
+"""New weights are taken over while serving: no request fails, no answer mixes old and new, and bad ones are refused.
+
+Bad weights are loaded by the real engine, around a tiny model; switches are tried with the fake one, many at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from steady_load import Answer, SteadyLoad, mixed
+from wire import parse_events, text_of
+
+from model.files import write_files
+
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+_TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
+
+
+def _engines(server: Server) -> list[int]:
+    """The service's child processes."""
+    return [
+        int(pid) for pid in Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    ]
+
+
+def _reloads(server: Server, outcome: str) -> float:
+    found = [
+        line
+        for line in httpx.get(f"{server.url}/metrics").text.splitlines()
+        if line.startswith(f'inkstream_weights_reloads_total{{outcome="{outcome}"}}')
+    ]
+    return float(found[0].split()[-1])
+
+
+def _point(link: Path, target: Path) -> None:
+    """As `ln -sfn` and `mv -T` do."""
+    new = link.with_name(".next")
+    new.symlink_to(target)
+    new.replace(link)
+
+
+def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
+    """Asks for other weights; whether it came to this outcome."""
+    before = _reloads(server, outcome)
+    _point(link, target)
+    server.process.send_signal(signal.SIGHUP)
+    return server.wait_for(lambda: _reloads(server, outcome) > before, 60)
+
+
+def _refusals(server: Server) -> list[str]:
+    return [line for line in server.log.read_text().splitlines() if "new weights are refused" in line]
+
+
+@contextmanager
+def _service(folder: Path, first: Path, *flags: str, fake_ms: float | None = None) -> Iterator[tuple[Server, Path]]:
+    """A service of what a link leads to, and the link."""
+    link = folder / "current"
+    link.symlink_to(first)
+    server = start_server(folder, link, *flags, environment=_ONE_THREAD, fake_ms=fake_ms)
+    try:
+        yield server, link
+    finally:
+        engines = _engines(server) if server.process.poll() is None else []
+        code = stop_server(server)
+    assert code == 0, server.log.read_text()
+    assert not [pid for pid in engines if Path(f"/proc/{pid}").exists()], "an engine outlived its service"
+
+
+def _open_files(server: Server) -> int:
+    return sum(1 for _ in Path(f"/proc/{server.process.pid}/fd").iterdir())
+
+
+def _rss_mib(server: Server) -> float:
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_bad_weights_of_every_kind_are_refused_and_nobody_notices(tmp_path: Path, promise: Promise) -> None:
+    good = good_weights(tmp_path / "good", 0)
+    said = []
+    with _service(tmp_path, good, *_TM) as (server, link):
+        first = _engines(server)
+        with SteadyLoad(server.url, clients=promise.size(3, 6), max_tokens=24) as load:
+            for place, (kind, (_, words)) in enumerate(BAD.items()):
+                bad = bad_weights(tmp_path / f"bad-{place}", good, kind)
+                refused = _reload(server, link, bad, "refused")
+                said.append(refused and len(_refusals(server)) == place + 1 and words in _refusals(server)[-1])
+                assert said[-1], (kind, server.log.read_text()[-2000:])
+                _point(link, good)
+            time.sleep(0.5)
+        assert server.wait_for(lambda: _engines(server) == first), "the first engine was ended, or another one stayed"
+        assert "Traceback" not in server.log.read_text()
+    promise.all_of("R19", "bad weights of every kind refused, with the reason in one line", sum(said), len(BAD))
+    good_answers = len(load.answers) - len(mixed(load.answers))
+    promise.all_of("R19", "answers while bad weights are refused", good_answers, len(load.answers) + len(load.failures))
+    assert load.health_checks > 20 and {answer.version for answer in load.answers} == {load.answers[0].version}
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_not_missed(tmp_path: Path, promise: Promise) -> None:
+    good, other = good_weights(tmp_path / "good", 0), good_weights(tmp_path / "other", 1)
+    with _service(tmp_path, good, *_TM) as (server, link):
+        first = _engines(server)
+        with SteadyLoad(server.url, clients=2, max_tokens=24) as load:
+            before = _reloads(server, "refused")
+            _point(link, other)
+            server.process.send_signal(signal.SIGHUP)
+            assert server.wait_for(lambda: len(_engines(server)) == 2)
+            os.kill(next(pid for pid in _engines(server) if pid not in first), signal.SIGKILL)
+            assert server.wait_for(lambda: _reloads(server, "refused") > before)
+            assert "their engine ended while it was loading" in _refusals(server)[0]
+            time.sleep(0.3)
+        assert server.wait_for(lambda: _engines(server) == first)
+        assert not mixed(load.answers) and len({answer.version for answer in load.answers}) == 1
+        # Good weights after all this, and the service ends while others are loading: _service looks for orphans.
+        assert _reload(server, link, other, "switched")
+        server.process.send_signal(signal.SIGHUP)
+        assert server.wait_for(lambda: len(_engines(server)) > 1)
+    promise.all_of(
+        "R19", "answers while a loading engine is killed", len(load.answers), len(load.answers) + len(load.failures)
+    )
+
+
+def test_good_weights_are_switched_under_load(tmp_path: Path, promise: Promise) -> None:
+    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    switches = promise.size(6, 30)
+    sizes = []
+    with _service(tmp_path, ways[0], fake_ms=5) as (server, link):
+        with SteadyLoad(server.url, clients=promise.size(9, 32), max_tokens=30) as load:
+            for place in range(switches):
+                assert _reload(server, link, ways[(place + 1) % 2], "switched"), server.log.read_text()[-2000:]
+                assert server.wait_for(lambda: len(_engines(server)) == 1), "the old engine stays"
+                sizes.append((_rss_mib(server), _open_files(server)))
+                time.sleep(0.3)
+        spoilt = mixed(load.answers)
+    assert len({answer.version for answer in load.answers}) == 2
+    total = len(load.answers) + len(load.failures)
+    assert not load.failures, load.failures[:5]
+    promise.all_of("R19", "answers across switches that are whole and of one version", total - len(spoilt), total)
+    promise.at_most(
+        "R19", "growth of the service by switches after the first", (sizes[-1][0] - sizes[1][0]) / (switches - 2),
+        target=0.5, floor=2.0, unit="MiB each", n=switches,
+    )  # fmt: skip
+    assert sizes[-1][1] <= sizes[1][1] + 4, f"files stay open: {sizes}"
+
+
+def test_mixed_answers_would_be_found() -> None:
+    """The check's own control: half of one version's text behind half of the other's."""
+    fine = [Answer("a", "p", "xxxx"), Answer("b", "p", "yyyy"), Answer("a", "q", "zzzz")]
+    assert not mixed([*fine, *fine])
+    assert mixed([*fine, Answer("a", "p", "xxyy")])
+    assert mixed([*fine, Answer("b", "p", "xxxx")])
+
+
+def test_a_stream_ends_with_the_weights_it_began_with_also_when_it_is_resumed(tmp_path: Path, promise: Promise) -> None:
+    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    body = {"prompt": "The fox", "max_tokens": 120, "temperature": 0, "seed": 3, "ignore_eos": True}
+    with _service(tmp_path, ways[0], "--resume-seconds", "3", fake_ms=10) as (server, link):
+        undisturbed = text_of(parse_events(httpx.post(f"{server.url}/complete", json=body, timeout=60).text))
+        good, n = 0, promise.size(4, 20)
+        for place in range(n):
+            with httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
+                name, lines = response.headers["X-Request-Id"], response.iter_lines()
+                while next(lines) != "event: token":
+                    pass
+                if place % 2:  # cut, and resumed after the switch
+                    response.close()
+                assert _reload(server, link, ways[1], "switched")
+                assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "two"
+                if not place % 2:
+                    list(lines)
+            whole = parse_events(httpx.get(f"{server.url}/complete/{name}/events", timeout=60).text)
+            good += text_of(whole) == undisturbed and whole[-1].name == "done"
+            assert server.wait_for(lambda: len(_engines(server)) == 1)
+            assert _reload(server, link, ways[0], "switched")
+            assert server.wait_for(lambda: len(_engines(server)) == 1)
+        promise.all_of("R19", "streams that a switch met half-way, as without it", good, n)
+
+
+def test_a_parked_stream_keeps_its_weights_only_as_long_as_it_can_be_resumed(tmp_path: Path) -> None:
+    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    body = {"prompt": "The fox", "max_tokens": 4000, "ignore_eos": True}
+    with _service(tmp_path, ways[0], "--resume-seconds", "1", "--request-timeout", "2", fake_ms=10) as (server, link):
+        with httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            while next(lines) != "event: token":
+                pass
+        assert _reload(server, link, ways[1], "switched")
+        assert len(_engines(server)) == 2
+        assert server.wait_for(lambda: len(_engines(server)) == 1, 6)
+        gone = httpx.get(f"{server.url}/complete/{response.headers['X-Request-Id']}/events")
+        assert gone.status_code == 404 and gone.json()["error"]["code"] in ("unknown_request", "events_gone")
+
+
+def test_watching_takes_whole_sets_over_and_leaves_half_ones(tmp_path: Path) -> None:
+    first, second = good_weights(tmp_path / "one", 0), good_weights(tmp_path / "two", 1)
+    files = {path.name: path.read_bytes() for path in second.iterdir()}
+    with (
+        _service(tmp_path, first, "--watch", "0.2", fake_ms=5) as (server, _),
+        SteadyLoad(server.url, clients=3, max_tokens=30) as load,
+    ):
+        # One file after the other, as a copy does it; each moment is half a set until the last file is there.
+        for name in sorted(files, key=lambda name: name != "manifest.json"):
+            write_files(first, {name: files[name]})
+            time.sleep(0.45)
+            is_half = any((first / name).read_bytes() != content for name, content in files.items())
+            assert not (is_half and _reloads(server, "switched")), name
+        assert server.wait_for(lambda: _reloads(server, "switched") >= 1)
+        time.sleep(1.0)
+        assert not _reloads(server, "refused")
+    assert not load.failures and not mixed(load.answers)
+    assert len({answer.version for answer in load.answers}) == 2
+
+
+@pytest.mark.parametrize("victim", ["the old engine", "the new engine"])
+def test_an_engine_that_dies_after_a_switch_does_not_end_the_service(tmp_path: Path, victim: str) -> None:
+    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    body = {"prompt": "The fox", "max_tokens": 300, "ignore_eos": True}
+    with _service(tmp_path, ways[0], fake_ms=10) as (server, link):
+        (old,) = _engines(server)
+        with httpx.stream("POST", f"{server.url}/complete", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            while next(lines) != "event: token":
+                pass
+            assert _reload(server, link, ways[1], "switched")
+            new = next(pid for pid in _engines(server) if pid != old)
+            os.kill(old if victim == "the old engine" else new, signal.SIGKILL)
+            list(lines)
+        ready = f"{server.url}/health/ready"
+        assert server.wait_for(lambda: httpx.get(ready).status_code == 200)
+        assert server.wait_for(lambda: len(_engines(server)) == 1)
+        answer = httpx.post(f"{server.url}/complete", json={**body, "max_tokens": 5, "stream": False}, timeout=60)
+        assert answer.json()["model"] == "two"
+
+
+def test_an_engine_never_comes_back_with_other_weights(tmp_path: Path) -> None:
+    """Files that were overwritten are all there is after a crash: the service says so and ends, and mixes nothing."""
+    directory, other = good_weights(tmp_path / "one", 0), good_weights(tmp_path / "two", 1)
+    server = start_server(tmp_path, directory, environment=_ONE_THREAD, fake_ms=5)
+    write_files(directory, {path.name: path.read_bytes() for path in other.iterdir()})
+    os.kill(_engines(server)[0], signal.SIGKILL)
+    assert server.process.wait(timeout=20) == 1
+    assert "holds other weights than the engine that ended had" in server.log.read_text()

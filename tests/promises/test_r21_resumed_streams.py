@@ -1,0 +1,139 @@
+"""A stream can be resumed: cut after every event and at any byte, it goes on without a gap or a repetition.
+
+Cut means: the client has so many bytes, and loses the connection; it comes back with the id of the last event that it
+has as a whole, and is cut once more there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, is_clean, start_server, stop_server
+from promise import Promise
+from visitors import engine_pids, is_ready
+from wire import Event, parse_events, stream, text_of
+
+_BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+_AT_ONCE = 8
+
+
+@pytest.fixture
+def server(tmp_path: Path, weights: Path) -> Iterator[Server]:
+    """A fake engine, quick enough for hundreds of streams."""
+    running = start_server(tmp_path, weights, fake_ms=3)
+    yield running
+    assert stop_server(running) == 0
+    assert "Traceback" not in running.log.read_text()
+
+
+def _whole_events(received: bytes) -> list[Event]:
+    """Those that a client has, of what it got; the rest is lost."""
+    whole, mark, _ = received.decode("ascii").rpartition("\n\n")
+    return parse_events(whole + mark) if mark else []
+
+
+async def _receive(
+    client: httpx.AsyncClient, request: httpx.Request, *, n_events: int = 0, n_bytes: int = 0
+) -> tuple[str, list[Event]]:
+    """The stream's name, and the events that arrive as a whole until then; all where neither is given."""
+    response = await client.send(request, stream=True)
+    assert response.status_code == 200, await response.aread()
+    received = b""
+    try:
+        async for part in response.aiter_raw():
+            received += part
+            if n_events and received.count(b"\n\n") >= n_events:
+                received = b"".join(event + b"\n\n" for event in received.split(b"\n\n")[:n_events])
+                break
+            if n_bytes and len(received) >= n_bytes:
+                received = received[:n_bytes]
+                break
+    finally:
+        await response.aclose()
+    return response.headers["x-request-id"], _whole_events(received)
+
+
+async def _resume(client: httpx.AsyncClient, name: str, seen: list[Event], **cut: int) -> list[Event]:
+    headers = {"Last-Event-ID": seen[-1].id} if seen else {}
+    request = client.build_request("GET", f"/complete/{name}/events", headers=headers)
+    return [*seen, *(await _receive(client, request, **cut))[1]]
+
+
+async def _cut_and_resume(client: httpx.AsyncClient, seed: int, **cut: int) -> list[Event]:
+    """All events of a stream that is cut once, and once more where it goes on."""
+    request = client.build_request("POST", "/complete", json={**_BODY, "seed": seed})
+    name, events = await _receive(client, request, **cut)
+    if not (events and events[-1].name == "done"):
+        events = await _resume(client, name, events, n_events=3)
+    if events[-1].name != "done":
+        events = await _resume(client, name, events)
+    return events
+
+
+def _is_whole(events: list[Event], expected: str) -> bool:
+    numbers = [int(event.id.rpartition(":")[2]) for event in events]
+    ends = [event.name for event in events if event.name in ("done", "error")]
+    return numbers == list(range(len(numbers))) and ends == ["done"] and text_of(events) == expected
+
+
+async def _cut_all(server: Server, cuts: list[tuple[int, dict[str, int]]]) -> list[list[Event]]:
+    gate = asyncio.Semaphore(_AT_ONCE)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+
+        async def one(seed: int, cut: dict[str, int]) -> list[Event]:
+            async with gate:
+                return await _cut_and_resume(client, seed, **cut)
+
+        return await asyncio.gather(*(one(seed, cut) for seed, cut in cuts))
+
+
+def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Promise) -> None:
+    rng, n_seeds = random.Random(21), 8
+    expected = [stream(server.url, **_BODY, seed=seed) for seed in range(n_seeds)]
+    n_cuts = promise.size(80, 500)
+    n_ordered = n_cuts * 5 // 8
+    cuts = [{"n_events": 1 + n % 50} for n in range(n_ordered)]
+    cuts += [{"n_bytes": rng.randrange(1, 6000)} for _ in range(n_cuts - n_ordered)]
+    plan = [(number % n_seeds, cut) for number, cut in enumerate(cuts)]
+    streams = asyncio.run(_cut_all(server, plan))
+    good = sum(_is_whole(one, text_of(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
+    assert is_clean(server, 2.0)
+    promise.all_of("R21", "cut streams that are whole in the end", good, n_cuts)
+
+
+def test_a_check_that_counts_gaps_and_repetitions_finds_them(server: Server) -> None:
+    """The positive control: a client that comes back with the wrong number has a gap, or something twice."""
+    events = stream(server.url, **_BODY, seed=1)
+    assert _is_whole(events, text_of(events))
+    assert not _is_whole([*events[:10], *events[11:]], text_of(events))
+    assert not _is_whole([*events[:10], *events[9:]], text_of(events))
+    assert not _is_whole(events[:-1], text_of(events))
+
+
+def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: Promise) -> None:
+    """It is away when the engine dies, and back before the next one is ready."""
+    n = promise.size(2, 20)
+    body = {**_BODY, "max_tokens": 400}
+    expected = text_of(stream(server.url, **body, seed=5))
+
+    async def visit() -> int:
+        good = 0
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            for _ in range(n):
+                request = client.build_request("POST", "/complete", json={**body, "seed": 5})
+                name, events = await _receive(client, request, n_events=10)
+                os.kill(engine_pids(server)[0], signal.SIGKILL)
+                assert server.wait_for(lambda: not is_ready(server))
+                good += _is_whole(await _resume(client, name, events), expected)
+                assert server.wait_for(lambda: is_ready(server), 30)
+        return good
+
+    promise.all_of("R21", "streams whole that lost client and engine", asyncio.run(visit()), n)

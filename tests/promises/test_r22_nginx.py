@@ -1,0 +1,113 @@
+"""R22: Streams come through nginx with its default settings: at once, and through silence longer than its patience."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from raw import post
+from wire import parse_events, text_of
+
+NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
+pytestmark = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)")
+SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "seed": 1}
+
+
+@contextmanager
+def _nginx(folder: Path, server: Server, extra: str = "") -> Iterator[str]:
+    """In front of the service, with nothing set but where to listen and where to go; its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    temporary = "".join(f"{k}_temp_path {folder}/{k};" for k in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    (folder / "nginx.conf").write_text(
+        f"daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        f"http {{ access_log off; {temporary}\n"
+        f"server {{ listen 127.0.0.1:{port}; {extra} location / {{ proxy_pass {server.url}; }} }} }}\n"
+    )
+    assert NGINX
+    command = [NGINX, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        assert server.wait_for(lambda: _answers(url))
+        yield url
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/live").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _first_token(url: str) -> tuple[float, list[float]]:
+    """Seconds to the first token, and when the others came."""
+    began, at = time.monotonic(), []
+    with httpx.stream("POST", f"{url}/complete", json=SHORT, timeout=30) as response:
+        for line in response.iter_lines():
+            if line == "event: token":
+                at.append(time.monotonic() - began)
+    return at[0], at
+
+
+def test_the_first_byte_comes_at_once_and_tokens_one_by_one(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, fake_ms=30)
+    try:
+        with _nginx(tmp_path, server) as url:
+            later, spread = [], []
+            for _ in range(5):
+                direct, _ = _first_token(server.url)
+                proxied, at = _first_token(url)
+                later.append(proxied - direct)
+                spread.append(at[-1] - at[0])
+            assert min(spread) > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
+            promise.at_most(
+                "R22", "first token through nginx, later than without", max(later), target=0.2, unit="s", n=5
+            )
+            for path in ("/", "/docs", "/v1/models"):
+                assert httpx.get(f"{url}{path}").status_code == 200
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_silence_longer_than_the_read_time_out_is_survived(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, "--engine-silence", "60", fake_ms=16_500)
+    try:
+        with _nginx(tmp_path, server, "proxy_read_timeout 15s;") as url:
+            began = time.monotonic()
+            answer = httpx.post(f"{url}/complete", json={**SHORT, "max_tokens": 1}, timeout=60)
+            assert time.monotonic() - began > 16
+            events = parse_events(answer.text)
+            assert (events[-1].name, bool(text_of(events))) == ("done", True)
+            assert ": ping" in answer.text
+            promise.all_of("R22", "silence of 16 s survives a read time-out of 15 s", 1, 1)
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_client_that_leaves_nginx_is_noticed(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, fake_ms=5)
+    try:
+        with _nginx(tmp_path, server) as url:
+            for stream in (True, False):
+                with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+                    client.sendall(post({**SHORT, "max_tokens": 4000, "stream": stream}))
+                    assert server.wait_for(lambda: server.metric("requests_running") == 1)
+                assert server.wait_for(lambda: server.metric("requests_running") == 0, 2)
+    finally:
+        assert stop_server(server) == 0

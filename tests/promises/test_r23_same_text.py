@@ -1,0 +1,113 @@
+"""The same request gives the same text, whatever the load: batches, preemption, cache hits and leaving clients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from crowd import Outcome, crowd
+from promise import Promise
+from tiny import tiny_decoder, tiny_engine
+
+from app.engine.engine import Engine
+from app.engine.types import Request
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROUND = 67
+"""Requests that meet one another."""
+BLOCKS = 20
+"""Room for three to six of them."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What the requests met with."""
+
+    preemptions: int = 0
+    cached_tokens: int = 0
+    most_running: int = 0
+    left: set[str] = field(default_factory=set)
+
+
+def _requests(seed: int) -> Iterator[Request]:
+    """Names and salts of their own round; half of them share a salt, and what they cached."""
+    for request in crowd(ROUND, seed=seed, longest=48, max_tokens=60):
+        leader = f"{seed}/{request.leader}" if request.leader else None
+        yield msgspec.structs.replace(request, id=f"{seed}/{request.id}", leader=leader)
+
+
+def _alone(engine: Engine, request: Request) -> Outcome:
+    """In an engine where nobody else is, and where nothing is cached under its salt."""
+    engine.add(msgspec.structs.replace(request, leader=None, salt=request.id))
+    outcome = Outcome()
+    while engine.has_work:
+        report = engine.step()
+        outcome.events += report.events
+        outcome.scores += [token for scored in report.scores for token in scored.tokens]
+    return outcome
+
+
+def _together(engine: Engine, requests: list[Request], rng: random.Random, load: Load) -> dict[str, Outcome]:
+    """They come at any time, and one in ten leaves at any time."""
+    outcomes = {request.id: Outcome() for request in requests}
+    todo, preemptions = requests[::-1], engine.scheduler.preemptions
+    while todo or engine.has_work:
+        while todo and rng.random() < 0.6:
+            engine.add(todo.pop())
+        if rng.random() < 0.05:
+            who = rng.choice(requests).id
+            engine.cancel(who)
+            todo = [request for request in todo if request.id != who]
+            load.left.add(who)
+        if engine.has_work:
+            report = engine.step(lambda started: _note(load, sum(s.cached_tokens for s in started)))
+            assert not engine.scheduler.violations() and not report.failed
+            load.most_running = max(load.most_running, report.counters.running)
+            for event in report.events:
+                outcomes[event.request_id].events.append(event)
+            for scored in report.scores:
+                outcomes[scored.request_id].scores += scored.tokens
+    load.preemptions += engine.scheduler.preemptions - preemptions
+    return outcomes
+
+
+def _note(load: Load, cached_tokens: int) -> None:
+    load.cached_tokens += cached_tokens
+
+
+def _is_same(one: Outcome, alone: Outcome, *, left: bool) -> bool:
+    """Who left has the beginning."""
+    if left:
+        return one.events == alone.events[: len(one.events)] and one.scores == alone.scores[: len(one.scores)]
+    return one == alone
+
+
+def _count_same(rounds: int, load: Load) -> int:
+    decoder = tiny_decoder()
+    busy = tiny_engine(decoder, blocks=BLOCKS, tokens_per_step=48, max_running=12)
+    quiet = tiny_engine(decoder, blocks=BLOCKS)
+    same = 0
+    for seed in range(rounds):
+        requests = list(_requests(seed))
+        outcomes = _together(busy, requests, random.Random(seed), load)
+        same += sum(_is_same(outcomes[r.id], _alone(quiet, r), left=r.id in load.left) for r in requests)
+    return same
+
+
+def test_a_request_gets_under_load_what_it_gets_alone(way: str, promise: Promise) -> None:
+    rounds, load = promise.size(2, 50), Load()
+    same = _count_same(rounds, load)
+    assert load.preemptions > rounds and load.cached_tokens > 100 * rounds and load.most_running >= 6, load
+    assert len(load.left) > rounds
+    promise.all_of("R23", f"answers under load as alone ({way})", same, rounds * ROUND)
+
+
+def test_draws_that_hang_on_the_neighbours_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positive control: numbers in the order in which they are asked for, as a plain generator gives them."""
+    generator = random.Random(0)
+    monkeypatch.setattr("app.engine.sampler.uniforms", lambda draws: [generator.random() for _ in draws])
+    load = Load()
+    assert _count_same(1, load) < ROUND

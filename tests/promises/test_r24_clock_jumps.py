@@ -1,0 +1,108 @@
+"""R24: A wall clock that jumps by a day, forward or back, fires no time-out too early and none too late."""
+
+from __future__ import annotations
+
+import ast
+import time
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import ROOT, Server, start_server, stop_server
+from crowd_of_streams import Background, read_streams
+from promise import Promise
+from raw import connect, error_of, get, post, read_all, read_answer, seconds_until_close, status_of
+
+FAKETIME = next((p for p in Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
+DAY = 86400
+HEAD = 1.0
+WALL_CLOCK = {"app/service.py", "app/api/openai_answer.py", "app/chat_renderer.py"}
+"""Say what time it is, to people."""
+FILES_AGES = {"app/engine/native/shelf.py", "app/engine/native/build.py"}
+"""Compare with the dates of files, which are of the same clock."""
+
+
+def _shift(server: Server) -> float:
+    """Seconds that the service's wall clock is ahead of ours."""
+    date = parsedate_to_datetime(httpx.get(f"{server.url}/health/live").headers["date"])
+    return date.timestamp() - time.time()
+
+
+@pytest.mark.skipif(FAKETIME is None, reason="needs libfaketime (Debian: faketime)")
+def test_no_time_out_misfires(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("+0")
+    environment = {
+        "LD_PRELOAD": str(FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    flags = ["--head-timeout", str(HEAD), "--engine-silence", "5", "--queue-timeout", "20", "--max-running", "4"]
+    server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=environment)
+    right = n = 0
+    try:
+        for jump in (DAY, -DAY):
+            request = {"prompt": "a", "max_tokens": 300, "ignore_eos": True}
+            with (
+                connect(server) as idle,
+                connect(server) as slow,
+                Background(read_streams, server, request, 8) as streams,
+            ):
+                idle.sendall(get())
+                read_answer(idle)
+                assert server.wait_for(lambda: server.metric("requests_running") == 4)
+                slow.sendall(get()[:10])
+                clock.write_text(f"{jump:+d}")
+                seconds, said = seconds_until_close(slow)
+                assert server.wait_for(lambda: abs(_shift(server) - jump) < 60, 5), "the clock was meant to jump"  # noqa: B023
+                idle.sendall(post({"prompt": "b", "max_tokens": 2, "stream": False}))
+                results = [
+                    HEAD - 0.2 < seconds < HEAD + 1 and error_of(said)["code"] == "head_timeout",
+                    status_of(read_answer(idle)) == 200,
+                    all(told.is_complete and told.n_tokens for told in streams.result),
+                    server.metric("engine_restarts_total") == 0,
+                    httpx.get(f"{server.url}/health/ready").status_code == 200,
+                ]
+                assert all(results), (jump, results)
+                right, n = right + sum(results), n + len(results)
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+    promise.all_of("R24", "time-outs right after jumps of a day", right, n)
+
+
+def _wall_clocks(path: Path) -> list[int]:
+    """Lines that ask for the time of day."""
+    asked = {
+        ("time", "time"),
+        ("time", "localtime"),
+        ("datetime", "now"),
+        ("datetime", "utcnow"),
+        ("datetime", "today"),
+    }
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if (owner, node.attr) in asked:
+                found.append(node.lineno)
+    return found
+
+
+def test_only_what_tells_people_the_time_asks_for_it() -> None:
+    asking = {str(path.relative_to(ROOT)) for path in (ROOT / "app").rglob("*.py") if _wall_clocks(path)}
+    assert asking <= WALL_CLOCK | FILES_AGES
+    assert "app/service.py" in asking, "the check was meant to find something"
+
+
+def test_a_clock_that_is_a_day_off_from_the_start_does_not_matter(tmp_path: Path, weights: Path) -> None:
+    if FAKETIME is None:
+        pytest.skip("needs libfaketime (Debian: faketime)")
+    environment = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "-400d", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    server = start_server(tmp_path, weights, fake_ms=5, environment=environment)
+    with connect(server) as connection:
+        connection.sendall(post({"prompt": "a", "max_tokens": 5}, "/complete", "Connection: close"))
+        assert b"event: done" in read_all(connection)
+    assert stop_server(server) == 0

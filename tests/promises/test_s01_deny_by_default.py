@@ -1,0 +1,228 @@
+"""Whoever has no key gets nothing but the page, its files and the health checks, however a request is spelt.
+
+Advisories: vLLM #58144, #42594, #43426 (keys were asked for by path prefix, which other
+spellings of a path got around).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, stop_server
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from keyed import Keyring, bearer, exchange, keyed_server, raw, request_lines, status_of
+from promise import Promise
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, Route
+
+from app.api.auth import Gate, public_routes
+from app.api.request_log import RequestLog
+from app.main import create_app
+from app.settings import Settings
+
+PUBLIC = {"/", "/web/{name}", "/health", "/health/live", "/health/ready"}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
+SECRET = "the answer of a route that nobody has marked"
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
+    ring = Keyring(tmp_path_factory.mktemp("keys") / "keys.json")
+    for name in ("alice", "revoked"):
+        ring.add(name)
+    return ring
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory, weights: Path, ring: Keyring) -> Iterator[Server]:
+    running = keyed_server(tmp_path_factory.mktemp("keyed"), weights, ring, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def _app(ring: Keyring, tmp_path: Path) -> FastAPI:
+    return create_app(Settings(weights=tmp_path, keys_file=ring.file))
+
+
+def _routes(app: FastAPI) -> list[tuple[str, str]]:
+    """(method, path) of every route that the document knows, and those it does not."""
+    told = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
+    return [
+        *told,
+        ("GET", "/"),
+        ("GET", "/web/{name}"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("HEAD", "/metrics"),
+    ]
+
+
+def _filled(path: str) -> str:
+    return path.replace("{request_id}", "req-1").replace("{model_id}", "tiny").replace("{name}", "main.js")
+
+
+def _spellings(path: str) -> list[str]:
+    """Other ways to write a path, of which some may lead to the same place."""
+    first = path[1:2] or "x"
+    others = [
+        f"/{path}",
+        f"/.{path}",
+        f"{path}/",
+        f"{path}/.",
+        path.upper(),
+        f"/%2e{path}",
+        f"/%{ord(first):02x}{path[2:]}",
+    ]
+    others += [path.replace("/", "%2f"), f"/health/live/..{path}", f"/health/live/%2e%2e{path}", f"/web/..{path}"]
+    others += [f"{path}?api_key=KEY", f"{path}?", f"{path}#/health", f"{path};/health", f"{path}%00", f"{path}%0a"]
+    return [path, *others, f"http://127.0.0.1{path}", f"http://evil.example{path}"]
+
+
+def _credentials(ring: Keyring) -> dict[str, list[str]]:
+    good = ring.keys["alice"]
+    malformed = [good, f"Basic {good}", f"Bearer{good}", "Bearer", "Bearer ", "Bearer \t", f"Token {good}", "\xff\xfe"]
+    return {
+        "none": [],
+        "wrong": [f"Bearer ink-{'A' * 43}", f"Bearer {good[:-1]}", f"Bearer {good}x", f"Bearer {good} {good}"],
+        "revoked": [f"Bearer {ring.keys['revoked']}"],
+        "malformed": malformed,
+    }
+
+
+def _hosts(url: str) -> list[list[str]]:
+    own = f"Host: {url.removeprefix('http://')}"
+    return [
+        [own],
+        ["Host: localhost"],
+        [own, "X-Forwarded-Host: localhost"],
+        ["Host: 127.0.0.1/health/live"],
+        ["Host: evil.example"],
+    ]
+
+
+def test_no_request_of_a_stranger_reaches_a_route(
+    keyed: Server, ring: Keyring, tmp_path: Path, promise: Promise
+) -> None:
+    """Every route x {no, malformed, wrong, revoked key}; each kind x spellings of the path and Host forgeries."""
+    # Revoked while the service runs, and asked only after it may be a second late.
+    key = ring.revoke("revoked")
+    assert keyed.wait_for(lambda: httpx.get(f"{keyed.url}/v1/models", headers=bearer(key)).status_code == 401, 5)
+    ring.keys["revoked"] = key
+    sent, leaks = 0, []
+    for path, method, target, headers in _requests(keyed, ring, _routes(_app(ring, tmp_path))):
+        body = b'{"prompt": "x", "max_tokens": 1}' if method == "POST" else b""
+        answer = exchange(keyed.url, raw(method, target, *headers, "Content-Type: application/json", body=body))
+        sent += 1
+        if not _is_refused(answer, path):
+            leaks.append((method, target, headers, answer[:200]))
+    assert sent > 1000 and not leaks, leaks[:5]
+    lines = request_lines(keyed)
+    let_in = {line["route"] for line in lines if line["status"] < 400 and line["key"] is None}
+    assert let_in <= PUBLIC
+    assert {line["key"] for line in lines} <= {None, "revoked"}
+    promise.all_of("S1", "requests of strangers refused", sent - len(leaks), sent)
+
+
+def _requests(keyed: Server, ring: Keyring, routes: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """(path, method, target, headers)"""
+    plain, *forged = _hosts(keyed.url)
+    for method, path in routes:
+        for values in _credentials(ring).values():
+            lines = [[f"Authorization: {value}"] for value in values] or [[]]
+            for line in lines:
+                yield path, method, _filled(path), [*plain, *line]
+            for target in _spellings(_filled(path)):
+                yield path, method, target, [*plain, *lines[0]]
+            for host in forged:
+                yield path, method, _filled(path), [*host, *lines[0]]
+
+
+def _is_refused(answer: bytes, path: str) -> bool:
+    status = status_of(answer)
+    if path in PUBLIC and status in (200, 404):
+        return True  # everybody may ask there
+    # A spelling may be one of something public: then it is that which is served.
+    shows = b"text/html" in answer or b"text/javascript" in answer or b'{"status":' in answer
+    return status in (0, 400, 401, 421) or (status == 200 and shows)
+
+
+def test_a_good_key_opens_every_route(keyed: Server, ring: Keyring, tmp_path: Path) -> None:
+    """So that the refusals above are not those of a service that refuses everything."""
+    good = ring.headers("alice")
+    for method, path in _routes(_app(ring, tmp_path)):
+        body = {"prompt": "x", "max_tokens": 1, "tokens": [5]} if method == "POST" else None
+        answer = httpx.request(method, f"{keyed.url}{_filled(path)}", headers=good, json=body, timeout=30)
+        assert answer.status_code not in (401, 403, 421), (method, path, answer.text)
+    for scheme in ("bearer", "BEARER", "Bearer  "):
+        headers = {"Authorization": f"{scheme} {ring.keys['alice']}"}
+        assert httpx.get(f"{keyed.url}/v1/models", headers=headers).status_code == 200
+    whole = {"prompt": "x", "max_tokens": 1, "stream": False}
+    assert httpx.post(f"{keyed.url}/complete", headers=good, json=whole, timeout=30).status_code == 200
+
+
+def test_the_routes_that_are_open_are_these(ring: Keyring, tmp_path: Path) -> None:
+    app = _app(ring, tmp_path)
+    (gate,) = [m for m in app.user_middleware if m.cls is Gate]
+    assert {route.path for route in gate.kwargs["public"]} == PUBLIC
+    assert all(route.methods <= {"GET", "HEAD"} for route in gate.kwargs["public"])
+    # Nothing of ours passes by the gate: it stands before the router, behind only what refuses more.
+    passed = [m.cls for m in app.user_middleware]
+    assert passed[0] is RequestLog and passed[-1] is Gate
+    assert not public_routes([APIRouter(routes=[Route("/x", lambda _: None)])])
+
+
+def test_a_new_route_asks_for_a_key_whatever_kind_it_is(ring: Keyring, tmp_path: Path) -> None:
+    async def answer(_request: Any = None) -> PlainTextResponse:
+        return PlainTextResponse(SECRET)
+
+    app = _app(ring, tmp_path)
+    router = APIRouter()
+    router.add_api_route("/included", answer)
+    app.include_router(router)
+    app.add_api_route("/api", answer, methods=["GET", "POST"])
+    app.router.routes.append(Route("/plain", answer, methods=["GET"]))
+    app.router.routes.append(Mount("/mounted", routes=[Route("/inside", answer)]))
+    app.router.routes.append(APIRoute("/health/secret", answer))
+
+    async def ask(path: str, headers: dict[str, str], method: str = "GET") -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers)
+
+    for path in ("/included", "/api", "/plain", "/mounted/inside", "/health/secret"):
+        for method in METHODS:
+            refused = asyncio.run(ask(path, {}, method))
+            assert refused.status_code == 401 and SECRET not in refused.text, (method, path)
+        assert asyncio.run(ask(path, ring.headers("alice"))).text == SECRET, path
+
+
+def test_the_key_is_asked_for_before_the_body_is_read(keyed: Server) -> None:
+    """A stranger is answered although the megabyte that was announced never comes."""
+    announced = raw("POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000")
+    answer = exchange(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=2)
+    assert status_of(answer) == 401
+
+
+def test_two_headers_with_a_key_are_none(keyed: Server, ring: Keyring) -> None:
+    good = f"Authorization: Bearer {ring.keys['alice']}"
+    for headers in ((good, "Authorization: Bearer x"), (good, good)):
+        assert status_of(exchange(keyed.url, raw("GET", "/v1/models", "Host: localhost", *headers))) == 401
+
+
+def test_without_the_gate_the_check_above_fails(ring: Keyring, tmp_path: Path) -> None:
+    """The control: the same application without its gate lets a stranger in."""
+    app = _app(ring, tmp_path)
+    app.user_middleware = [m for m in app.user_middleware if m.cls is not Gate]
+    app.add_api_route("/secret", lambda: SECRET)
+
+    async def ask(path: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as client:
+            return await client.get(path)
+
+    assert SECRET in asyncio.run(ask("/secret")).text

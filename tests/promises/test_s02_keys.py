@@ -1,0 +1,224 @@
+"""Several named keys, stored as hashes, compared in constant time, never from a URL, changed without a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import ROOT, Server, stop_server
+from keyed import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
+from promise import Promise
+
+from app import keys as keys_module
+from app.caller import Quota
+from app.key_file import MOST_KEYS, KeysError, add_key, new_key, read_keys, revoke_key, stored
+from app.keys import Keys
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    return Keyring(tmp_path / "keys.json")
+
+
+@pytest.fixture
+def served(tmp_path: Path, weights: Path, ring: Keyring) -> Iterator[Server]:
+    ring.add("alice")
+    running = keyed_server(tmp_path, weights, ring, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def _status(server: Server, key: str) -> int:
+    return httpx.get(f"{server.url}/v1/models", headers=bearer(key)).status_code
+
+
+def test_the_command_line_makes_lists_and_revokes_keys(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.json")
+    made = run_keys("add", "alice", "--keys-file", file, "--days", "30", "--requests-per-minute", "60")
+    key = made.stdout.strip()
+    assert (made.returncode, made.stdout.count("\n")) == (0, 1)
+    assert key.startswith("ink-") and len(key) == 47
+    again = run_keys("add", "bob", "--tokens-per-minute", "9", "--concurrency", "2", INKSTREAM_KEYS_FILE=file)
+    assert again.stdout.strip() not in ("", key)
+    content = Path(file).read_text()
+    assert key not in content and key[4:] not in content and hashlib.sha256(key.encode()).hexdigest() in content
+    assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+    listed = run_keys("list", "--keys-file", file).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == ["NAME", "alice", "bob"]
+    assert key not in listed and "60" in listed
+    assert run_keys("revoke", "alice", "--keys-file", file).returncode == 0
+    assert [stored.name for stored in read_keys(Path(file))] == ["bob"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["add", "alice"], "already"),
+        (["add", "two words"], "64 letters"),
+        (["add", "x" * 65], "64 letters"),
+        (["add", "new\n"], "64 letters"),
+        (["add", "new", "--days", "0"], "above 0"),
+        (["add", "new", "--concurrency", "-1"], "whole number"),
+        (["add", "new", "--tokens-per-minute", "9" * 5000], "whole number"),
+        (["revoke", "nobody"], "no key called"),
+        (["destroy"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_one_line(ring: Keyring, arguments: list[str], words: str) -> None:
+    ring.add("alice")
+    before = ring.file.read_bytes()
+    result = run_keys(*arguments, INKSTREAM_KEYS_FILE=str(ring.file))
+    assert result.returncode == 2 and words in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr and ring.file.read_bytes() == before
+
+
+def test_without_a_file_it_asks_for_one() -> None:
+    result = run_keys("list")
+    assert result.returncode == 2 and "INKSTREAM_KEYS_FILE" in result.stderr
+
+
+def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> None:
+    n = promise.size(8, 40)
+    program = "import sys; from app.cli.keys import main; sys.exit(main(sys.argv[1:]))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, "add", f"key-{i}", "--keys-file", str(ring.file)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+        )
+        for i in range(n)
+    ]
+    made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
+    held = Keys(ring.file)
+    kept = sum(held.caller_of(key.encode()) is not None for key in made)
+    promise.all_of("S2", "keys added at the same time that are kept", kept, n)
+    assert len(set(made)) == n and [p.name for p in ring.file.parent.iterdir()] == ["keys.json"], (
+        "nothing is left behind"
+    )
+
+
+def test_added_and_revoked_keys_count_within_seconds(served: Server, ring: Keyring, promise: Promise) -> None:
+    late = []
+    for name in ("bob", "carol"):
+        key = ring.add(name)
+        began = time.monotonic()
+        assert served.wait_for(lambda key=key: _status(served, key) == 200, 5)
+        late.append(time.monotonic() - began)
+        ring.revoke(name)
+        began = time.monotonic()
+        assert served.wait_for(lambda key=key: _status(served, key) == 401, 5)
+        late.append(time.monotonic() - began)
+    promise.at_most("S2", "seconds until a key is known or revoked", max(late), target=1.5, floor=3, unit="s", n=4)
+
+
+def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring: Keyring) -> None:
+    good, alice = ring.file.read_bytes(), ring.keys["alice"]
+
+    def told() -> int:
+        return sum("keys stay" in line["message"] for line in log_lines(served))
+
+    damages: list[Callable[[], object]] = [
+        lambda: ring.file.write_text("{"),
+        lambda: ring.file.write_text("[" * 100_000),
+        lambda: (ring.file.write_bytes(good), ring.file.chmod(0o640)),
+        ring.file.unlink,
+    ]
+    for count, damage in enumerate(damages, 1):
+        damage()
+        assert served.wait_for(lambda count=count: _status(served, alice) == 200 and told() == count, 5)
+    time.sleep(1.2)
+    assert _status(served, alice) == 200 and told() == len(damages)
+    assert _status(served, "ink-other") == 401
+
+
+def test_revoking_the_last_key_lets_nobody_in(served: Server, ring: Keyring) -> None:
+    key = ring.revoke("alice")
+    assert served.wait_for(lambda: _status(served, key) == 401, 5)
+    assert httpx.get(f"{served.url}/v1/models").status_code == 401
+
+
+def test_a_key_in_a_url_is_no_key(served: Server, ring: Keyring) -> None:
+    key = ring.keys["alice"]
+    for query in (f"api_key={key}", f"key={key}", f"token={key}", f"Authorization=Bearer%20{key}"):
+        assert status_of(exchange(served.url, raw("GET", f"/v1/models?{query}", "Host: localhost"))) == 401
+    user = raw("GET", f"http://{key}:{key}@localhost/v1/models", "Host: localhost")
+    assert status_of(exchange(served.url, user)) in (400, 401)
+    for header in (f"X-Api-Key: {key}", f"Cookie: key={key}", f"Proxy-Authorization: Bearer {key}", f"Api-Key: {key}"):
+        assert status_of(exchange(served.url, raw("GET", "/v1/models", "Host: localhost", header))) == 401
+
+
+def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No early end: the first, the last and an unknown key take the same comparisons, each in constant time."""
+    made = [ring.add(f"key-{i}") for i in range(20)]
+    compared: list[tuple[bytes, bytes]] = []
+    really = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return really(a, b)
+
+    held = Keys(ring.file)
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
+    for key, name in ((made[0], "key-0"), (made[-1], "key-19"), ("ink-unknown", None), ("", None)):
+        compared.clear()
+        found = held.caller_of(key.encode())
+        assert (found and found.name) == name
+        assert len(compared) == 20 and all(len(a) == len(b) == 32 for a, b in compared)
+
+
+def test_a_caller_is_made_of_the_key_alone(ring: Keyring) -> None:
+    key = ring.add("alice", requests_per_minute=5, tokens_per_minute=6, concurrency=7)
+    other = ring.add("other")
+    caller = Keys(ring.file).caller_of(key.encode())
+    assert caller and caller.name == "alice"
+    assert caller.quota == Quota(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
+    again = Keys(ring.file).caller_of(key.encode())
+    assert again and again.salt == caller.salt, "the same after a restart"
+    salts = {caller.salt, Keys(ring.file).caller_of(other.encode()).salt}  # type: ignore[union-attr]
+    assert len(salts) == 2 and all(len(salt) == 64 for salt in salts)
+    assert caller.salt not in ring.file.read_text()
+
+
+def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = new_key()
+    add_key(ring.file, stored(key, "alice", days=1))
+    held = Keys(ring.file)
+    assert held.caller_of(key.encode())
+    later = datetime.now(UTC) + timedelta(days=1, seconds=1)
+    monkeypatch.setattr(keys_module.time, "time", later.timestamp)
+    assert held.caller_of(key.encode()) is None
+
+
+def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
+    key = {"name": "a", "sha256": "0" * 64, "created": "2026-01-01T00:00:00Z"}
+    wrong: list[dict[str, object]] = [
+        {**key, "sha256": "0" * 63}, {**key, "sha256": "G" * 64}, {**key, "name": "a b"}, {**key, "name": "a\n"},
+        {**key, "created": "2026-01-01T00:00:00"}, {**key, "concurrency": -1}, {**key, "admin": True},
+    ]  # fmt: skip
+    files = [[one] for one in wrong] + [[key, key], [{**key, "name": f"k{i}"} for i in range(MOST_KEYS + 1)]]
+    path = tmp_path / "keys.json"
+    path.touch(mode=0o600)
+    texts = [json.dumps({"keys": keys}) for keys in files]
+    texts += ["", "{", "\0", "[" * 100_000, '{"keys": {}}', '{"keys": [], "more": 1}']
+    for number, text in enumerate(texts):
+        path.write_text(text)
+        with pytest.raises(KeysError) as error:
+            read_keys(path)
+        assert "\n" not in str(error.value), number
+    path.write_text(json.dumps({"keys": [key]}))
+    assert [stored.name for stored in read_keys(path)] == ["a"]
+    with pytest.raises(KeysError, match="not a regular file"):
+        read_keys(tmp_path)
+    with pytest.raises(KeysError, match="no key called"):
+        revoke_key(path, "b")

@@ -1,0 +1,102 @@
+"""Without keys the service listens on loopback only, and keys that others can read are no keys."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import ROOT, start_server, stop_server
+from keyed import Keyring, keyed_server
+from promise import Promise
+
+from app import logs
+from app.cli.serve import main as serve_verb
+
+
+def _serve(weights: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | variables
+    command = [sys.executable, "-m", "app", "serve", "--weights", str(weights), "--port", "0", *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loggers of this process stay pytest's."""
+    monkeypatch.setattr(logs, "set_up", lambda _level, _how: None)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_strangers_are_kept_out_where_no_key_is_set(
+    tmp_path: Path, weights: Path, promise: Promise, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = Keyring(tmp_path / "empty.json")
+    empty.add("gone")
+    empty.revoke("gone")
+    readable = Keyring(tmp_path / "readable.json")
+    readable.add("alice")
+    readable.file.chmod(0o604)
+    damaged = tmp_path / "damaged.json"
+    damaged.touch(mode=0o600)
+    away = tmp_path / "away.json"
+    everywhere = ["--host", "0.0.0.0"]
+    cases = [
+        (everywhere, "--keys-file"),
+        (["--host", "::"], "--keys-file"),
+        ([*everywhere, "--keys-file", str(empty.file)], "no key protects"),
+        ([*everywhere, "--keys-file", str(readable.file)], f"chmod 600 {readable.file}"),
+        (["--keys-file", str(readable.file)], f"chmod 600 {readable.file}"),
+        (["--insecure-no-auth", "--keys-file", str(readable.file)], f"chmod 600 {readable.file}"),
+        (["--keys-file", str(away)], "keys add NAME"),
+        (["--keys-file", str(damaged)], "damaged"),
+        (["--keys-file", str(tmp_path)], "not a regular file"),
+        (["--allowed-hosts", "https://a.example"], "without scheme"),
+        (["--allow-origin", "*"], "is no origin"),
+        (["--allow-origin", "https://a.example/"], "no path"),
+    ]
+    refused = 0
+    for flags, words in cases:
+        # In this process, up to where it would listen: a start takes a second.
+        assert serve_verb(["--weights", str(weights), "--port", "0", *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line, (flags, line)
+        refused += 1
+    result = _serve(weights, *everywhere)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    promise.all_of("S3", "starts refused that would let strangers in", refused, len(cases))
+
+
+@pytest.mark.parametrize("how", ["keys", "insecure"])
+def test_it_listens_everywhere_with_keys_or_where_that_is_said(tmp_path: Path, weights: Path, how: str) -> None:
+    ring = Keyring(tmp_path / "keys.json")
+    ring.add("alice")
+    if how == "keys":
+        server = keyed_server(tmp_path, weights, ring, "--host", "0.0.0.0", wait=False, fake_ms=1)
+    else:
+        server = start_server(tmp_path, weights, "--host", "0.0.0.0", "--insecure-no-auth", wait=False, fake_ms=1)
+    try:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert server.wait_for(lambda: httpx.get(f"{url}/health").status_code == 200, 30)
+        assert httpx.get(f"{url}/v1/models").status_code == (401 if how == "keys" else 200)
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_file_without_keys_lets_nobody_in(tmp_path: Path, weights: Path) -> None:
+    """On loopback it may be the beginning: the first key counts as soon as it is there."""
+    ring = Keyring(tmp_path / "keys.json")
+    ring.add("gone")
+    gone = ring.headers("gone")
+    ring.revoke("gone")
+    server = keyed_server(tmp_path, weights, ring, fake_ms=1)
+    try:
+        for headers in ({}, gone):
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+        ring.add("alice")
+        headers = ring.headers("alice")
+        assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200, 5)
+    finally:
+        assert stop_server(server) == 0

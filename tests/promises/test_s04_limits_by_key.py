@@ -1,0 +1,88 @@
+"""Each key has limits of its own, and one key's flood does not keep another's first token back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import open_loop
+import pytest
+from conftest import Server, start_server
+from open_loop import Plan
+from promise import Promise
+
+_SLOTS, _STEP = 16, 0.005
+_CALLERS = {name: {} for name in ("flood", "guest")} | {"limited": {"concurrency": 12}}
+_GUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
+_FLOOD = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
+_RATE = 8.0
+"""Of the guest: a tenth of what the service could do for it."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    """Three callers."""
+    running = start_server(
+        tmp_path_factory.mktemp("s4"),
+        weights,
+        *("--max-running", str(_SLOTS), "--max-waiting", "2048"),
+        fake_ms=_STEP * 1e3,
+        environment={"CALLERS": json.dumps(_CALLERS)},
+    )
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+def _visit(server: Server, seconds: float, name: str) -> list[float]:
+    """Seconds to each first token of the guest."""
+    header = (("X-Caller", name),)
+    plan = Plan(url=server.url, bodies=(_GUEST,), headers=header, rate=_RATE, seconds=seconds)
+    outcomes = open_loop.run(plan)
+    assert all(o.is_good for o in outcomes), open_loop.summary(outcomes)
+    return [o.first_token for o in outcomes if o.first_token is not None]
+
+
+def _flood(server: Server, name: str, requests: int, seconds: float) -> AbstractContextManager[open_loop.Load]:
+    """All at once."""
+    header = (("X-Caller", name),)
+    plan = Plan(url=server.url, bodies=(_FLOOD,), headers=header, rate=400, seconds=10, most=requests, patience=seconds)
+    return open_loop.started(plan)
+
+
+def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(server: Server, promise: Promise) -> None:
+    seconds = promise.size(5, 20)
+    alone = open_loop.spread(_visit(server, seconds, "guest"))
+    with _flood(server, "flood", 1000, seconds + 20):
+        assert server.wait_for(lambda: server.metric("requests_waiting") > 900, 15)
+        beside = open_loop.spread(_visit(server, seconds, "guest"))
+        assert server.metric("requests_waiting") > 500
+    # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
+    ratio = beside.p99 / max(alone.p99, 0.02)
+    promise.at_most(
+        "S4", "first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=beside.n
+    )
+
+
+def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:
+    """Positive control: the same flood by the same caller."""
+    assert server.wait_for(lambda: server.metric("requests_waiting") == 0, 15)
+    with _flood(server, "", 400, 20):
+        assert server.wait_for(lambda: server.metric("requests_waiting") > 300, 15)
+        plan = Plan(url=server.url, bodies=(_GUEST,), rate=_RATE, seconds=1, patience=2)
+        waited = [o.first_token or 99 for o in open_loop.run(plan)]
+    assert open_loop.spread(waited).p50 > 0.5
+
+
+def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server, promise: Promise) -> None:
+    assert server.wait_for(lambda: server.metric("requests_waiting") + server.metric("requests_running") == 0, 15)
+    with _flood(server, "limited", 60, 5) as load:
+        most, end = 0.0, time.monotonic() + 1.5
+        while time.monotonic() < end:
+            most = max(most, server.metric("requests_running") + server.metric("requests_waiting"))
+        told = open_loop.summary(load.outcomes())
+    assert set(told.statuses) == {200, 429} and told.good >= 12
+    promise.at_most("S4", "requests at a time of a key that may have 12", most, target=12, n=told.offered)

@@ -1,0 +1,140 @@
+"""S5: Headers, URL, body, prompt and every list have a limit: what is at the limit is served, what is above refused.
+
+Each is tried at its limit, one above, and at a thousand times the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from raw import connect, error_of, get, post, read_all, read_answer, status_of
+
+HEADERS, URL, BODY, COUNT = 16384, 8192, 1 << 20, 100
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Any:
+    """A service with the default limits."""
+    server = start_server(tmp_path_factory.mktemp("limits"), weights, fake_ms=1)
+    yield server
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _say(server: Server, data: bytes) -> bytes:
+    with connect(server) as connection:
+        try:
+            connection.sendall(data)
+            return read_answer(connection)
+        except (
+            BrokenPipeError,
+            ConnectionResetError,
+        ):  # it closed while we were still sending a thousand times too much
+            return b""
+
+
+def _headers(size: int) -> bytes:
+    """A GET whose headers have `size` bytes as the service counts them: name, value, and four more each."""
+    lines = ["Connection: close"]
+    left = size - len("Host: x\r\n") - len("Connection: close\r\n") - 1 * 0 - len("X-A: \r\n")
+    return get("/health/live", *lines, f"X-A: {'x' * left}")
+
+
+def _url(size: int) -> bytes:
+    return get("/health/live?" + "x" * (size - len("/health/live?")), "Connection: close")
+
+
+def _count(size: int) -> bytes:
+    return get("/health/live", "Connection: close", *[f"X-{i}: 1" for i in range(size - 2)])
+
+
+def _body(size: int) -> bytes:
+    empty = json.dumps({"prompt": "a", "max_tokens": 1, "stream": False, "truncate_prompt_tokens": 5})
+    body = {**json.loads(empty), "prompt": "a" * (size - len(empty) + 1)}
+    return post(body, "/complete", "Connection: close")
+
+
+@pytest.mark.parametrize(
+    ("make", "limit", "refused"),
+    [(_headers, HEADERS, 431), (_url, URL, 414), (_count, COUNT, 431), (_body, BODY, 413)],
+)
+def test_bytes_at_the_limit_are_served_and_above_it_refused(
+    fake: Server, promise: Promise, make: Callable[[int], bytes], limit: int, refused: int
+) -> None:
+    served = status_of(_say(fake, make(limit)))
+    above = _say(fake, make(limit + 1))
+    far_above = [_say(fake, make(times * limit)) for times in (10, 1000 if limit < BODY else 50)]
+    assert served == 200
+    assert status_of(above) == refused and error_of(above)["type"] == "invalid_request_error"
+    assert status_of(far_above[0]) == refused
+    assert status_of(far_above[1]) in (refused, 0), "a thousand times too much may be closed instead"
+    good = (served == 200) + (status_of(above) == refused) + all(status_of(a) in (refused, 0) for a in far_above)
+    promise.all_of("S5", f"limit of {make.__name__[1:]} at, above, far above", good, 3)
+
+
+LISTS: list[tuple[str, Any, Any]] = [
+    ("stop", ["a"] * 16, ["a"] * 17),
+    ("stop", ["a" * 256], ["a" * 257]),
+    ("stop_token_ids", [70] * 64, [70] * 65),
+    ("logit_bias", {str(i): 1 for i in range(300)}, {str(i): 1 for i in range(301)}),
+    ("n", 16, 17),
+    ("logprobs", 20, 21),
+    ("user", "u" * 64, "u" * 65),
+    ("request_id", "u" * 64, "u" * 65),
+]
+
+
+def _status(server: Server, **fields: Any) -> int:
+    body = {"prompt": "a", "max_tokens": 1, "stream": False, **fields}
+    answer = _say(server, post(body, "/complete", "Connection: close"))
+    if status_of(answer) >= 400:
+        assert error_of(answer)["param"]
+    return status_of(answer)
+
+
+@pytest.mark.parametrize(("name", "most", "more"), LISTS, ids=[f"{row[0]}-{i}" for i, row in enumerate(LISTS)])
+def test_lists_and_numbers_at_the_limit_are_served_and_above_it_refused(
+    fake: Server, promise: Promise, name: str, most: Any, more: Any
+) -> None:
+    far = most * 1000 if isinstance(most, int | str | list) else {str(i): 1 for i in range(300_000 // 10)}
+    statuses = [_status(fake, **{name: value}) for value in (most, more, far)]
+    assert statuses[0] == 200 and set(statuses[1:]) == {400}, statuses
+    promise.all_of("S5", f"limit of {name} at, above, far above", 3, 3)
+
+
+def test_a_prompt_that_is_one_token_too_long_is_told_both_numbers(fake: Server) -> None:
+    answer = _say(fake, post({"prompt": [70] * 8193, "stream": False}, "/complete", "Connection: close"))
+    error = error_of(answer)
+    assert (status_of(answer), error["code"]) == (400, "context_length_exceeded")
+    assert (error["prompt_tokens"], error["max_model_len"]) == (8193, 8192)
+
+
+def test_one_endless_header_or_trailer_or_chunk_extension_is_refused(fake: Server) -> None:
+    chunked = (
+        b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    for endless in (
+        b"GET / HTTP/1.1\r\nX: ",
+        b"GET /",
+        b"GET / HTTP/1.1\r\n",
+        b"\r\n",
+        chunked + b"2\r\n{}\r\n0\r\nX: ",
+        chunked + b"2;",
+    ):
+        with connect(fake) as connection:
+            try:
+                connection.sendall(endless)
+                time.sleep(0.05)  # what comes in the same piece as a body counts as that
+                for _ in range(100):
+                    connection.sendall(b"\r\n" * 500 if endless == b"\r\n" else b"x" * 1000)
+            except (BrokenPipeError, ConnectionResetError):
+                continue
+            said = read_all(connection)
+            assert 400 <= status_of(said) < 500, (endless, said)

@@ -1,0 +1,108 @@
+"""No page of another origin can read an answer or start a completion, unless its origin was allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from keyed import Keyring, exchange, keyed_server, raw, request_lines, status_of
+from promise import Promise
+
+from app.api.fields import SamplingFields
+
+ALLOWED, OTHER = "https://notes.example", "https://evil.example"
+FORMS = (
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+    "text/plain",
+    "text/plain; a=application/json",
+)
+"""What a form or a script can send to another origin without asking first."""
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
+    folder = tmp_path_factory.mktemp("opened")
+    ring = Keyring(folder / "keys.json")
+    ring.add("alice")
+    origins = f"{ALLOWED},http://localhost:3000"
+    running = keyed_server(folder, weights, ring, "--allow-origin", origins, fake_ms=1)
+    yield running, ring
+    assert stop_server(running) == 0
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    running = start_server(tmp_path_factory.mktemp("closed"), weights, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def _preflight(server: Server, origin: str, *, method: str = "POST", headers: str = "content-type") -> httpx.Response:
+    asked = {"Origin": origin, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": headers}
+    return httpx.request("OPTIONS", f"{server.url}/complete", headers=asked)
+
+
+def _opens(answer: httpx.Response) -> set[str]:
+    return {name for name in answer.headers if name.startswith("access-control-")}
+
+
+def test_nothing_is_open_unless_it_was_opened(closed: Server) -> None:
+    for origin in (OTHER, ALLOWED, "null", "http://localhost:8000", closed.url):
+        answers = [
+            _preflight(closed, origin),
+            httpx.get(f"{closed.url}/v1/models", headers={"Origin": origin}),
+            httpx.post(f"{closed.url}/complete", headers={"Origin": origin}, json={"prompt": "x", "max_tokens": 1}),
+        ]
+        assert [_opens(answer) for answer in answers] == [set()] * 3, origin
+        assert answers[0].status_code == 405
+
+
+def test_no_form_of_another_site_can_start_a_completion(closed: Server, promise: Promise) -> None:
+    """What a browser sends without a preflight is refused unread, whatever is in it."""
+    json_body, refused, tried = b'{"prompt": "x", "max_tokens": 1}', 0, 0
+    for path in ("/complete", "/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
+        for kind in (*FORMS, None):
+            headers = ["Host: localhost", f"Origin: {OTHER}", *([f"Content-Type: {kind}"] if kind else [])]
+            status = status_of(exchange(closed.url, raw("POST", path, *headers, body=json_body)))
+            tried += 1
+            refused += status == 415
+    promise.all_of("S9", "posts of forms refused", refused, tried)
+    assert not any(line["outcome"] in ("length", "stop") for line in request_lines(closed) if line["status"] == 415)
+    assert SamplingFields.model_fields, "bodies are JSON objects with fields; no route takes a query for them"
+
+
+def test_an_allowed_origin_is_answered_and_no_other(opened: tuple[Server, Keyring], promise: Promise) -> None:
+    server, ring = opened
+    for origin in (ALLOWED, "http://localhost:3000"):
+        answer = _preflight(server, origin, headers="authorization, content-type, last-event-id")
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+        assert "Origin" in answer.headers["vary"]
+        allowed = answer.headers["access-control-allow-headers"].lower()
+        assert all(name in allowed for name in ("authorization", "content-type", "last-event-id"))
+        assert "access-control-allow-credentials" not in answer.headers
+    near = ["https://notes.example.evil.example", "https://evilnotes.example", "http://notes.example", "https://NOTES.example",
+            "https://notes.example:8443", "https://notes.example/", "null", "*", "", f"{ALLOWED},{OTHER}"]  # fmt: skip
+    refused = 0
+    for origin in near:
+        answer = _preflight(server, origin)
+        assert answer.status_code == 403 and answer.json()["error"]["type"] == "permission_error", origin
+        refused += "access-control-allow-origin" not in answer.headers
+        read = httpx.get(f"{server.url}/v1/models", headers={"Origin": origin, **ring.headers("alice")})
+        assert "access-control-allow-origin" not in read.headers, origin
+    promise.all_of("S9", "other origins kept out", refused, len(near))
+    assert _preflight(server, ALLOWED, method="PATCH").status_code == 400
+
+
+def test_a_page_of_an_allowed_origin_can_read_answers_and_refusals(opened: tuple[Server, Keyring]) -> None:
+    server, ring = opened
+    body = {"prompt": "x", "max_tokens": 1}
+    for headers, status in ((ring.headers("alice"), 200), ({}, 401)):
+        answer = httpx.post(f"{server.url}/complete", headers={"Origin": ALLOWED, **headers}, json=body, timeout=30)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == ALLOWED
+        exposed = answer.headers["access-control-expose-headers"].lower()
+        assert "x-request-id" in exposed and "retry-after" in exposed

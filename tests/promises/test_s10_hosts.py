@@ -1,0 +1,138 @@
+"""Requests under a name that a stranger may own are refused, so that no page can rebind its name to the service.
+
+Advisories: Ollama CVE-2024-28224 (a page in the browser used the service of its own machine through DNS rebinding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Server, start_server, stop_server
+from keyed import exchange, raw, status_of
+from promise import Promise
+from test_s01_deny_by_default import PUBLIC
+
+OURS = [
+    "localhost",
+    "LOCALHOST:80",
+    "127.0.0.1",
+    "127.0.0.1:8000",
+    "[::1]",
+    "[::1]:8000",
+    "192.168.1.7",
+    "a.localhost",
+    "inkstream",
+]
+OURS += [
+    "inkstream:8000",
+    "ink_stream",
+    "localhost.",
+    "ink.example",
+    "INK.example:443",
+    "ink.example.",
+    "other.example",
+]
+STRANGE = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "ink.example.evil.example",
+]
+STRANGE += [
+    "evilink.example",
+    "www.ink.example",
+    "127.1",
+    "0x7f.1",
+    "evil.localhost.example",
+    "xn--nk-zja.example",
+    "e.v.i.l",
+]
+BROKEN = [
+    "",
+    " ",
+    "a b",
+    "localhost/health",
+    "localhost@evil.example",
+    "evil.example@localhost",
+    "local\thost",
+    "[::1",
+    "::1",
+]
+BROKEN += [
+    "[evil.example]",
+    "localhost:port",
+    "localhost:80:80",
+    "localhost,evil.example",
+    "evil.example#",
+    "\xe9.example",
+    "a" * 300,
+]
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    flags = ("--allowed-hosts", "ink.example, Other.Example")
+    running = start_server(tmp_path_factory.mktemp("named"), weights, *flags, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def test_only_names_that_no_stranger_can_have_are_answered(named: Server, promise: Promise) -> None:
+    cases = [(host, 200) for host in OURS] + [(host, 421) for host in STRANGE] + [(host, 400) for host in BROKEN]
+    good = 0
+    for host, expected in cases:
+        answer = exchange(named.url, raw("GET", "/v1/models", f"Host: {host}"))
+        assert status_of(answer) == expected, (host, answer)
+        good += 1
+    promise.all_of("S10", "Host headers judged right", good, len(cases))
+
+
+def test_no_route_is_an_exception(named: Server) -> None:
+    for path in [*sorted(PUBLIC), "/docs", "/openapi.json", "/metrics", "/nothing"]:
+        answer = exchange(named.url, raw("GET", path, "Host: evil.example"))
+        assert status_of(answer) == 421, path
+        assert b"--allowed-hosts evil.example" in answer
+    body = b'{"prompt": "x"}'
+    posted = raw("POST", "/complete", "Host: evil.example", "Content-Type: application/json", body=body)
+    assert status_of(exchange(named.url, posted)) == 421
+
+
+def test_one_host_no_less_and_no_more(named: Server) -> None:
+    assert status_of(exchange(named.url, raw("GET", "/health"))) == 400
+    for second in ("localhost", "evil.example"):
+        assert status_of(exchange(named.url, raw("GET", "/health", "Host: localhost", f"Host: {second}"))) == 400
+    old = exchange(named.url, b"GET /health HTTP/1.0\r\n\r\n")
+    assert status_of(old.replace(b"HTTP/1.0", b"HTTP/1.1", 1)) == 200, "HTTP/1.0 knows no Host"
+
+
+def test_other_headers_and_targets_do_not_speak_for_the_host(named: Server) -> None:
+    """A proxy that wants to be believed passes the name on as Host."""
+    forged = [
+        "X-Forwarded-Host: localhost",
+        "Forwarded: host=localhost",
+        "X-Host: localhost",
+        "X-Original-Host: localhost",
+    ]
+    for header in forged:
+        assert status_of(exchange(named.url, raw("GET", "/health", "Host: evil.example", header))) == 421
+    absolute = exchange(named.url, raw("GET", "http://localhost/health", "Host: evil.example"))
+    assert status_of(absolute) == 421
+
+
+def test_a_forged_host_is_never_sent_back_as_an_address(named: Server) -> None:
+    """No redirect: its target would be made of the Host header."""
+    for path in ("/complete/", "/health/", "//health", "/v1/models/"):
+        answer = exchange(named.url, raw("GET", path, "Host: other.example"))
+        assert b"location:" not in answer.lower() and not 300 <= status_of(answer) < 400
+
+
+def test_a_page_under_a_rebound_name_would_be_answered_without_the_list(tmp_path: Path, weights: Path) -> None:
+    """The control: a service whose list lets the name in answers it."""
+    server = start_server(tmp_path, weights, "--allowed-hosts", "evil.example", fake_ms=1)
+    try:
+        assert status_of(exchange(server.url, raw("GET", "/v1/models", "Host: evil.example"))) == 200
+    finally:
+        assert stop_server(server) == 0

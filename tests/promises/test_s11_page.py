@@ -1,0 +1,194 @@
+"""The page runs nothing but its own files and shows what a model writes as text, whatever it looks like."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import ROOT, Server, stop_server
+from keyed import Keyring, keyed_server
+from promise import Promise
+
+WEB = ROOT / "app/web"
+WRITES_MARKUP = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|setHTML|DOMParser|createContextualFragment|srcdoc"
+    r"|\beval\b|new Function|setTimeout\(\s*[\"'`]|setInterval\(\s*[\"'`]|javascript:"
+    r"|\.setAttribute\(\s*[\"'`]on|import\(\s*[^\"'`]"
+)
+POLICY = {
+    "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'",
+    "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+}  # fmt: skip
+HOSTILE = [
+    "<script>window.pwned = 1</script>",
+    '<img src=x onerror="window.pwned = 1">',
+    "</textarea><svg onload=window.pwned=1>",
+    "<iframe srcdoc='<script>parent.pwned=1</script>'>",
+    "javascript:window.pwned=1",
+    "{{constructor.constructor('window.pwned=1')()}}",
+    "]]><!--</style><script>window.pwned=1</script>",
+    "<math><mtext><table><mglyph><style><img src=x onerror=window.pwned=1>",
+    "<link rel=stylesheet href=//evil.example><base href=//evil.example>",
+    "\u202e<a href='//evil.example' autofocus onfocus=window.pwned=1>",
+]
+
+
+def test_no_script_of_the_page_writes_markup(promise: Promise) -> None:
+    scripts = sorted(WEB.glob("*.js"))
+    clean = [path for path in scripts if not WRITES_MARKUP.search(path.read_text())]
+    promise.all_of("S11", "scripts of the page that write text only", len(clean), len(scripts))
+    assert len(scripts) > 5
+    for page in WEB.glob("*.html"):
+        text = page.read_text()
+        assert not re.search(r"\son[a-z]+\s*=|<script(?![^>]*\ssrc=\")|\sstyle=|https?://(?!www\.w3\.org/)", text), page
+    for sheet in WEB.glob("*.css"):
+        assert not re.search(r"@import|url\(\s*['\"]?(https?:)?//|expression\(", sheet.read_text()), sheet
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["e.innerHTML = text", "document.write(x)", "new Function(x)", "setTimeout('x')", "e.setAttribute('onclick', x)"],
+)
+def test_the_check_of_scripts_finds_what_it_looks_for(line: str) -> None:
+    """The control."""
+    assert WRITES_MARKUP.search(line)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
+    folder = tmp_path_factory.mktemp("served")
+    ring = Keyring(folder / "keys.json")
+    ring.add("alice")
+    running = keyed_server(folder, weights, ring, fake_ms=1)
+    yield running, ring
+    assert stop_server(running) == 0
+
+
+def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyring]) -> None:
+    server, ring = served
+    paths = ["/", "/docs", *(f"/web/{path.name}" for path in WEB.iterdir() if path.suffix in (".js", ".css"))]
+    for path in paths:
+        headers = httpx.get(f"{server.url}{path}", headers=ring.headers("alice")).headers
+        assert set(headers["content-security-policy"].split("; ")) == POLICY, path
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+    # What is no page is never taken for one either.
+    refused = httpx.get(f"{server.url}/<script>", headers=ring.headers("alice"))
+    assert (
+        refused.headers["content-type"] == "application/json" and refused.headers["x-content-type-options"] == "nosniff"
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
+    chromium = shutil.which("chromium") or pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Any, served: tuple[Server, Keyring]) -> Iterator[Any]:
+    """A visitor whose page has a key already."""
+    server, ring = served
+    context = browser.new_context(base_url=server.url)
+    context.set_default_timeout(10_000)
+    context.add_init_script(f"sessionStorage.setItem('inkstream.key', {ring.keys['alice']!r})")
+    page = context.new_page()
+    page.goto("/")
+    yield page
+    context.close()
+
+
+def test_hostile_text_is_text(page: Any, promise: Promise) -> None:
+    """As the model's words, its name, an error's words, and what a reload finds."""
+    asked: list[str] = []
+    bodies: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.route("**/complete", lambda route: route.fulfill(content_type="text/event-stream", body=bodies[-1]))
+    harmless = 0
+    for text in HOSTILE:
+        start = {"seed": 1, "model": text, "weights_version": text, "settings": {"temperature": text}}
+        events = [("start", start), ("token", {"text": text}), ("error", {"error": {"message": text}})]
+        events_text = (f"id: r:{i}\nevent: {n}\ndata: {json.dumps(d)}\n\n" for i, (n, d) in enumerate(events))
+        bodies.append("".join(events_text))
+        page.locator("#document").fill("")
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#document:not([readonly])").wait_for()
+        assert page.locator("#document").input_value() == text
+        assert page.locator("#status").text_content() == f"Error: {text}"
+        page.reload()
+        assert page.locator("#document").input_value() == text
+        harmless += page.evaluate("() => window.pwned === undefined && document.scripts.length === 1")
+    promise.all_of("S11", "hostile texts shown as text", harmless, len(HOSTILE))
+    assert not [url for url in asked if "evil.example" in url]
+
+
+def test_a_page_that_asks_for_a_key_sends_it_and_never_shows_it(browser: Any, served: tuple[Server, Keyring]) -> None:
+    server, ring = served
+    context = browser.new_context(base_url=server.url)
+    context.set_default_timeout(10_000)
+    page, asked = context.new_page(), []
+    page.on("request", lambda request: asked.append(request))
+    page.goto("/")
+    page.locator("#key-form").wait_for(state="visible")
+    page.locator("#key").fill("ink-wrong")
+    page.get_by_role("button", name="Use this key").click()
+    page.locator("#key-form").wait_for(state="visible")
+    page.locator("#key").fill("no k\u00e9y")
+    page.get_by_role("button", name="Use this key").click()
+    assert "A key is one word" in page.locator("#status").text_content()
+    page.locator("#key").fill(f" {ring.keys['alice']}\n")
+    page.get_by_role("button", name="Use this key").click()
+    page.locator("#model", has_text="tiny").wait_for()
+    page.locator("#max-tokens").fill("4")
+    page.get_by_role("button", name="Generate").click()
+    page.locator('#status[data-state="done"]').wait_for()
+    assert page.locator("#key-form").is_hidden()
+    assert asked[-1].headers["authorization"] == f"Bearer {ring.keys['alice']}"
+    assert not [request.url for request in asked if "ink-" in request.url]
+    assert ring.keys["alice"] not in page.content() + json.dumps(page.evaluate("() => ({...localStorage})"))
+    page.reload()
+    page.locator("#model", has_text="tiny").wait_for()
+    other = context.new_page()  # another tab knows nothing of it
+    other.goto("/")
+    other.locator("#key-form").wait_for(state="visible")
+    context.close()
+
+
+def test_an_expired_key_is_asked_for_again_and_no_text_is_lost(browser: Any, served: tuple[Server, Keyring]) -> None:
+    server, ring = served
+    ring.add("visitor")
+    context = browser.new_context(base_url=server.url)
+    context.set_default_timeout(10_000)
+    page = context.new_page()
+    assert server.wait_for(
+        lambda: httpx.get(f"{server.url}/v1/models", headers=ring.headers("visitor")).status_code == 200
+    )
+    context.add_init_script(
+        f"sessionStorage.getItem('inkstream.key') ?? sessionStorage.setItem('inkstream.key', {ring.keys['visitor']!r})"
+    )
+    page.goto("/")
+    page.locator("#model", has_text="tiny").wait_for()
+    key = ring.revoke("visitor")
+    gone = {"Authorization": f"Bearer {key}"}
+    assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=gone).status_code == 401)
+    page.locator("#document").fill("what I wrote")
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#key-form").wait_for(state="visible")
+    assert page.locator("#document").input_value() == "what I wrote"
+    page.locator("#key").fill(ring.keys["alice"])
+    page.locator("#key").press("Enter")
+    page.locator("#max-tokens").fill("2")
+    page.get_by_role("button", name="Generate").click()
+    page.locator('#status[data-state="done"]').wait_for()
+    assert page.locator("#document").input_value().startswith("what I wrote")
+    context.close()

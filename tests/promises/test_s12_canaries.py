@@ -1,0 +1,258 @@
+"""What callers send never reaches a log, a metric or another's answer: prompts, texts, schemas, keys, headers, URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from arming import Faults
+from conftest import Server, stop_server
+from keyed import Keyring, exchange, keyed_server, log_lines, raw
+from promise import Promise
+
+from app import logs
+from app.api.request_log import RequestLog
+
+_DOORS = ("/complete", "/v1/completions")
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring, Faults]]:
+    folder = tmp_path_factory.mktemp("watched")
+    ring, faults = Keyring(folder / "keys.json"), Faults(folder / "faults")
+    for name in ("alice", "bob"):
+        ring.add(name)
+    running = keyed_server(folder, weights, ring, "--log-level", "debug", fake_ms=1, environment=faults.environment)
+    yield running, ring, faults
+    assert stop_server(running) == 0
+
+
+class Canaries:
+    """Makes words that stand nowhere else, and finds them again, also as escapes."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def new(self) -> str:
+        self.made.append(f"canary{secrets.token_hex(6)}")
+        return self.made[-1]
+
+    def found_in(self, text: str) -> list[str]:
+        return [canary for canary in self.made if canary in text]
+
+
+def _bodies(canary: Canaries) -> list[dict[str, Any]]:
+    """Requests with a canary wherever text may stand, right and wrong ones."""
+    new = canary.new
+    base = {"max_tokens": 2, "stream": False}
+    return [
+        {**base, "prompt": new(), "stop": [new(), new()], "echo": True},
+        {**base, "prompt": [new(), new()], "n": 2},
+        {**base, "prompt": f"{new()}\n\x1b[31m{new()}\u2028{new()}"},
+        {**base, "prompt": new(), "regex": f"({new()}|[a-z]+"},
+        {**base, "prompt": new(), "regex": new(), "max_tokens": 0},
+        {**base, "prompt": new(), "json_schema": {"type": new(), "properties": {new(): {"$ref": f"#/{new()}"}}}},
+        {**base, "prompt": new(), "grammar": f"start: {new()}"},
+        {**base, "prompt": new(), "suffix": new()},
+        {**base, "prompt": new(), "source": new()},
+        {**base, "prompt": {new(): new()}},
+        {**base, "prompt": [new(), 5]},
+        {**base, "prompt": new(), "max_tokens": new()},
+        {**base, "prompt": new(), "logit_bias": {new(): 5}},
+        {**base, "prompt": new(), "user": f"{new()}!", "request_id": new()},
+        {**base, "prompt": new(), new(): new(), "model": new()},
+        {**base, "prompt": f"{new()} " * 9000},
+    ]
+
+
+def _send(server: Server, ring: Keyring, canary: Canaries) -> None:
+    new, alice = canary.new, ring.headers("alice")
+    for path in _DOORS:
+        for body in _bodies(canary):
+            httpx.post(f"{server.url}{path}", headers=alice, json=body, timeout=60)
+        for content in (f'{{"prompt": "{new()}', f'{{"prompt": "\\ud800{new()}"}}', f'["{new()}"]', f"{new()}"):
+            headers = {**alice, "Content-Type": "application/json"}
+            httpx.post(f"{server.url}{path}", headers=headers, content=content, timeout=60)
+    chat = {"messages": [{"role": new(), "content": new()}]}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/score", {"prompt": [5], "user": new() + "!"}),
+        ("/tokenize", {"prompt": new()}),
+    ):
+        httpx.post(f"{server.url}{path}", headers=alice, json=body, timeout=60)
+    for target in (
+        f"/{new()}",
+        f"/v1/models/{new()}?{new()}={new()}",
+        f"/complete/{new()}/events?after={new()}",
+        f"/web/{new()}",
+    ):
+        httpx.get(f"{server.url}{target}", headers={**alice, "Last-Event-ID": f"{new()}:1"})
+    httpx.delete(f"{server.url}/complete/{new()}", headers=alice)
+    key = f"Authorization: Bearer {ring.keys['alice']}"
+    for head in (
+        raw("GET", "/health", f"Host: {new()}.example"), raw(new().upper(), f"/{new()}", "Host: localhost", key),
+        raw("GET", "/v1/models", "Host: localhost", f"Authorization: Bearer {new()}"),
+        raw("GET", "/v1/models", "Host: localhost", f"Authorization: {new()} {new()}"),
+        raw("GET", "/health", "Host: localhost", f"X-{new()}: {new()}", f"Cookie: {new()}", f"User-Agent: {new()}\x07"),
+        raw("GET", f"http://{new()}@localhost/{new()}", "Host: localhost", key), f"GET {new()}\r\n\r\n".encode(),
+        raw("GET", f"/{new()}%0d%0aX: {new()}", "Host: localhost", key, f"Referer: http://x/{new()}"),
+        raw("POST", "/complete", "Host: localhost", key, f"Content-Type: {new()}", body=new().encode()),
+    ):  # fmt: skip
+        exchange(server.url, head)
+
+
+def _fail(server: Server, ring: Keyring, faults: Faults, canary: Canaries) -> None:
+    """An engine that dies with a canary in its exception while it holds others."""
+    body = {"prompt": canary.new(), "max_tokens": 400, "stream": False}
+    asking = threading.Thread(
+        target=lambda: httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=60)
+    )
+    asking.start()
+    time.sleep(0.2)
+    faults.arm("engine.step", "raise", times=1, note=canary.new())
+    asking.join(60)
+    assert server.wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, 30)
+
+
+def _leave(server: Server, ring: Keyring, canary: Canaries) -> None:
+    """A client that is gone in the middle of its text."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": canary.new(), "max_tokens": 500}).encode()
+    key = f"Authorization: Bearer {ring.keys['alice']}"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            raw("POST", "/complete", "Host: localhost", key, "Content-Type: application/json", body=body)
+        )
+        connection.recv(100)
+
+
+def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring, Faults], promise: Promise) -> None:
+    server, ring, faults = watched
+    canary = Canaries()
+    canary.made += [key[4:] for key in ring.keys.values()]
+    for _ in range(promise.size(1, 20)):
+        _send(server, ring, canary)
+        _leave(server, ring, canary)
+    _fail(server, ring, faults, canary)
+    bobs = Canaries()
+    seen = [
+        httpx.get(f"{server.url}{path}", headers=ring.headers("bob")).text
+        for path in ("/metrics", "/v1/models", "/health")
+    ]
+    for path in _DOORS:
+        for body in _bodies(bobs):
+            seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
+    log = server.log.read_text()
+    canary.made += bobs.made
+    assert canary.found_in(log) == []
+    canary.made = [made for made in canary.made if made not in bobs.made]
+    assert canary.found_in("".join(seen)) == []
+    lines = log_lines(server)
+    assert any(line.get("key") == "alice" for line in lines), "the log that was read is the right one"
+    assert any("InjectedFault" in str(line.get("trace")) for line in lines), "and an exception is told in it"
+    promise.at_most(
+        "S12", "canaries found in logs, metrics and others' answers", 0, target=0, n=len(canary.made) + len(bobs.made)
+    )
+
+
+@pytest.fixture
+def own_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What logs.set_up() makes of this process's log is taken back at the end."""
+    root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
+    handlers, level = root.handlers[:], root.level
+    for name in ("httpx", "httpcore"):  # the client that asks
+        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
+    yield
+    root.handlers[:], (sys.excepthook, threading.excepthook) = handlers, hooks
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+@pytest.mark.usefixtures("own_log")
+@pytest.mark.parametrize("how", ["text", "json"])
+def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
+    canary = secrets.token_hex(8)
+    logs.set_up("debug", how)
+
+    class PanicException(BaseException):
+        """As a panic in Rust arrives in Python."""
+
+    async def fails(_scope: Any, _receive: Any, _send: Any) -> None:
+        try:
+            {}[canary]
+        except KeyError as error:
+            raise PanicException(canary) from error
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=RequestLog(fails))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(f"/{canary}", content=canary)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 500 and canary not in answer.text
+
+    async def forgotten() -> None:
+        async def raise_it() -> None:
+            raise ValueError(canary)
+
+        task = asyncio.create_task(raise_it())
+        await asyncio.sleep(0.01)
+        del task
+
+    asyncio.run(forgotten())
+    sys.excepthook(ValueError, ValueError(canary), None)
+    thread = threading.Thread(target=lambda: int(canary + "x"))
+    thread.start()
+    thread.join()
+    logging.getLogger("inkstream").error("x", exc_info=OSError(5, os.strerror(5), canary))
+    told = capsys.readouterr().err
+    assert canary not in told
+    for word in (
+        "PanicException",
+        "KeyError",
+        "never retrieved",
+        "ValueError",
+        "Input/output error",
+        "test_s12_canaries.py",
+    ):
+        assert word in told, word
+    assert answer.json()["error"]["request_id"] in told
+
+
+@pytest.mark.usefixtures("own_log")
+@pytest.mark.parametrize("how", ["text", "json"])
+def test_control_characters_never_reach_a_log_as_they_are(capsys: pytest.CaptureFixture[str], how: logs.Format) -> None:
+    logs.set_up("info", how)
+    nasty = "a\nb\r\x1b[2J\x00\x07\x85\u2028\u202e\x9b31m"
+    logging.getLogger("inkstream").info("told: %s", nasty, extra={"fields": {"key": nasty}})
+    text = capsys.readouterr().err
+    assert text.endswith("\n") and text.count("\n") == 1
+    assert all(c.isprintable() for c in text[:-1]) and "told: a\\nb" in text
+
+
+def test_a_log_that_quotes_is_found_out() -> None:
+    """The control: Python's own formatter tells the message."""
+    canary, stream = Canaries(), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.handle(logging.LogRecord("x", 40, "", 0, "x", None, (ValueError, ValueError(canary.new()), None)))
+    assert canary.found_in(stream.getvalue())
+
+
+def test_no_code_prints_a_traceback_by_itself() -> None:
+    """Only app/logs.py knows how to tell of an exception."""
+    app = Path(logs.__file__).parent
+    words = ("print_exc", "format_exc", "traceback.format", "traceback.print")
+    assert [p for p in app.rglob("*.py") if any(word in p.read_text() for word in words)] == []

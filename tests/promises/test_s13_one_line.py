@@ -1,0 +1,164 @@
+"""One request is one line of JSON in the log, whatever became of it, with its id, its route, its end and its times."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from keyed import Keyring, exchange, keyed_server, log_lines, raw, request_lines
+from promise import Promise
+
+FIELDS = {"time", "level", "message", "request_id", "method", "route", "status", "key", "outcome", "duration_ms"}
+MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "first_token_ms"}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
+    folder = tmp_path_factory.mktemp("logged")
+    ring = Keyring(folder / "keys.json")
+    ring.add("alice")
+    running = keyed_server(folder, weights, ring, "--log-format", "json", fake_ms=1)
+    yield running, ring
+    assert stop_server(running) == 0
+    assert all(line["level"] in ("debug", "info", "warning") for line in log_lines(running))
+
+
+def _line_of(server: Server, answer: httpx.Response) -> dict[str, Any]:
+    request_id = answer.headers["x-request-id"]
+    assert server.wait_for(lambda: request_id in server.log.read_text(), 5)
+    (line,) = [line for line in request_lines(server) if line["request_id"] == request_id]
+    return line
+
+
+def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], promise: Promise) -> None:
+    server, ring = logged
+    alice, post, text = ring.headers("alice"), httpx.post, {"prompt": "x", "max_tokens": 3}
+    complete, url = f"{server.url}/complete", server.url
+    cases: list[tuple[Callable[[], httpx.Response], str | None, int, str]] = [
+        (lambda: post(complete, headers=alice, json=text), "/complete", 200, "length"),
+        (lambda: post(complete, headers=alice, json={**text, "stream": False}), "/complete", 200, "length"),
+        (lambda: post(f"{url}/v1/completions", headers=alice, json=text), "/v1/completions", 200, "length"),
+        (lambda: post(f"{url}/score", headers=alice, json={"prompt": "x"}), "/score", 200, "length"),
+        (lambda: post(complete, headers=alice, json={**text, "top_p": 2}), "/complete", 400, "invalid_request_error"),
+        (
+            lambda: post(complete, headers=alice, content="{", params={"a": "b"}),
+            "/complete",
+            415,
+            "invalid_request_error",
+        ),
+        (lambda: post(complete, headers=alice, json={"prompt": "x" * (1 << 20)}), "/complete", 413, "body_too_large"),
+        (
+            lambda: post(complete, headers=alice, json={"prompt": "x" * 90000}),
+            "/complete",
+            400,
+            "context_length_exceeded",
+        ),
+        (lambda: post(complete, json=text), None, 401, "missing_api_key"),
+        (lambda: httpx.get(f"{url}/nothing", headers=alice), None, 404, "not_found_error"),
+        (
+            lambda: httpx.get(f"{url}/v1/models/other", headers=alice),
+            "/v1/models/{model_id:path}",
+            404,
+            "model_not_found",
+        ),
+        (lambda: httpx.patch(complete, headers=alice), "/complete", 405, "invalid_request_error"),
+        (lambda: httpx.get(f"{url}/health", headers={"Host": "evil.example"}), None, 421, "unknown_host"),
+        (lambda: httpx.get(f"{url}/health/live"), "/health/live", 200, "ok"),
+        (lambda: httpx.get(f"{url}/metrics", headers=alice), "/metrics", 200, "ok"),
+    ]
+    told = 0
+    for ask, route, status, outcome in cases:
+        answer = ask()
+        line = _line_of(server, answer)
+        assert (answer.status_code, line["status"], line["outcome"]) == (status, status, outcome), line
+        assert line["route"] == route and line["key"] == (
+            "alice" if route != "/health/live" and status not in (401, 421) else None
+        )
+        assert line.keys() == (FIELDS | MORE if outcome == "length" else FIELDS), line
+        assert 0 < line["duration_ms"] < 60_000
+        told += 1
+    promise.all_of("S13", "ends of requests with one line of JSON", told, len(cases))
+
+
+def test_the_numbers_are_those_of_the_answer(logged: tuple[Server, Keyring]) -> None:
+    server, ring = logged
+    body = {"prompt": "Once upon a time", "max_tokens": 7, "n": 2, "stream": False}
+    answer = httpx.post(f"{server.url}/complete", headers=ring.headers("alice"), json=body, timeout=30)
+    line, whole = _line_of(server, answer), answer.json()
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert line[name] == whole["usage"][name]
+    for name in ("queue_ms", "first_token_ms"):
+        assert line[name] == whole["timings"][name]
+    assert line["duration_ms"] >= line["first_token_ms"] >= line["queue_ms"] >= 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])
+
+
+def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Server, Keyring]) -> None:
+    server, ring = logged
+    with httpx.stream(
+        "POST", f"{server.url}/complete", headers=ring.headers("alice"), json={"prompt": "x", "max_tokens": 2000}
+    ) as answer:
+        name = answer.headers["x-request-id"]
+        next(answer.iter_lines())
+    line = _line_of(server, answer)
+    assert (line["status"], line["outcome"]) == (200, "disconnected")
+    again = httpx.get(f"{server.url}/complete/{name}/events?after=0", headers=ring.headers("alice"), timeout=60)
+    line = _line_of(server, again)
+    assert line["stream"] == name and line["outcome"] == "length" and line["completion_tokens"] == 2000
+
+
+def test_a_thousand_at_once_are_a_thousand_lines(logged: tuple[Server, Keyring], promise: Promise) -> None:
+    server, ring = logged
+    n, before = promise.size(200, 1000), len(request_lines(server))
+
+    def ask() -> None:
+        with httpx.Client(headers=ring.headers("alice"), timeout=60) as client:
+            for i in range(n // 10):
+                client.post(f"{server.url}/complete", json={"prompt": "x", "max_tokens": i % 3, "stream": i % 2 == 0})
+
+    threads = [threading.Thread(target=ask) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    time.sleep(0.2)
+    lines = request_lines(server)[before:]
+    assert len({line["request_id"] for line in lines}) == len(lines)
+    promise.all_of("S13", "requests at once with one line each", len(lines), n)
+
+
+def test_no_client_can_write_a_line(logged: tuple[Server, Keyring]) -> None:
+    server, ring = logged
+    key = f"Authorization: Bearer {ring.keys['alice']}"
+    forged = '{"time": "x", "message": "request", "status": 200}'
+    before = len(log_lines(server))
+    sent = [
+        raw("GET", f"/x%0a{forged.replace(' ', '%20')}", "Host: localhost", key),
+        raw("GET", "/x", "Host: localhost", key, f"User-Agent: a\x0b{forged}"),
+        raw(f"GET{forged.split()[0]}", "/x", "Host: localhost", key),
+    ]
+    for request in sent:
+        exchange(server.url, request)
+    assert all(line.get("status") != 200 for line in log_lines(server)[before:])
+    assert forged not in server.log.read_text()
+
+
+@pytest.mark.parametrize(("flags", "is_json"), [((), True), (("--log-format", "text"), False)])
+def test_what_is_no_terminal_gets_json_unless_told(
+    tmp_path: Path, weights: Path, flags: tuple[str, ...], is_json: bool
+) -> None:
+    server = start_server(tmp_path, weights, *flags, fake_ms=1)
+    answer = httpx.post(f"{server.url}/complete", json={"prompt": "x", "max_tokens": 1})
+    assert stop_server(server) == 0
+    for line in server.log.read_text().splitlines():
+        assert line.startswith("{") is is_json, line
+    (told,) = [line for line in server.log.read_text().splitlines() if answer.headers["x-request-id"] in line]
+    assert json.loads(told)["outcome"] == "length" if is_json else "route=/complete status=200 outcome=length" in told

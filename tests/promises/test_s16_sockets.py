@@ -1,0 +1,83 @@
+"""S16: The service has one listening socket and opens no connection to anywhere; its other processes have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from wire import whole
+
+LISTEN, ESTABLISHED, SYN_SENT = "0A", "01", "02"
+
+
+def _processes(pid: int) -> Iterator[int]:
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from _processes(int(child))
+
+
+def _inodes(pid: int) -> set[str]:
+    """Of the sockets that this process holds."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            found.add(target[8:-1])
+    return found
+
+
+def _internet(pid: int) -> list[tuple[str, str, str]]:
+    """Its TCP and UDP sockets: table, local port, state."""
+    inodes, found = _inodes(pid), []
+    for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[9] in inodes:
+                found.append((table, str(int(columns[1].rpartition(":")[2], 16)), columns[3]))
+    return found
+
+
+def _check(server: Server) -> list[str]:
+    """What is against the promise."""
+    port = server.url.rpartition(":")[2]
+    wrong = []
+    n_listening = 0
+    for pid in _processes(server.process.pid):
+        for table, local_port, state in _internet(pid):
+            n_listening += state == LISTEN
+            # What clients opened has the service's own port on this side.
+            if pid != server.process.pid or not table.startswith("tcp") or local_port != port:
+                wrong.append(f"{pid}: {table} {local_port} {state}")
+    return wrong + ([] if n_listening == 1 else [f"{n_listening} sockets listen"])
+
+
+def test_one_socket_listens_and_none_goes_out(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    server = start_server(tmp_path, weights, "--dtype", "float32")
+    try:
+        looks = [_check(server)]
+        whole(server.url, prompt="a", max_tokens=20, regex="[a-z]+")
+        whole(server.url, prompt="a", max_tokens=20)
+        looks.append(_check(server))
+        assert len(list(_processes(server.process.pid))) >= 2, "the engine was meant to be looked at, too"
+        assert looks == [[], []]
+        promise.all_of("S16", "looks at the sockets of all processes", 2, 2)
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_second_socket_would_be_seen(tmp_path: Path, weights: Path) -> None:
+    """The control: somebody's metrics exporter on a port of its own, and a call home."""
+    sabotage = (
+        "import socket; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname())"
+    )
+    server = start_server(tmp_path, weights, sabotage=sabotage)
+    try:
+        found = _check(server)
+        assert "2 sockets listen" in found and len(found) >= 3
+    finally:
+        assert stop_server(server) == 0

@@ -1,0 +1,80 @@
+"""The label sets of the metrics stay the same whatever callers make up: no name of theirs becomes a series."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from keyed import exchange, raw
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from promise import Promise
+
+
+@pytest.fixture(scope="module")
+def abused(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    running = start_server(tmp_path_factory.mktemp("abused"), weights, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def _series(server: Server) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    return _series_in(httpx.get(f"{server.url}/metrics").text)
+
+
+def _series_in(text: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    families = text_string_to_metric_families(text)
+    return {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
+
+
+def _abuse(server: Server) -> None:
+    """Every place where a label could come from, with a name that nobody has sent before."""
+    new = secrets.token_hex(8)
+    host = "Host: localhost"
+    for head in (
+        raw(f"M{new}".upper(), "/health", host), raw("GET", f"/{new}", host), raw("GET", f"/web/{new}", host),
+        raw("GET", "/health", f"Host: {new}"), raw("GET", "/health", f"Host: {new}.example"),
+        raw("GET", f"/metrics?name={new}", host), raw("GET", "/metrics", host, f"Authorization: Bearer {new}"),
+        raw("GET", f"/complete/{new}/events", host), raw("DELETE", f"/complete/{new}", host),
+        f"{new}\r\n\r\n".encode(),
+    ):  # fmt: skip
+        exchange(server.url, head)
+    body = {"prompt": new, "max_tokens": 2, "user": new, "request_id": new}
+    for others in (
+        {},
+        {"stop": [new]},
+        {"model": new},
+        {new: new},
+        {"max_tokens": new},
+        {"prompt": new * 2000},
+        {"seed": int(new, 16) >> 2},
+    ):
+        for path in ("/complete", "/v1/completions", "/score"):
+            httpx.post(f"{server.url}{path}", json={**body, **others}, headers={"User-Agent": new}, timeout=30)
+
+
+def test_nobody_can_make_a_new_series(abused: Server, promise: Promise) -> None:
+    _abuse(abused)
+    before = _series(abused)
+    rounds = promise.size(10, 300)
+    for _ in range(rounds):
+        _abuse(abused)
+    promise.at_most("S20", "series that abuse has added", len(_series(abused) - before), target=0, n=rounds)
+    words = {value for _, labels in before for name, value in labels if name != "le"}
+    assert words and all(re.fullmatch(r"[a-z_]{2,30}", word) for word in words), words
+
+
+def test_a_label_that_is_made_up_is_found_out() -> None:
+    """The control: a counter with a label of what was sent has one more series for each word."""
+    registry = CollectorRegistry()
+    counter = Counter("requests", "By user.", ("user",), registry=registry)
+    found = []
+    for word in ("a", "b"):
+        counter.labels(word).inc()
+        found.append(_series_in(generate_latest(registry).decode()))
+    assert found[1] - found[0]

@@ -1,0 +1,163 @@
+"""No error tells of our insides: no path, no class, no traceback, and no more than 200 characters of what was sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, start_server, stop_server
+from keyed import exchange, raw
+from promise import Promise
+
+from app.api.native_fields import CompleteRequest
+from app.api.openai_fields import ChatRequest, CompletionsRequest
+from app.api.score import ScoreRequest
+from app.api.token_schemas import DetokenizeRequest, TokenizeRequest
+
+BODIES = {
+    "/complete": CompleteRequest,
+    "/v1/completions": CompletionsRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/score": ScoreRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+LONG = "long" * 100
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    2**64,
+    1.5,
+    1e308,
+    "",
+    "x",
+    LONG,
+    "\x00\n\x1b[31m",
+    "\ufffe",
+    [],
+    [None],
+    [[]],
+    [LONG],
+    [1, "x"],
+    {},
+    {"a": 1},
+    {LONG: LONG},
+    {"type": LONG},
+    "(",
+    "[",
+    "start:",
+    {"type": "object", "properties": 5},
+    [{"role": 5}],
+    {"5": LONG},
+]
+INSIDES = re.compile(
+    r"Traceback|File \"|\.py\b|\.rs\b|\.so\b|site-packages|/usr/|/home/|/root/|/tmp/|/work/|/proc/|/var/"
+    r"|<class|object at 0x|0x[0-9a-f]{6,}|\b[a-z_]+\.[a-z_]+\.[a-z_]+\("
+    r"|\b[A-Z][A-Za-z]*(?:Error|Exception|Warning|Request|Response|Fields|Panic)\b"
+    r"|pydantic|starlette|fastapi|uvicorn|msgspec|httptools|llguidance|tokenizers|torch|\bpanicked\b|RUST_BACKTRACE"
+    r"|Input should be an instance|\bdict\b|\bstr\b|NoneType|function-|union_tag"
+)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    running = start_server(tmp_path_factory.mktemp("asked"), weights, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+
+
+def _wrong(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every field of every body with values of every kind, a few at a time."""
+    random = Random(21)
+    for path, model in BODIES.items():
+        base = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+        base = {"tokens": [5]} if path == "/detokenize" else base
+        short = {} if path in ("/score", "/tokenize", "/detokenize") else {"max_tokens": 0, "stream": False}
+        for name in model.model_fields:
+            for value in random.sample(VALUES, min(rounds, len(VALUES))):
+                # The fake engine has no scores.
+                if not (value and (name in ("echo", "logprobs") or (path, name) == ("/score", "prompt"))):
+                    yield path, {**base, **short, name: value}
+
+
+def _problems(text: str) -> list[str]:
+    """What an error must not say."""
+    error = json.loads(text)["error"]
+    assert error.keys() >= {"message", "type", "param", "code", "request_id"}, text
+    message = error["message"]
+    found = INSIDES.findall(message)
+    if len(message) > 600:
+        found.append(f"{len(message)} characters")
+    if LONG[:204] in text:
+        found.append("more than 200 characters of what was sent")
+    if any(ord(c) < 32 or ord(c) == 127 for c in message.replace("\n", "")):
+        found.append("a control character")
+    return found
+
+
+def test_no_error_tells_of_our_insides(asked: Server, promise: Promise) -> None:
+    seen, told = 0, []
+    with httpx.Client(base_url=asked.url, timeout=60) as client:
+        for path, body in _wrong(promise.size(6, len(VALUES))):
+            answer = client.post(path, json=body)
+            assert answer.status_code in (200, 400, 404), (path, body, answer.text)
+            if answer.status_code != 200:
+                seen += 1
+                told += [(path, body, problem, answer.text) for problem in _problems(answer.text)]
+    assert seen > 300 and not told, told[:5]
+    promise.all_of("S21", "errors of wrong bodies without our insides", seen - len(told), seen)
+
+
+def test_errors_of_every_status_look_the_same(asked: Server) -> None:
+    json_type = "Content-Type: application/json"
+    host, chat = "Host: localhost", b'{"messages": [{"role": "user", "content": "x"}]}'
+    cases = [
+        (raw("GET", f"/{LONG}", host), 404),
+        (raw("BREW", "/complete", host), 400),
+        (raw("PATCH", "/complete", host), 405),
+        (raw("GET", f"/v1/models/{LONG}", host), 404),
+        (raw("GET", f"/complete/{LONG}/events?after={LONG}", host), 400),
+        (raw("GET", "/complete/x/events", host, f"Last-Event-ID: {LONG}"), 404),
+        (raw("DELETE", f"/complete/{LONG}", host), 404),
+        (raw("GET", "/web/none", host), 404),
+        (raw("GET", "/", "Host: a b"), 400),
+        (raw("GET", "/", f"Host: {LONG}.example"), 400),
+        (raw("GET", "/", "Host: a.example"), 421),
+        (raw("POST", "/complete", host, "Content-Type: x/y", body=b"{}"), 415),
+        (raw("POST", "/complete", host, json_type, "Content-Length: 2000000"), 413),
+        (raw("POST", "/complete", host, json_type, body=b"{"), 400),
+        (raw("POST", "/v1/chat/completions", host, json_type, body=chat), 400),
+    ]
+    for request, status in cases:
+        head, _, body = exchange(asked.url, request).partition(b"\r\n\r\n")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode()), (request[:80], head)
+        if b"application/json" in head:  # what is no HTTP at all is answered by the server below us, in one line
+            assert _problems(body.decode()) == [], body
+            name = json.loads(body)["error"]["request_id"]
+            assert f"x-request-id: {name}".encode() in head
+        else:
+            assert status == 400 and len(body) < 100 and not INSIDES.search(body.decode()), body
+
+
+def test_a_message_with_insides_is_found_out() -> None:
+    """The control."""
+    for message in (
+        "KeyError: 'x'",
+        'File "/usr/lib/x.py", line 3',
+        "<class 'str'>",
+        "pydantic says no",
+        "CompleteRequest is wrong",
+        LONG,
+        "a\x1bb",
+    ):
+        body = {"message": message, "type": "", "param": None, "code": None, "request_id": ""}
+        assert _problems(json.dumps({"error": body})), message

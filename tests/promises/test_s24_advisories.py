@@ -1,0 +1,357 @@
+"""What was a hole in another service or in a library we use is none here: a test for each advisory that applies.
+
+Keys by path prefix (vLLM #58144, #42594, #43426) are in test_s01, a comparison that takes longer for a better guess
+(vLLM CVE-2025-59425) in test_s02, a form that posts JSON (FastAPI CVE-2021-32677) in test_s09, DNS rebinding (Ollama
+CVE-2024-28224) in test_s10, log injection (uvicorn CVE-2020-7694) in test_s12 and test_s13, the timing of a prefix
+cache that callers share (vLLM CVE-2025-46570) in test_s14.
+
+Advisories that need what is not here are left out: images and video, tools, LoRA, several machines, GGUF, files by URL,
+multipart forms, WebSockets, h11.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import ROOT, Server, start_server, stop_server
+from keyed import exchange, raw, request_lines, status_of
+from promise import Promise
+
+from app.chat_frames import Chat
+from app.chat_renderer import render
+from app.engine.blocks import BlockPool
+
+Check = Callable[[Server], None]
+TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "stream": False}
+HOST, JSON = "Host: localhost", "Content-Type: application/json"
+DOORS = ("/complete", "/v1/completions")
+PAYLOAD = "{{ lipsum.__globals__['os'].popen('echo pwned').read() }}"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
+    """A real engine, whose weights bring a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    copy = Path(shutil.copytree(weights, folder / "tiny"))
+    (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    running = start_server(folder, copy, "--dtype", "float32")
+    yield running
+    assert stop_server(running) == 0
+
+
+def _post(server: Server, path: str = "/complete", **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", json={**TEXT, **fields}, timeout=60)
+
+
+def _refused(server: Server, **fields: Any) -> None:
+    for path in DOORS:
+        answer = _post(server, path, **fields)
+        assert answer.status_code == 400, (path, str(fields)[:100], answer.text[:300])
+
+
+def _served_or_refused(server: Server, *doors: str, **fields: Any) -> None:
+    for path in doors or DOORS:
+        answer = _post(server, path, **fields)
+        assert answer.status_code in (200, 400), (path, str(fields)[:100], answer.text[:300])
+
+
+def _content(server: Server, content: bytes | str, statuses: tuple[int, ...] = (400,)) -> None:
+    headers = {"Content-Type": "application/json"}
+    for path in (*DOORS, "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
+        answer = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+        assert answer.status_code in statuses, (path, content[:50], answer.text[:300])
+
+
+def _within(seconds: float, check: Callable[[], object]) -> None:
+    began = time.monotonic()
+    check()
+    assert time.monotonic() - began < seconds
+
+
+def _ids_outside(server: Server) -> None:
+    for token in (320, 99999, 2**31 - 1, 2**31, 2**63, -1):
+        _refused(server, logit_bias={str(token): 5})
+        _refused(server, prompt=[5, token])
+    _refused(server, logit_bias={"AI": -100})
+    for token in (320, 99999, 2**31 - 1):
+        _served_or_refused(server, stop_token_ids=[token])
+
+
+def _odd_parameters(server: Server) -> None:
+    for name, values in {
+        "temperature": (5e-324, 1e-308, 1e-30, 10, 10.001, -0.0),
+        "repetition_penalty": (5e-324, 1e-308, 1e308, 0, -1),
+        "top_p": (5e-324, 1 - 1e-16, 0, 1.0000001),
+        "typical_p": (5e-324, 1, 0),
+        "min_p": (5e-324, 1),
+        "top_k": (-1, 0, 1, 2**31 - 1, -2, 2**31),
+        "seed": (-(2**63), 2**63 - 1, 2**63),
+        "presence_penalty": (-2, 2, 2.001),
+        "min_tokens": (0, 3, 4, 2**31),
+        "truncate_prompt_tokens": (0, 1, 2**31 - 1),
+        "deadline_ms": (0, 600_000, 600_001),
+        "logprobs": (0, 20, 21, -1),
+    }.items():
+        for value in values:
+            _served_or_refused(server, "/complete", max_tokens=1, **{name: value})
+    _served_or_refused(
+        server, temperature=1e-308, repetition_penalty=1e308, logit_bias={str(i): 100 for i in range(300)}
+    )
+    _served_or_refused(server, logit_bias={str(i): -100 for i in range(300)}, min_tokens=3, top_k=1, top_p=0, min_p=1)
+
+
+def _prompt_logprobs(server: Server) -> None:
+    """[tokens, vocabulary] of log-probabilities never stands in memory at once."""
+    prompt = list(range(5, 205))
+    _served_or_refused(server, prompt=[prompt] * 4, echo=True, logprobs=20, max_tokens=0)
+    answer = httpx.post(f"{server.url}/score", json={"prompt": [prompt] * 4, "logprobs": 20}, timeout=60)
+    assert answer.status_code == 200
+
+
+def _wide(server: Server) -> None:
+    for n in (17, 10**6, 2**31, 10**30):
+        _within(5, lambda n=n: _refused(server, n=n))
+        assert _post(server, "/v1/completions", best_of=n).status_code == 400
+    assert _post(server, prompt=["x"] * 1025).status_code == 400
+    assert _post(server, prompt=["x"] * 1024, n=16).status_code in (400, 503)
+
+
+def _guides(server: Server) -> None:
+    for guide in (
+        {"regex": "("},
+        {"regex": "[z-a]"},
+        {"regex": "\\"},
+        {"regex": "a{5,2}"},
+        {"regex": "(?<=a)b"},
+        {"regex": "\\p{Nope}"},
+        {"json_schema": {"type": "nonsense"}},
+        {"json_schema": {"type": "string", "pattern": "("}},
+        {"json_schema": "{"},
+        {"json_schema": {"properties": []}},
+        {"json_schema": {"$ref": "#/a"}},
+        {"json_schema": {"type": {}}},
+        {"grammar": "start:"},
+        {"grammar": ""},
+        {"grammar": "start: start"},
+        {"grammar": 'start: "a" | missing'},
+    ):
+        _served_or_refused(server, **guide)
+
+
+def _endless_guides(server: Server) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(200):
+        nested = {"type": "array", "items": nested}
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(60))
+    for guide in (
+        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
+        {"regex": "(a|a)*" * 500},
+        {"regex": "(" * 5000 + ")" * 5000},
+        {"json_schema": nested},
+        {"grammar": f'start: r0\n{rules}\nr60: "a"'},
+        {"grammar": 'start: ("a" | start)*'},
+    ):
+        _within(20, lambda guide=guide: _served_or_refused(server, **guide))
+
+
+def _odd_json(server: Server) -> None:
+    for content in (
+        b'{"prompt": "\\ud800", "max_tokens": 1}',
+        b'{"prompt": "x", "max_tokens": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "temperature": Infinity}',
+        b"[" * 100_000,
+        b'{"prompt":' * 50_000,
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "x"}{}',
+        b'{"prompt": "x",}',
+        b"",
+        b"null",
+        b"1",
+        b'"x"',
+        b"[]",
+        b'\xef\xbb\xbf{"prompt": "x"',
+        b'{"prompt": "x\x00"}',
+        b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"json_schema": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b', "prompt": "x"}',
+    ):
+        _content(server, content)
+    for prompt in (
+        "\x00",
+        "\ufffe\uffff",
+        "\U0010ffff" * 50,
+        "a\u0300" * 100,
+        "\u202e\u2066",
+        "\r\n\x85\u2028",
+        "\ufdfa" * 30,
+    ):
+        _served_or_refused(server, prompt=prompt)
+
+
+def _long_prompts(server: Server) -> None:
+    for _ in range(5):
+        for path in (*DOORS, "/score"):
+            fields = {"prompt": "x " * 5000} if path == "/score" else {**TEXT, "prompt": "x " * 5000}
+            answer = httpx.post(f"{server.url}{path}", json=fields, timeout=60)
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def _empty_prompts(server: Server) -> None:
+    for prompt in ("", [], [""], [[]], ["", "x"], None):
+        _served_or_refused(server, prompt=prompt)
+    _served_or_refused(server, echo=True, max_tokens=0, logprobs=1)
+    _served_or_refused(server, prompt="", echo=True, max_tokens=0, logprobs=1)
+
+
+def _template_of_a_caller(server: Server) -> None:
+    """A template comes with the weights, never with a request."""
+    chat = {"messages": [{"role": "user", "content": PAYLOAD}], "max_tokens": 1}
+    plain = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60)
+    assert plain.status_code == 200
+    endless = "{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}"
+    for field, value in (
+        ("chat_template", endless),
+        ("chat_template", PAYLOAD),
+        ("chat_template_kwargs", {"chat_template": endless}),
+        ("chat_template_kwargs", {"messages": [], "tokenize": True, "x": "y" * 10_000}),
+        ("documents", [{"text": endless}]),
+    ):
+        began = time.monotonic()
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**chat, field: value}, timeout=60)
+        assert time.monotonic() - began < 5
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 200:  # not used, and the answer says so
+            assert field in json.dumps(answer.json()["warnings"])
+            assert answer.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+
+
+def _template_of_the_weights(_server: Server) -> None:
+    for source in (PAYLOAD, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__init__.__globals__ }}"):
+        rendered = render(Chat(source=source, variables={"messages": []}))
+        assert rendered.error or ("pwned" not in rendered.text and "class" not in rendered.text), rendered
+
+
+def _ranges(server: Server) -> None:
+    for spec in (",".join(f"{i}-{i}" for i in range(0, 6000, 2))[:7000], "9" * 7000, "-" * 7000, "0-" + ",0-" * 2000):
+        _within(2, lambda spec=spec: exchange(server.url, raw("GET", "/web/style.css", HOST, f"Range: bytes={spec}")))
+
+
+def _content_types(server: Server) -> None:
+    for kind in (
+        'application/x-www-form-urlencoded; !="' + "\\" * 6000,
+        "multipart/form-data; boundary=" + "x" * 6000,
+        "a" * 7000,
+    ):
+        answer = b""
+
+        def ask(kind: str = kind) -> None:
+            nonlocal answer
+            answer = exchange(server.url, raw("POST", "/complete", HOST, f"Content-Type: {kind}", body=b"x=1"))
+
+        _within(2, ask)
+        assert status_of(answer) in (400, 415, 431), answer
+
+
+def _paths_outside(server: Server) -> None:
+    secret = (ROOT / "app/settings.py").read_bytes()[:60]
+    paths = ["../settings.py", "..%2fsettings.py", "%2e%2e/settings.py", "%2e%2e%2fsettings.py", "..%5csettings.py"]
+    paths += ["/etc/passwd", "....//settings.py", "main.js%00.py", "main.js/../../settings.py"]
+    for path in [*paths, "%c0%ae%c0%ae/settings.py"]:
+        answer = exchange(server.url, raw("GET", f"/web/{path}", HOST))
+        assert status_of(answer) in (400, 404) and secret not in answer and b"root:" not in answer, path
+    for name in ("../tiny", "/etc/passwd", "../../../../etc/passwd", "/nonexistent", "..%2ftiny"):
+        assert _post(server, "/v1/completions", model=name).status_code == 404
+
+
+def _split_headers(server: Server) -> None:
+    for target in ("/%0d%0aSet-Cookie:%20a=b", "/web/%0d%0aSet-Cookie:%20a=b", "/v1/models/%0d%0aSet-Cookie:%20a=b"):
+        answer = exchange(server.url, raw("GET", target, HOST, "Last-Event-ID: x\tSet-Cookie: a=b"))
+        assert b"set-cookie" not in answer.lower().partition(b"\r\n\r\n")[0]
+    for name in ("user", "request_id"):
+        for value in ("a\r\nSet-Cookie: a=b", "a\nb", "a b", "\x00", "a" * 65, "../a", "<b>"):
+            _refused(server, **{name: value})
+
+
+def _smuggled(server: Server) -> None:
+    """One connection must not hold a request that a proxy before us has not seen."""
+    body = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    heads = (
+        ["Content-Length: 6", "Transfer-Encoding: chunked"],
+        ["Transfer-Encoding: chunked", "Content-Length: 6"],
+        [f"Content-Length: {len(body)}", "Content-Length: 0"],
+        ["Content-Length: 0, 44"],
+        ["Content-Length: +44"],
+        ["Content-Length: 0x2c"],
+        ["Content-Length: -1"],
+        ["Transfer-Encoding: chunked, identity"],
+        ["Transfer-Encoding: xchunked"],
+        ["Transfer-Encoding: chunked", "Transfer-Encoding: identity"],
+        ["Transfer-Encoding : chunked"],
+        ["Content-Length : 44"],
+        ["Transfer-Encoding:\x0bchunked"],
+    )
+    for lines in heads:
+        before = len(request_lines(server))
+        head = "\r\n".join(["POST /complete HTTP/1.1", HOST, JSON, *lines, "", ""]).encode("latin-1")
+        answer = exchange(server.url, head + b"0\r\n\r\n" + body, seconds=0.5)
+        assert b'"object":"list"' not in answer.replace(b" ", b""), (lines, answer)
+        routes = [line["route"] for line in request_lines(server)[before:]]
+        assert "/v1/models" not in routes, lines
+
+
+ADVISORIES: dict[str, Check] = {
+    "token ids outside the vocabulary: vLLM #5822, #5963, #6866, #16529": _ids_outside,
+    "odd parameters that end an engine: vLLM #5903, #54195, #55164": _odd_parameters,
+    "log-probabilities of long prompts: vLLM #5907, #38830": _prompt_logprobs,
+    "empty prompts and nothing to generate: vLLM CVE-2024-8768, #6521": _empty_prompts,
+    "n and best_of without a bound: vLLM CVE-2024-8939, CVE-2026-34756": _wide,
+    "guides that are wrong: vLLM CVE-2025-48942, CVE-2025-48943, CVE-2025-48944": _guides,
+    "guides that never end: xgrammar CVE-2025-57809, CVE-2025-58446": _endless_guides,
+    "JSON that is none: Python CVE-2020-10735, lone surrogates, NaN, nesting": _odd_json,
+    "prompts that are too long, again and again: llama.cpp b8330": _long_prompts,
+    "a template in a request: vLLM CVE-2025-61620, GHSA-4hhp-h66f-j5j7": _template_of_a_caller,
+    "a template out of its sandbox: llama-cpp-python CVE-2024-34359, SGLang CVE-2026-5760": _template_of_the_weights,
+    "ranges of a file: Starlette CVE-2025-62727": _ranges,
+    "content types long to read: python-multipart CVE-2024-24762, Starlette CVE-2024-47874": _content_types,
+    "files outside their folder: Starlette CVE-2023-29159, Ollama CVE-2024-37032, CVE-2024-39722": _paths_outside,
+    "headers split by what was sent: uvicorn CVE-2020-7695": _split_headers,
+    "requests hidden in another's body: CL.TE, TE.CL, two lengths": _smuggled,
+}
+
+
+@pytest.mark.parametrize("advisory", ADVISORIES)
+def test_an_advisory_does_not_apply(target: Server, advisory: str, promise: Promise) -> None:
+    ADVISORIES[advisory](target)
+    assert target.process.poll() is None and target.metric("engine_restarts_total") == 0, "nothing had to start again"
+    assert _post(target).status_code == 200
+    assert not re.search(r'"level": "(error|critical)"', target.log.read_text())
+    promise.all_of("S24", advisory.partition(":")[0], 1, 1)
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    """vLLM CVE-2024-11041, CVE-2025-30165, CVE-2025-32444 (frames between processes), CVE-2025-24357 (torch.load)."""
+    forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "zmq"}
+    for path in [*(ROOT / "app").rglob("*.py"), *(ROOT / "model").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & forbidden, path
+            if isinstance(node, ast.Attribute) and node.attr == "load" and isinstance(node.value, ast.Name):
+                assert node.value.id != "torch", path
+
+
+def test_the_prefix_cache_is_found_by_a_hash_that_nobody_can_make_collide() -> None:
+    """vLLM GHSA-rm76-4mrf-v9r8 (CVE-2025-25183) took Python's hash()."""
+    source = Path(str(BlockPool.__init__.__code__.co_filename)).read_text()
+    assert "sha256" in source and not re.search(r"[^_.a-z]hash\(", source)

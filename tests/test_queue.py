@@ -1,0 +1,130 @@
+"""Who comes in next: callers take turns, nobody waits for ever, and nobody holds every place alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.engine.blocks import BlockPool
+from app.engine.queue import WaitingQueue
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.types import Drawn, Request, Sequence, StepResult
+
+
+def _sequence(name: str, salt: str = "", leader: Sequence | None = None) -> Sequence:
+    request = Request(id=name, prompt=(1, 2), max_tokens=8, salt=salt)
+    return Sequence(request=request, tokens=[1, 2], arrival=0, leader=leader)
+
+
+def _names(sequences: list[Sequence]) -> str:
+    return " ".join(sequence.request.id for sequence in sequences)
+
+
+def _queue(*names: str) -> tuple[WaitingQueue, dict[str, Sequence]]:
+    queue, made = WaitingQueue(), {name: _sequence(name, name[0]) for name in names}
+    for sequence in made.values():
+        queue.append(sequence)
+    return queue, made
+
+
+def test_callers_take_turns_and_go_on_where_they_stopped() -> None:
+    queue, made = _queue("a1", "a2", "a3", "b1", "c1", "c2")
+    assert _names(list(queue.candidates())) == "a1 b1 c1 a2 c2 a3"
+    queue.admit([made["a1"]])
+    assert _names(list(queue.candidates())) == "b1 c1 a2 c2 a3"
+    queue.admit([made["b1"], made["c1"]])
+    queue.append(_sequence("b2", "b"))
+    assert _names(list(queue.candidates())) == "a2 c2 b2 a3"
+
+
+def test_who_leaves_takes_no_turn_from_others_of_its_caller() -> None:
+    queue, made = _queue("a1", "a2", "b1")
+    queue.remove([made["a1"]])
+    assert _names(list(queue.candidates())) == "a2 b1"
+
+
+def test_who_gave_way_comes_before_all_others() -> None:
+    queue, _ = _queue("a1", "b1")
+    queue.put_back(back := _sequence("b0", "b"))
+    assert _names(list(queue.candidates(lambda _: False))) == "b0"
+    assert _names(list(queue.candidates())) == "b0 a1 b1"
+    queue.admit([back])
+    assert len(queue) == 2
+
+
+def test_followers_let_their_own_and_others_pass_until_the_prompt_is_there() -> None:
+    leader = _sequence("a0", "a")
+    queue = WaitingQueue()
+    for sequence in (_sequence("a1", "a", leader), _sequence("a2", "a"), _sequence("b1", "b")):
+        queue.append(sequence)
+    assert _names(list(queue.candidates())) == "a2 b1"
+    leader.num_computed = 2
+    assert _names(list(queue.candidates())) == "a1 b1 a2"
+
+
+def test_a_caller_that_may_not_come_is_passed_over() -> None:
+    queue, _ = _queue("a1", "a2", "b1", "b2")
+    asked: Counter[str] = Counter()
+
+    def may_come(salt: str) -> bool:
+        asked[salt] += 1
+        return salt == "a" and asked[salt] < 2
+
+    assert _names(list(queue.candidates(may_come))) == "a1"
+    assert asked == {"a": 2, "b": 1}
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
+def test_nobody_waits_longer_than_its_own_before_it_times_the_callers(n_callers: int, places: int, seed: int) -> None:
+    """Arrivals all the time, of callers of very different zeal."""
+    draw, queue, waited = random.Random(seed), WaitingQueue(), {}
+    for i in range(200):
+        # The first caller sends as many as all others together.
+        salt = str(max(0, draw.randrange(2 * n_callers) - n_callers))
+        sequence = _sequence(str(i), salt)
+        before = sum(s.request.salt == salt for s in queue)
+        waited[sequence.request.id] = [0, (before + 1) * n_callers]
+        queue.append(sequence)
+        if draw.random() < 0.1:
+            queue.put_back(back := _sequence(f"back {i}", salt))
+            queue.admit([back])
+        if draw.random() < 0.8:
+            candidates = queue.candidates()
+            admitted = [s for s, _ in zip(candidates, range(places), strict=False)]
+            for place, one in enumerate(admitted):
+                for name in (s.request.id for s in queue if s not in admitted[:place]):
+                    waited[name][0] += 1
+                assert one.request.id in waited
+            queue.admit(admitted)
+    assert all(admissions <= bound for admissions, bound in waited.values())
+
+
+def _scheduler(max_running: int) -> Scheduler:
+    return Scheduler(SchedulerLimits(tokens_per_step=64, max_running=max_running), BlockPool(64, 16))
+
+
+def _step(scheduler: Scheduler) -> list[str]:
+    plan = scheduler.plan()
+    scheduler.commit(plan, StepResult({c.sequence.request.id: Drawn(5) for c in plan.chunks if c.samples}))
+    return [started.request_id for started in plan.started]
+
+
+def test_the_last_eighth_of_the_places_is_for_callers_that_have_none() -> None:
+    scheduler = _scheduler(8)
+    for i in range(20):
+        scheduler.add(_sequence(f"a{i}", "a").request)
+    assert _step(scheduler) == [f"a{i}" for i in range(7)]
+    for name in ("b0", "b1"):
+        scheduler.add(_sequence(name, "b").request)
+    assert _step(scheduler) == ["b0"]
+    assert _step(scheduler) == []
+
+
+def test_where_callers_are_not_told_apart_all_places_are_for_all() -> None:
+    scheduler = _scheduler(8)
+    for i in range(20):
+        scheduler.add(_sequence(str(i)).request)
+    assert len(_step(scheduler)) == 8

@@ -1,0 +1,142 @@
+"""What callers may take: never more in any 60 seconds, given back in every case, and told when to come back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.caller import EVERYBODY, Caller, Quota
+from app.engine.errors import InvalidRequest, QuotaUsedUp
+from app.quotas import FREE, Quotas
+
+_TAKES = st.tuples(st.floats(0, 30), st.integers(1, 60), st.integers(0, 60))
+
+
+def _caller(**quota: int) -> Caller:
+    return Caller(name="ann", salt="s", quota=Quota(**quota))
+
+
+def test_without_limits_nothing_is_kept() -> None:
+    quotas = Quotas()
+    assert all(quotas.take(EVERYBODY, 10**9, 0.0) is FREE for _ in range(1000))
+    assert not quotas._accounts
+
+
+@given(st.lists(_TAKES, min_size=1, max_size=80))
+def test_never_more_than_the_limit_in_any_minute_and_whoever_waits_as_told_gets_in(
+    takes: list[tuple[float, int, int]],
+) -> None:
+    quotas, caller, now = Quotas(), _caller(requests_per_minute=5, tokens_per_minute=100), 1000.0
+    taken: list[tuple[float, int]] = []
+    longest = 1
+    for pause, tokens, unused in takes:
+        now += pause
+        try:
+            lease = quotas.take(caller, tokens, now)
+        except QuotaUsedUp as refused:
+            now += refused.retry_after
+            longest = max(longest, refused.retry_after)
+            # Whichever limit it was, the other may refuse once more, and then no more.
+            try:
+                lease = quotas.take(caller, tokens, now)
+            except QuotaUsedUp as again:
+                now += again.retry_after
+                lease = quotas.take(caller, tokens, now)
+        used = min(tokens, unused)
+        lease.end(used)
+        taken.append((now, used))
+        minute = [n for at, n in taken if now - at < 60]
+        assert len(minute) <= 5 and sum(minute) <= 100
+        assert 1 <= longest <= 61
+
+
+def test_retry_after_is_not_later_than_needed() -> None:
+    quotas, caller = Quotas(), _caller(requests_per_minute=2)
+    quotas.take(caller, 1, 0.0).end(0)
+    quotas.take(caller, 1, 20.0).end(0)
+    with pytest.raises(QuotaUsedUp, match="2 requests a minute") as refused:
+        quotas.take(caller, 1, 30.0)
+    assert refused.value.retry_after == math.ceil(60.1 - 30.0)
+
+
+def test_what_never_fits_is_an_invalid_request_that_names_the_limit() -> None:
+    quotas, caller = Quotas(), _caller(tokens_per_minute=100)
+    with pytest.raises(InvalidRequest, match=r"may take 101 tokens.* at most 100 a minute"):
+        quotas.take(caller, 101, 0.0)
+    lease = quotas.take(caller, 1, 0.0)
+    with pytest.raises(InvalidRequest, match="101"):
+        lease.charge(101, 0.0)
+    lease.undo()
+    quotas.take(caller, 100, 0.0)
+
+
+def test_tokens_that_were_not_taken_are_given_back_once() -> None:
+    quotas, caller = Quotas(), _caller(tokens_per_minute=100)
+    lease = quotas.take(caller, 10, 0.0)
+    lease.charge(90, 1.0)
+    with pytest.raises(QuotaUsedUp, match="10 are left"):
+        quotas.take(caller, 11, 1.0)
+    for _ in range(3):
+        lease.end(40)
+    quotas.take(caller, 60, 1.0)
+    with pytest.raises(QuotaUsedUp):
+        quotas.take(caller, 1, 1.0)
+    quotas.take(caller, 100, 61.2)
+    lease.end(0)  # long forgotten
+
+
+def test_requests_at_a_time_are_let_go_at_the_end_and_while_nobody_listens() -> None:
+    quotas, caller = Quotas(), _caller(concurrency=2)
+    first, second = (quotas.take(caller, 1, 0.0) for _ in range(2))
+    with pytest.raises(QuotaUsedUp, match="2 requests at a time"):
+        quotas.take(caller, 1, 0.0)
+    first.end(1)
+    third = quotas.take(caller, 1, 0.0)
+    for _ in range(2):
+        second.pause()
+    fourth = quotas.take(caller, 1, 0.0)
+    with pytest.raises(QuotaUsedUp):
+        second.go_on()
+    third.end(1)
+    second.go_on()
+    second.go_on()
+    with pytest.raises(QuotaUsedUp):
+        quotas.take(caller, 1, 0.0)
+    for lease in (second, fourth):
+        lease.pause()
+        lease.end(0)
+        lease.end(0)
+        lease.go_on()
+    assert quotas._accounts["ann"].running == 0
+
+
+def test_a_request_that_the_service_refused_counts_as_nothing() -> None:
+    quotas, caller = Quotas(), _caller(requests_per_minute=1, tokens_per_minute=10, concurrency=1)
+    for _ in range(10):
+        quotas.take(caller, 10, 0.0).undo()
+    quotas.take(caller, 10, 0.0)
+
+
+def test_callers_do_not_share_a_quota_and_a_changed_one_holds_at_once() -> None:
+    quotas, caller = Quotas(), _caller(requests_per_minute=1)
+    quotas.take(caller, 1, 0.0)
+    quotas.take(Caller(name="bob", quota=caller.quota), 1, 0.0)
+    with pytest.raises(QuotaUsedUp):
+        quotas.take(caller, 1, 0.0)
+    quotas.take(_caller(requests_per_minute=2), 1, 0.0)
+
+
+def test_headers_tell_what_is_left() -> None:
+    lease = Quotas().take(_caller(requests_per_minute=3, tokens_per_minute=50), 20, 100.0)
+    assert lease.headers(110.0) == {
+        "x-ratelimit-limit-requests": "3",
+        "x-ratelimit-remaining-requests": "2",
+        "x-ratelimit-reset-requests": "50.1s",
+        "x-ratelimit-limit-tokens": "50",
+        "x-ratelimit-remaining-tokens": "30",
+        "x-ratelimit-reset-tokens": "50.1s",
+    }
+    assert FREE.headers(0.0) == {}
