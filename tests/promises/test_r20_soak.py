@@ -1,6 +1,6 @@
 """Under a mix of normal, aborted, malformed, slow and crowded requests memory, descriptors, threads, tasks stay flat.
 
-Half an hour at full size. CI's 20 s show a leak of a few KiB for each request and no smaller one, so their floor is
+Half an hour at full size. CI's 15 s show a leak of a few KiB for each request and no smaller one, so their floor is
 coarser.
 """
 
@@ -173,10 +173,10 @@ def _start(folder: Path, weights: Path) -> tuple[Server, Path]:
 
 def test_nothing_grows_under_a_mix_of_requests(tmp_path: Path, weights: Path, promise: Promise) -> None:
     server, tasks = _start(tmp_path, weights)
-    seconds = promise.size(14, 1800)
+    seconds = promise.size(10, 1800)
     try:
-        samples, crowd = _soak(server, tasks, warm_up=promise.size(6, 120), seconds=seconds,
-                               n_samples=promise.size(7, 60))  # fmt: skip
+        samples, crowd = _soak(server, tasks, warm_up=promise.size(5, 120), seconds=seconds,
+                               n_samples=promise.size(5, 60))  # fmt: skip
     finally:
         assert stop_server(server) == 0
     n = sum(crowd.done.values())
@@ -195,7 +195,7 @@ def test_a_planted_leak_is_found_out(tmp_path: Path, weights: Path) -> None:
     server, tasks = _start(tmp_path, weights)
     try:
         server.process.send_signal(signal.SIGUSR2)
-        samples, _ = _soak(server, tasks, warm_up=0.5, seconds=6, n_samples=4)
+        samples, _ = _soak(server, tasks, warm_up=0.5, seconds=4, n_samples=4)
     finally:
         with contextlib.suppress(AssertionError):
             stop_server(server)

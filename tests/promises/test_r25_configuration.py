@@ -164,7 +164,7 @@ def test_every_wrong_setting_is_one_line_before_the_port_is_bound(weights: Path,
 def test_a_process_with_a_wrong_setting_ends_in_time(weights: Path, promise: Promise) -> None:
     """Whole processes: of each setting one case, of few settings in CI."""
     every = {str(case[1] or case[0][-2:]): case for case in cases(weights) if "\udcff" not in str(case)}
-    asked = list(every.values())[:: promise.size(40, 1)]
+    asked = list(every.values())[:: promise.size(90, 1)]
     slowest = 0.0
     for arguments, variables, _ in asked:
         command = [sys.executable, "-m", "app", "serve", *arguments]
