@@ -66,8 +66,9 @@ def files_of_promises(folder: Path = HERE) -> dict[str, list[Path]]:
 
 
 def sentence(path: Path) -> str:
-    """The promise: the first line of the docstring of its test file."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].strip()
+    """The promise: the first sentence of the docstring of its test file, without its number."""
+    paragraph = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].split())
+    return re.sub(r"^[RS]\d+: ", "", re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0])
 
 
 def read_kept(path: Path = KEPT) -> list[Kept]:

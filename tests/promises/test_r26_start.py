@@ -46,7 +46,7 @@ def _start(log: Path) -> Start:
         began = time.monotonic()
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
-        while not (found := re.search(r"listening on (\S+)", log.read_text())):
+        while not (found := re.search(r"listening on (http://[\w.:\[\]]+)", log.read_text())):
             assert process.poll() is None and time.monotonic() - began < 60, log.read_text()
             time.sleep(0.005)
         code, _ = _get(f"{found.group(1)}/health/live")
@@ -66,7 +66,8 @@ def _start(log: Path) -> Start:
 
 def test_a_start_answers_at_once_and_is_ready_in_time(tmp_path: Path, promise: Promise) -> None:
     n = promise.size(2, 9)
-    _start(tmp_path / "first")  # files are read into memory, bytecode is written
+    if promise.full:
+        _start(tmp_path / "first")  # files are read into memory, bytecode is written
     starts = [_start(tmp_path / str(number)) for number in range(n)]
     print(*starts, sep="\n")
     told = sum(start.n_not_ready > 0 and len(start.phases) > 1 for start in starts)

@@ -117,6 +117,8 @@ def test_a_service_that_cannot_be_reached_is_told_and_stops_nobody(tmp_path: Pat
 
 
 def test_no_known_hole_where_somebody_knows_them(promise: Promise) -> None:
+    if not promise.full:
+        pytest.skip("make lint asks each time")
     done = _audit()
     assert done.returncode == 0, done.stderr
     if "nothing was audited" in done.stderr:
