@@ -47,7 +47,7 @@ def _with_poison(requests: list[Request], *, is_scored: bool) -> list[Request]:
     """The victim reads a token that is not finite, in the first of several pieces of its prompt."""
     changed = list(requests)
     (place,) = [place for place, request in enumerate(requests) if request.id == VICTIM]
-    prompt = (*requests[place].prompt[:2], POISON, *requests[place].prompt * 3)
+    prompt = (*requests[place].prompt[:2], POISON, *requests[place].prompt)
     scored = 2 if is_scored else None
     changed[place] = msgspec.structs.replace(requests[place], prompt=prompt, prompt_logprobs=scored)
     return changed
@@ -75,6 +75,7 @@ def test_31_of_32_do_not_notice_a_poisoned_one(
             n += 1
         for is_scored in (True, False) if way != "int8" else ():  # rounding makes some number of what is none
             after = serve(engine, _with_poison(requests, is_scored=is_scored))
+            assert "not finite" in after[VICTIM].failures[0]
             good += _failed_alone(before, after, is_prefix=False)
             good += serve(engine, requests) == before
             n += 2
