@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable
 
 from starlette.requests import Request
@@ -11,15 +10,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.api.errors import ApiError, respond
-from app.api.request_log import RequestLog
+from app.api.request_log import RequestLog, write_refusal
 
-_log = logging.getLogger("inkstream")
 _RETRY_AFTER = "2"
 
 
 def as_bytes(error: ApiError, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A whole response, after which the connection closes; `headers` come first."""
-    _log.info("request %s: refused before it was read (%d, %s)", request_id, error.status, error.code)
+    write_refusal(request_id, error.status, error.code)
     body = json.dumps(error.body(request_id)).encode()
     all_headers = [
         *headers,

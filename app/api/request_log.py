@@ -54,6 +54,12 @@ class RequestLog:
             _write(scope, record, (time.monotonic() - began) * 1e3)
 
 
+def write_refusal(request_id: str, status: int, outcome: str | None) -> None:
+    """The one line of a request that was refused before it was read: nothing of it is known."""
+    fields = {"request_id": request_id, "method": None, "route": None, "status": status, "key": None}
+    _log.info("request", extra={"fields": {**fields, "outcome": outcome or "error", "duration_ms": 0.0}})
+
+
 def _write(scope: Scope, record: Record, duration_ms: float) -> None:
     """The one line: nothing that the client wrote is in it but which of our routes and methods it asked for."""
     if not _log.isEnabledFor(logging.INFO):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,9 +56,7 @@ class Door:
                 self._cancelled.discard(request.id)
                 self._forget(request.id)
             elif error := prepared.exception():
-                _log.error(
-                    "request %s failed with its guide\n%s", request.id, "".join(traceback.format_exception(error))
-                )
+                _log.error("request %s failed with its guide", request.id, exc_info=error)
                 self._failed.append(Failed(request.id, _FAILED))
             else:
                 ready.append(request)

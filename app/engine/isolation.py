@@ -7,7 +7,6 @@ values are written to the same places, and a guide that has moved on too early i
 from __future__ import annotations
 
 import logging
-import traceback
 from typing import Protocol
 
 from app.engine.result import Drawn, StepResult
@@ -61,7 +60,7 @@ class Isolation:
                 if not _may_be_a_requests(error):
                     raise
                 failed[name] = _NO_MEMORY if _is_out_of_memory(error) else _FAILED
-                _log.error("request %s failed in the engine\n%s", name, "".join(traceback.format_exception(error)))
+                _log.error("request %s failed in the engine", name, exc_info=error)
             else:
                 drawn |= result.drawn
                 scores |= result.scores
