@@ -195,8 +195,9 @@ class Service:
             batch = Batch(name, wish, ready, tokenizer, caller.salt)
             requests = batch.requests(reads, source, guide)
             self.gate.charge(lease, wish, requests)
+            choices = batch.choices(requests, reads)  # what may fail comes before the engine has it
             stream = served.engine.submit(requests)
-        completion = Completion(stream, batch.choices(requests, reads), patience, clock)
+        completion = Completion(stream, choices, patience, clock)
         return Admitted(
             served=served,
             completion=completion,
