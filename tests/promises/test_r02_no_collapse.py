@@ -82,8 +82,8 @@ def test_nobody_is_let_in_who_could_not_write_much(tmp_path: Path, weights: Path
         plan = Plan(url=server.url, bodies=(body,), rate=10 * _CAPACITY, seconds=10, patience=_PATIENCE + 1)
         outcomes = open_loop.run(plan)
         assert sum(o.is_refused for o in outcomes) > len(outcomes) / 2
-        assert {o.retry_after is not None and 1 <= o.retry_after <= 30 for o in outcomes if o.is_refused} == {True}
-        # Those of the first second came before there was a pace to judge by, and are gone when their deadlines are over.
+        assert {o.retry_after is not None and 1 <= o.retry_after <= 120 for o in outcomes if o.is_refused} == {True}
+        # Those of the first second came before there was a pace to judge by; they are gone by then.
         assert _goodput(outcomes, since=6.5) / _CAPACITY > 0.5
     finally:
         server.process.kill()
