@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ _SHELL: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Spans:
     """Token i was made of text[starts[i]:ends[i]]. Flat, because a megabyte of text may be a million tokens."""
 
@@ -38,6 +40,43 @@ def spans_of(encoding: Encoding) -> Spans:
         spans.starts.append(start if end else last)
         spans.ends.append(last)
     return spans
+
+
+def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -> Spans:
+    """encode(text) by way of pieces of so many characters: a megabyte at once takes 170 MB, and holds the interpreter.
+
+    Pieces overlap by an eighth. They are joined in the middle of it, where both must have the same tokens all around:
+    how a text is split depends on what stands near. Where they do not agree (a run of one letter) it is read whole.
+    """
+    overlap = piece // 8
+    spans, begin = encode(text[:piece]), 0
+    while begin + piece < len(text):
+        begin += piece - overlap
+        later = encode(text[begin : begin + piece])
+        place = _place_to_join(spans, later, begin, overlap)
+        if place is None:
+            return encode(text)
+        keep, skip = place
+        spans.ids = spans.ids[:keep] + later.ids[skip:]
+        spans.starts = spans.starts[:keep] + array("I", (start + begin for start in later.starts[skip:]))
+        spans.ends = spans.ends[:keep] + array("I", (end + begin for end in later.ends[skip:]))
+    return spans
+
+
+def _place_to_join(early: Spans, late: Spans, begin: int, overlap: int) -> tuple[int, int] | None:
+    """How many tokens to keep of the earlier and to leave out of the later, which begins at character `begin`."""
+    first, last = overlap // 4, overlap * 3 // 4
+    a, b = _between(early, begin + first, begin + last), _between(late, first, last)
+    if not a or [early.ids[i] for i in a] != [late.ids[i] for i in b]:
+        return None
+    same = [(i, j) for i, j in zip(a, b, strict=True) if early.starts[i] == late.starts[j] + begin]
+    # Where a character ends: several tokens may share one.
+    clean = [(i, j) for i, j in same if early.ends[i - 1] <= early.starts[i]]
+    return clean[len(clean) // 2] if clean and len(same) == len(a) else None
+
+
+def _between(spans: Spans, first: int, last: int) -> range:
+    return range(bisect_left(spans.starts, first), bisect_left(spans.starts, last))
 
 
 def untrimmed(rust: RustTokenizer) -> PostProcessor | None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from model.files import one_line
 from model.special_tokens import read_names
 from model.token_bytes import keeps_text, pieces_of
-from model.token_spans import Spans, spans_of, untrimmed
+from model.token_spans import Spans, in_pieces, spans_of, untrimmed
 from model.tokenizer_facts import check_ids, put_first, unknown_token
 from model.tokenizer_file import read_tokenizer_json
 
@@ -165,7 +165,11 @@ class Tokenizer:
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> Spans:
         """encode(), and which characters of `text` each token was made of; or without added special tokens."""
-        spans = spans_of(self._rust.encode_batch([text], add_special_tokens=add_special_tokens)[0])
+
+        def encode(part: str) -> Spans:
+            return spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
+
+        spans = in_pieces(encode, text)
         if add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2:
             spans = Spans(spans.ids[1:], spans.starts[1:], spans.ends[1:])
         return spans

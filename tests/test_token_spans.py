@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from kinds import KINDS, gpt2
 from test_tokenizer_kinds import _TEXTS, LOSSLESS, pair, written
 from tokenizers import processors
 
+from model.token_spans import Spans, in_pieces
 from model.tokenizer import Tokenizer
 
 
@@ -25,6 +27,37 @@ def test_spans_go_through_the_text_from_its_start_to_its_end(name: str, text: st
     covered = {i for start, end in zip(spans.starts, spans.ends, strict=True) for i in range(start, end)}
     if name in LOSSLESS:
         assert covered == set(range(len(text)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("piece", [256, 1024])
+@settings(max_examples=10)
+@given(texts=st.lists(_TEXTS, min_size=1, max_size=8), more=st.sampled_from(["a", " ", "the fox ", "\U0001f98a", "\n"]))
+def test_pieces_give_the_tokens_of_the_whole(name: str, piece: int, texts: list[str], more: str) -> None:
+    ours, _ = pair(name)
+    text = "".join((text + more * 40) * 3 for text in texts)
+
+    def encode(part: str) -> Spans:
+        seen.append(len(part))
+        return ours.encode_spans(part)
+
+    seen: list[int] = []
+    assert in_pieces(encode, text, piece) == ours.encode_spans(text)
+    assert len(seen) > 1 or len(text) <= piece
+
+
+def test_a_long_text_is_not_read_in_one() -> None:
+    ours, _ = pair("gpt2")
+    longest = 0
+
+    def encode(part: str) -> Spans:
+        nonlocal longest
+        longest = max(longest, len(part))
+        return ours.encode_spans(part)
+
+    text = "Once upon a time there was a fox. " * 300
+    assert in_pieces(encode, text, 1024) == ours.encode_spans(text)
+    assert longest == 1024
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma"])
