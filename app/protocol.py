@@ -9,10 +9,10 @@ any other method FIN means that the client has left, which cannot be told from i
 
 from __future__ import annotations
 
-import secrets
-from typing import Any
+from typing import Any, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -230,12 +230,11 @@ class Connection(HttpToolsProtocol):
             self._answer(error)
 
     def _answer(self, error: ApiError) -> None:
-        request_id = f"req-{secrets.token_hex(12)}"
+        scope = cast(Scope, self.cycle.scope) if self._is_busy else None
+        self.transport.write(refusal.as_bytes(error, scope, self.server_state.default_headers))
         if self._is_busy:  # the application waits for the body: to it the client has left
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-            request_id = str(self.cycle.scope.get("inkstream_request_id", request_id))
-        self.transport.write(refusal.as_bytes(error, request_id, self.server_state.default_headers))
         self._linger()
 
     def _linger(self) -> None:

@@ -10,14 +10,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.api.errors import ApiError, respond
-from app.api.request_log import RequestLog, write_refusal
+from app.api.request_log import RequestLog, note_refusal
 
 _RETRY_AFTER = "2"
 
 
-def as_bytes(error: ApiError, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A whole response, after which the connection closes; `headers` come first."""
-    write_refusal(request_id, error.status, error.code)
+def as_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A whole response, after which the connection closes; `headers` come first.
+
+    scope: of the request, where the application has it already.
+    """
+    request_id = note_refusal(scope, error.status, error.code or error.type)
     body = json.dumps(error.body(request_id)).encode()
     all_headers = [
         *headers,

@@ -65,6 +65,7 @@ class Reloader:
         tried, seen = self._service.served.seen, await asyncio.to_thread(look, self._weights)
         if seen != tried and not self._watch_seconds:
             _log.warning("the weights changed while they were loaded: kill -HUP %d loads them again", os.getpid())
+        unfinished: Look | None = None  # its files are not hashed again and again, nor the log told of it
         try:
             while True:
                 if await self._is_asked():
@@ -72,8 +73,11 @@ class Reloader:
                     continue
                 before, seen = seen, await asyncio.to_thread(look, self._weights)
                 # Changed since the last try, and quiet since the last look.
-                if seen == before != tried and await self._is_whole():
-                    tried = seen = await self._load()
+                if seen == before and seen not in (tried, unfinished):
+                    if await self._is_whole():
+                        tried = seen = await self._load()
+                    else:
+                        unfinished = seen
         finally:
             if self._retiring:
                 self._retiring.cancel()
@@ -118,12 +122,21 @@ class Reloader:
 
     async def _loaded(self) -> Served:
         """Raises LoadFailed, with nothing left of it."""
-        if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine takes any memory
-            raise LoadFailed(problem)
         try:
-            served = await self._make()
+            return await self._tried()
+        except LoadFailed:
+            raise
         except (ValueError, OSError) as error:
             raise LoadFailed(str(error)) from None
+        except Exception as error:  # nobody waits for this task: what is no fault of the weights must not end it
+            _log.exception("new weights could not be loaded")
+            raise LoadFailed(f"{type(error).__name__} on our side") from None
+
+    async def _tried(self) -> Served:
+        """The same, but for what nobody has thought of."""
+        if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine takes any memory
+            raise LoadFailed(problem)
+        served = await self._make()
         try:
             served.start()
             await self._wait_loaded(served)

@@ -175,3 +175,19 @@ def test_a_suspect_that_nobody_wants_any_more_lets_the_next_one_go() -> None:
     quarantine.taken("gone")
     quarantine.begun("gone")
     quarantine.leave("gone")
+
+
+def test_a_suspect_never_goes_before_its_leader_who_alone_tells_their_prompts_scores() -> None:
+    quarantine, progress = Quarantine(), dict.fromkeys(["other", "leader", "follower"], 0)
+    for name in progress:
+        quarantine.hold(name, "leader" if name == "follower" else None)
+        quarantine.next(progress.__getitem__)
+    for name in ("other", "leader"):  # the follower's guide is still being compiled
+        quarantine.taken(name)
+    assert quarantine.crash(progress.__getitem__) == []
+    assert [quarantine.next(progress.__getitem__), quarantine.next(progress.__getitem__)] == ["leader", None]
+    quarantine.begun("leader")
+    progress["leader"] += PROOF
+    quarantine.look(progress.__getitem__)
+    assert quarantine.next(progress.__getitem__) == "follower"
+    assert quarantine.crash(progress.__getitem__) == ["follower"], "its leader had proven itself"

@@ -188,6 +188,25 @@ def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
     assert len(lines) == 1 and words in lines[0] and "the old ones stay" in lines[0]
 
 
+def test_an_error_that_nobody_has_thought_of_refuses_one_load_and_no_later_one(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> Served:
+        raise RuntimeError("of a kind that no check of weights raises")
+
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            house._make, make = broken, house._make  # type: ignore[method-assign]
+            house.reloader.ask()
+            await _until(lambda: house.noted == ["refused"])
+            house._make = make  # type: ignore[method-assign]
+            (await _new_engine(house)).finish()
+            await _until(lambda: house.running == [1])
+
+    asyncio.run(scenario())
+    assert "the old ones stay: RuntimeError on our side" in caplog.text
+
+
 def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
     async def scenario() -> None:
         async with _house(directory) as house:
@@ -307,6 +326,24 @@ def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> 
         await asyncio.gather(run, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_a_set_that_stays_unfinished_is_read_and_told_of_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "inkstream")
+
+    async def scenario() -> None:
+        async with _house(directory, watch=0.05) as house:
+            write_files(directory, {MANIFEST_FILE: manifest_file({"config.json": b"another one"})})
+            await _until(lambda: "not complete yet" in caplog.text)
+            await asyncio.sleep(0.5)
+            whole = {"config.json": (directory / "config.json").read_bytes()}
+            write_files(directory, {MANIFEST_FILE: manifest_file(whole)})
+            await _until(lambda: len(house.engines) == 2)
+
+    asyncio.run(scenario())
+    assert caplog.text.count("not complete yet") == 1
 
 
 def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(directory: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
 
+import pytest
 from conftest import ROOT
 
+from app.engine.admission import QueueLimits
+from app.engine.client import EngineClient
+from app.engine.frames import WorkerConfig
 from app.engine.signs_of_life import heartbeat
 
 
@@ -43,3 +48,20 @@ def test_a_process_that_hangs_says_where_also_where_nobody_else_gets_the_gil() -
 
 def test_a_process_that_goes_round_says_nothing() -> None:
     assert _hang("for _ in range(100): trace.alive(time.monotonic()); time.sleep(0.01)") == ""
+
+
+def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine.supervisor._STARTING_SILENCE", 0.5)
+    limits = QueueLimits(max_requests=1, max_prompt_tokens=1)
+
+    async def scenario() -> None:
+        command = (sys.executable, "-c", "import time; time.sleep(60)")
+        client = EngineClient(WorkerConfig(weights=""), limits, silence_seconds=0.2, command=command)
+        client.start()
+        try:
+            gone = await asyncio.wait_for(client.wait_gone(), 20)
+            assert client.restarts == 3 and gone.exit_code == 1
+        finally:
+            await client.stop()
+
+    asyncio.run(scenario())

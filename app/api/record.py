@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,22 @@ class Record:
     """How it ended, in one of a few fixed words: a finish_reason, or the type or code of an error."""
     facts: Callable[[], Mapping[str, Any]] | None = None
     """Asked at the end: counts and milliseconds of a completion, and its outcome."""
+    refusal: tuple[int, str] | None = None
+    """Status and code of what the connection answered in the application's place, which only hears that nobody reads.
+    """
 
-    def put_in(self, scope: Scope) -> None:
-        """Whoever has the scope has the record."""
-        scope[_PLACE] = self
+    @classmethod
+    def begin_in(cls, scope: Scope) -> Record:
+        """Whoever has the scope has the record: the one that is there, or a new one with a new id."""
+        if _PLACE not in scope:
+            scope[_PLACE] = cls(new_request_id())
+        record: Record = scope[_PLACE]
+        return record
+
+
+def new_request_id() -> str:
+    """One that nobody can guess."""
+    return f"req-{secrets.token_hex(12)}"
 
 
 def record_of(request: Request) -> Record:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import ApiError, respond
-from app.api.record import Record
+from app.api.record import Record, new_request_id
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _log = logging.getLogger("inkstream.request")
@@ -28,8 +27,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record, began = Record(f"req-{secrets.token_hex(12)}"), time.monotonic()
-        record.put_in(scope)
+        record, began = Record.begin_in(scope), time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -54,10 +52,19 @@ class RequestLog:
             _write(scope, record, (time.monotonic() - began) * 1e3)
 
 
-def write_refusal(request_id: str, status: int, outcome: str | None) -> None:
-    """The one line of a request that was refused before it was read: nothing of it is known."""
+def note_refusal(scope: Scope | None, status: int, outcome: str) -> str:
+    """A request is refused before it was read to its end; its id. Its line is written here, or where `scope` goes.
+
+    scope: of the request, where the application has it already; else nothing of it is known.
+    """
+    if scope is not None:
+        record = Record.begin_in(scope)
+        record.refusal = status, outcome
+        return record.request_id
+    request_id = new_request_id()
     fields = {"request_id": request_id, "method": None, "route": None, "status": status, "key": None}
-    _log.info("request", extra={"fields": {**fields, "outcome": outcome or "error", "duration_ms": 0.0}})
+    _log.info("request", extra={"fields": {**fields, "outcome": outcome, "duration_ms": 0.0}})
+    return request_id
 
 
 def _write(scope: Scope, record: Record, duration_ms: float) -> None:
@@ -79,4 +86,6 @@ def _write(scope: Scope, record: Record, duration_ms: float) -> None:
     if record.facts:
         fields |= record.facts()
         fields["outcome"] = record.outcome or fields["outcome"]
+    if record.refusal:
+        fields["status"], fields["outcome"] = record.refusal
     _log.info("request", extra={"fields": fields})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from itertools import islice
 from typing import Protocol
 
@@ -54,7 +54,8 @@ class Kept(Protocol):
 class Shelf:
     """Knows streams by name and owner; closes those whose clients stay away for `seconds`.
 
-    At most 256 are kept for clients that are away, and those that were read to their end make room first.
+    At most 256 are kept for clients that are away. Whoever has left the most makes room, with those first that were
+    read to their end: nobody's are lost because somebody else leaves one after the other.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -78,9 +79,11 @@ class Shelf:
             return
         self._left[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._drop, stream.name)
         if len(self._left) > _MAX_LEFT:
+            owners = Counter(self._kept[name].owner for name in self._left)
+            ((most, _),) = owners.most_common(1)
+            theirs = [name for name in self._left if self._kept[name].owner == most]
             # Whoever has read everything is least likely to come back.
-            finished = (name for name in self._left if self._kept[name].is_finished)
-            self._drop(next(finished, next(iter(self._left))))
+            self._drop(next((name for name in theirs if self._kept[name].is_finished), theirs[0]))
 
     def come_back(self, stream: Kept) -> None:
         """Its client is here again."""

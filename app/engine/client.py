@@ -165,7 +165,7 @@ class EngineClient:
         for request in requests:
             self._streams[request.id] = stream
             self.queue.join(request)
-            self._quarantine.hold(request.id)
+            self._quarantine.hold(request.id, request.leader)
         self._send_next()
 
     def _send_next(self) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from app.engine.result import Drawn, StepResult
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
+from app.logs import trace_of
 
 _log = logging.getLogger("inkstream")
 _FAILED = "the engine could not compute this request; its id names the reason in the server's log"
@@ -40,12 +41,12 @@ class Isolation:
         except BaseException as error:
             if not _may_be_a_requests(error):
                 raise
-            # Only its text is kept: its frames hold the tensors of the step, and memory may be what was missing.
-            problem = f"{type(error).__name__}: {error}"
+            # Only its place is kept: its frames hold the tensors of the step, and memory may be what was missing.
+            problem = " < ".join(trace_of(error)[:2])
         self.retried += 1
         result = self._run_one_by_one(plan)
         if not result.failed and self.retried & (self.retried - 1) == 0:  # 1, 2, 4, 8 ...: it may happen in every step
-            _log.warning("%d steps were computed row by row, the last after %.500s", self.retried, problem)
+            _log.warning("%d steps were computed row by row, the last after %s", self.retried, problem)
         return result
 
     def _run_one_by_one(self, plan: BatchPlan) -> StepResult:

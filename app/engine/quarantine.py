@@ -38,6 +38,8 @@ class _Case:
     """Crashes in a row that it was in flight in, without proof between them."""
     before: int = 0
     """Its progress when it was sent."""
+    leader: str | None = None
+    """Whose prompt it shares, and who alone tells the prompt's scores: never sent after it."""
 
 
 class Quarantine:
@@ -64,9 +66,9 @@ class Quarantine:
         """Whether somebody is held, or on trial."""
         return bool(self._suspects or self._others) or self._trial is not None
 
-    def hold(self, name: str) -> None:
-        """A newcomer, behind all others."""
-        self._cases[name] = _Case()
+    def hold(self, name: str, leader: str | None = None) -> None:
+        """A newcomer, behind all others; behind its leader, if it has one."""
+        self._cases[name] = _Case(leader=leader)
         self._others[name] = None
 
     def next(self, progress: Progress) -> str | None:
@@ -111,8 +113,9 @@ class Quarantine:
                 case.strikes = 1 if self._has_proof(name, progress) else case.strikes + 1
             case.stage = _Stage.HELD
         self._trial = None
-        self._suspects = {name: None for name, case in self._cases.items() if case.strikes}
-        self._others = {name: None for name, case in self._cases.items() if not case.strikes}
+        leaders = {case.leader for case in self._cases.values() if case.strikes}
+        self._suspects = {name: None for name, case in self._cases.items() if case.strikes or name in leaders}
+        self._others = {name: None for name in self._cases if name not in self._suspects}
         return [name for name, case in self._cases.items() if case.strikes >= MOST_STRIKES]
 
     def _move(self, name: str, stage: _Stage) -> None:

@@ -22,8 +22,8 @@ from app.engine.types import StepReport
 
 _log = logging.getLogger("inkstream")
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"
-_LOADING_SILENCE = 60.0
-"""Seconds at least that an engine may be silent while it loads: a busy machine starves its sign of life."""
+_STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
+"""Seconds at least that it may be silent until it has imported torch, and while it loads on a machine that is busy."""
 
 
 class EngineGone(Exception):
@@ -74,10 +74,9 @@ class Supervisor:
         self.restarts = 0
         self._version = ""  # of the weights that all its engines serve, whatever is in their directory later
         self._process: EngineProcess | None = None
-        self._why = ""
-        """Why we have killed it."""
-        self._last_frame: float | None = None
-        """None until it has said something."""
+        self._why = ""  # we have killed it
+        self._last_frame = time.monotonic()  # or when it was started
+        self._has_spoken = False
         self._last_progress = time.monotonic()
         self._num_computed = 0
         self._deliveries = 0
@@ -90,8 +89,8 @@ class Supervisor:
 
     @property
     def report_age(self) -> float:
-        """Seconds since the engine was heard of last; it speaks at least once a heartbeat."""
-        return 0.0 if self._last_frame is None else time.monotonic() - self._last_frame
+        """Seconds since the engine was heard of last, or was started; it speaks at least once a heartbeat."""
+        return time.monotonic() - self._last_frame
 
     @property
     def progress_age(self) -> float:
@@ -152,7 +151,7 @@ class Supervisor:
 
     async def _live_once(self) -> None:
         """From the start of an engine process to its end."""
-        self._why, self._last_frame = "", None
+        self._why, self._last_frame, self._has_spoken = "", time.monotonic(), False
         self._process = process = await EngineProcess.spawn(self._take, self._command)
         process.send(self._config)
         try:
@@ -174,7 +173,7 @@ class Supervisor:
             stood_still = now - before > 2 * pause  # this process itself, so the engine's silence says nothing
             if stood_still or not self._ward.owes_progress:
                 self._last_progress = now
-            if stood_still and self._last_frame is not None:
+            if stood_still:
                 self._last_frame = now
             if self._process and (problem := self._problem()):
                 self._why = f": {problem}"
@@ -183,7 +182,8 @@ class Supervisor:
 
     def _problem(self) -> str:
         """Why it has to be killed; empty where it need not."""
-        silence = self._silence_seconds if self.ready else max(self._silence_seconds, _LOADING_SILENCE)
+        least = 0.0 if self.ready else _LOADING_SILENCE if self._has_spoken else _STARTING_SILENCE
+        silence = max(self._silence_seconds, least)
         if self.report_age > silence:
             return f"it was silent for {self.report_age:.1f} s (--engine-silence {self._silence_seconds:g})"
         if self.ready and self.progress_age > silence:
@@ -207,7 +207,7 @@ class Supervisor:
             self.give_up(EngineGone(problem, 1))
 
     def _take(self, frame: Up) -> None:
-        self._last_frame = time.monotonic()
+        self._last_frame, self._has_spoken = time.monotonic(), True
         match frame:
             case StepReport():
                 if frame.events or frame.scores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +87,26 @@ def test_every_end_of_a_request_has_its_line(logged: tuple[Server, Keyring], pro
         assert 0 < line["duration_ms"] < 60_000
         told += 1
     promise.all_of("S13", "ends of requests with one line of JSON", told, len(cases))
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2])
+def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answer(
+    logged: tuple[Server, Keyring], pause: float
+) -> None:
+    """Whether or not the application has begun with the request: it waits for the body, the connection answers."""
+    server, ring = logged
+    key, before = f"Authorization: Bearer {ring.keys['alice']}", len(request_lines(server))
+    head = raw("POST", "/complete", "Host: x", key, "Content-Type: application/json", "Transfer-Encoding: chunked")
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as client:
+        client.sendall(head if pause else head + b"no chunk\r\n")
+        time.sleep(pause)
+        client.sendall(b"no chunk\r\n" if pause else b"")
+        answer = b"".join(iter(lambda: client.recv(4096), b"")).decode()
+    (name,) = re.findall(r"x-request-id: (\S+)", answer)
+    assert server.wait_for(lambda: name in server.log.read_text(), 5)
+    (line,) = request_lines(server)[before:]
+    assert (line["request_id"], line["route"], line["key"]) == (name, "/complete", "alice")
+    assert (line["status"], line["outcome"]) == (400, "bad_request") and answer.startswith("HTTP/1.1 400 ")
 
 
 def test_the_numbers_are_those_of_the_answer(logged: tuple[Server, Keyring]) -> None:

@@ -1,0 +1,31 @@
+"""What the log tells of a step that was computed row by row; that only one request fails is in tests/promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.engine.isolation import Isolation
+from app.engine.result import StepResult
+from app.engine.types import BatchPlan, Chunk, Request, Sequence
+
+
+class FailsOnce:
+    """A runner whose first step fails, with an error that quotes what a client has sent."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def run(self, plan: BatchPlan) -> StepResult:  # noqa: ARG002 - the protocol
+        self.steps += 1
+        if self.steps == 1:
+            raise RuntimeError("a canary that somebody sent")
+        return StepResult()
+
+
+def test_a_step_computed_row_by_row_is_told_by_type_and_place_without_a_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sequence = Sequence(request=Request(id="a", prompt=(1,), max_tokens=1), tokens=[1], arrival=0)
+    isolation = Isolation(FailsOnce())
+    assert isolation.run(BatchPlan((Chunk(sequence, 0, 1),))) == StepResult()
+    assert "RuntimeError < tests/test_isolation.py:" in caplog.text and "canary" not in caplog.text
