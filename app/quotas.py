@@ -69,8 +69,8 @@ class Lease:
     def pause(self) -> None:
         """Its client is away."""
 
-    def go_on(self) -> None:
-        """Its client is back. Raises QuotaUsedUp."""
+    def go_on(self, read: int, now: float) -> None:
+        """Its client is back, and so many tokens are read again: that is a request like any other. Raises QuotaUsedUp."""
 
     def undo(self) -> None:
         """The service did not take the request: it counts as nothing."""
@@ -163,9 +163,13 @@ class _Held(Lease):
             self._runs = False
             self._account.running -= 1
 
-    def go_on(self) -> None:
+    def go_on(self, read: int, now: float) -> None:
         if self._is_open and not self._runs:
+            self._account.check_tokens(read, now)
             self._account.check_running()
+            self._account.check_requests(now)
+            self._account.requests.add(1, now)
+            self._account.tokens.add(read, now)
             self._runs = True
             self._account.running += 1
 

@@ -101,13 +101,14 @@ class Job:
 
     def go_on(self) -> None:
         """Somebody listens again. Raises Unavailable where the engine, or the quota, has no room for it now."""
-        self.admitted.lease.go_on()
+        completion = self.completion
+        self.admitted.lease.go_on(completion.prompt_tokens + completion.n_tokens, time.monotonic())
         try:
-            self.engine.resume(self.completion.stream)
+            self.engine.resume(completion.stream)
         except BaseException:
             self.admitted.lease.pause()
             raise
-        self.completion.go_on()
+        completion.go_on()
 
     def note(self, news: object) -> None:
         """Keeps the metrics in step with what is sent."""

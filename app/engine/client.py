@@ -165,7 +165,7 @@ class EngineClient:
         for request in requests:
             self._streams[request.id] = stream
             self.queue.join(request)
-            self._quarantine.hold(request.id, request.leader)
+            self._quarantine.hold(request.id, request.leader, stream.strikes)
         self._send_next()
 
     def _send_next(self) -> None:
@@ -180,6 +180,9 @@ class EngineClient:
         return self._streams[request_id].progress(request_id)
 
     def _drop(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:  # whoever comes back after each crash is no less a suspect
+            if stream := self._streams.get(request_id):
+                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
         self._forget(request_ids)
         for request_id in request_ids:
             self._supervisor.send(Cancel(request_id))

@@ -66,10 +66,14 @@ class Quarantine:
         """Whether somebody is held, or on trial."""
         return bool(self._suspects or self._others) or self._trial is not None
 
-    def hold(self, name: str, leader: str | None = None) -> None:
-        """A newcomer, behind all others; behind its leader, if it has one."""
-        self._cases[name] = _Case(leader=leader)
-        self._others[name] = None
+    def hold(self, name: str, leader: str | None = None, strikes: int = 0) -> None:
+        """A newcomer, behind all others; behind its leader, if it has one. With `strikes` it is a suspect still."""
+        self._cases[name] = _Case(leader=leader, strikes=strikes)
+        (self._suspects if strikes else self._others)[name] = None
+
+    def strikes(self, name: str) -> int:
+        """How many crashes in a row it was in flight in; what hold() is told when it comes again by another name."""
+        return self._cases[name].strikes if name in self._cases else 0
 
     def next(self, progress: Progress) -> str | None:
         """Who is to be sent now, and counts as sent; None where nobody may go."""

@@ -45,6 +45,8 @@ class Stream:
         position: Callable[[str], int | None],
     ) -> None:
         self.requests = tuple(requests)
+        self.strikes = 0
+        """Crashes in a row that it was in flight in when it was dropped; the client's side."""
         self._drop = drop
         self._position = position
         self._open = {request.id: index for index, request in enumerate(requests)}

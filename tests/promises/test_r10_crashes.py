@@ -169,8 +169,9 @@ def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: P
     """An engine that dies at every step, whoever asks: streams are told so, and the exit code is not 0."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
-    faults.arm("engine.step", "exit", code=3)
-    answers = visit(server, _streams(8, max_tokens=50))
+    with crowd(server, _streams(8, max_tokens=400)) as answers:
+        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
+        faults.arm("engine.step", "exit", code=3)
     ends = [answer.told()["end"]["error"]["code"] for answer in answers]
     assert ends == ["engine_failed"] * 8
     code = server.process.wait(30)
