@@ -66,11 +66,14 @@ class Lease:
     def charge(self, tokens: int, now: float) -> None:
         """It is known how many tokens the request may take. Raises InvalidRequest, QuotaUsedUp."""
 
-    def pause(self) -> None:
-        """Its client is away."""
+    def pause(self, used: int) -> None:
+        """Its client is away, and it took so many tokens."""
 
-    def go_on(self, read: int, now: float) -> None:
-        """Its client is back, and so many tokens are read again: that is a request like any other. Raises QuotaUsedUp."""
+    def go_on(self, tokens: int, now: float) -> None:
+        """Its client is back: a request like any other, which may take so many tokens, read again what was written.
+
+        Raises QuotaUsedUp.
+        """
 
     def undo(self) -> None:
         """The service did not take the request: it counts as nothing."""
@@ -158,18 +161,19 @@ class _Held(Lease):
         self._account.check_tokens(tokens, now)
         self._place, self._tokens = self._account.tokens.add(tokens, now), tokens
 
-    def pause(self) -> None:
+    def pause(self, used: int) -> None:
         if self._runs:
             self._runs = False
             self._account.running -= 1
+            self._account.tokens.give_back(self._place, self._tokens - used)
 
-    def go_on(self, read: int, now: float) -> None:
+    def go_on(self, tokens: int, now: float) -> None:
         if self._is_open and not self._runs:
-            self._account.check_tokens(read, now)
+            self._account.check_tokens(tokens, now)
             self._account.check_running()
             self._account.check_requests(now)
             self._account.requests.add(1, now)
-            self._account.tokens.add(read, now)
+            self._place, self._tokens = self._account.tokens.add(tokens, now), tokens
             self._runs = True
             self._account.running += 1
 
@@ -181,8 +185,7 @@ class _Held(Lease):
     def end(self, used: int) -> None:
         if self._is_open:
             self._is_open = False
-            self._account.tokens.give_back(self._place, self._tokens - used)
-            self.pause()
+            self.pause(used)
 
     def headers(self, now: float) -> Mapping[str, str]:
         found = {}

@@ -96,20 +96,20 @@ def test_requests_at_a_time_are_let_go_at_the_end_and_while_nobody_listens() -> 
     first.end(1)
     third = quotas.take(caller, 1, 0.0)
     for _ in range(2):
-        second.pause()
+        second.pause(1)
     fourth = quotas.take(caller, 1, 0.0)
     with pytest.raises(QuotaUsedUp):
-        second.go_on()
+        second.go_on(1, 0.0)
     third.end(1)
-    second.go_on()
-    second.go_on()
+    second.go_on(1, 0.0)
+    second.go_on(1, 0.0)
     with pytest.raises(QuotaUsedUp):
         quotas.take(caller, 1, 0.0)
     for lease in (second, fourth):
-        lease.pause()
+        lease.pause(1)
         lease.end(0)
         lease.end(0)
-        lease.go_on()
+        lease.go_on(1, 0.0)
     assert quotas._accounts["ann"].running == 0
 
 
@@ -140,3 +140,24 @@ def test_headers_tell_what_is_left() -> None:
         "x-ratelimit-reset-tokens": "50.1s",
     }
     assert FREE.headers(0.0) == {}
+
+
+def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_other() -> None:
+    quotas, caller = Quotas(), _caller(requests_per_minute=3, tokens_per_minute=100)
+    lease = quotas.take(caller, 90, 0.0)
+    lease.pause(10)
+    other = quotas.take(caller, 60, 1.0)
+    with pytest.raises(QuotaUsedUp, match="100 tokens a minute, and 30 are left"):
+        lease.go_on(90, 2.0)
+    other.end(0)
+    lease.go_on(90, 3.0)
+    lease.end(40)
+    account = quotas._accounts["ann"]
+    assert (account.tokens.used, account.requests.used, account.running) == (50, 3, 0)
+    lease.end(40)
+    lease.pause(40)
+    assert account.tokens.used == 50
+    again = quotas.take(caller, 1, 61.0)  # the first of three is forgotten
+    again.pause(1)
+    with pytest.raises(QuotaUsedUp, match="3 requests a minute"):
+        again.go_on(1, 61.0)

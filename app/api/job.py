@@ -94,19 +94,27 @@ class Job:
         """What the engine makes of it."""
         return self.admitted.completion
 
+    @property
+    def _tokens(self) -> int:
+        """That were read and written for it."""
+        completion = self.completion
+        return completion.n_tokens + (completion.prompt_tokens if completion.clock.started is not None else 0)
+
     def pause(self) -> None:
         """Nobody listens: neither the engine nor its caller's quota has to do with it until go_on()."""
         self.completion.pause()
-        self.admitted.lease.pause()
+        self.admitted.lease.pause(self._tokens)
 
     def go_on(self) -> None:
         """Somebody listens again. Raises Unavailable where the engine, or the quota, has no room for it now."""
         completion = self.completion
-        self.admitted.lease.go_on(completion.prompt_tokens + completion.n_tokens, time.monotonic())
+        # What was written is read again, and counts as prompt.
+        most = completion.prompt_tokens + sum(request.max_tokens for request in completion.stream.requests)
+        self.admitted.lease.go_on(most, time.monotonic())
         try:
             self.engine.resume(completion.stream)
         except BaseException:
-            self.admitted.lease.pause()
+            self.admitted.lease.pause(0)
             raise
         completion.go_on()
 
@@ -167,8 +175,7 @@ class Job:
         self.completion.close()
         if not self._closed:
             self._closed = True
-            was_read = self.completion.clock.started is not None
-            self.admitted.lease.end(self.completion.n_tokens + (self.completion.prompt_tokens if was_read else 0))
+            self.admitted.lease.end(self._tokens)
             self.admitted.served.release()
             outcome = self._outcome or "disconnected"
             self._metrics.ended(self.completion, outcome, self.completion.duration)
