@@ -51,6 +51,15 @@ class Gate:
             raise
 
     @contextmanager
+    def visit(self, caller: Caller) -> Iterator[None]:
+        """A request that draws nothing: one of so many a minute and at a time. Raises QuotaUsedUp."""
+        lease = self._quotas.take(caller, 0, time.monotonic())
+        try:
+            yield
+        finally:
+            lease.end(0)
+
+    @contextmanager
     def room(self, wish: Wish, caller: Caller, patience: Patience, queue: WaitingLine) -> Iterator[None]:
         """A place in `queue` while the texts are read; who would come too late to write much is refused now.
 

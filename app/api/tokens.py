@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
-from app.api.dependencies import LongTextsDep, ServiceDep, body_schema, read_body
+from app.api.dependencies import CallerDep, LongTextsDep, ServiceDep, body_schema, read_body
 from app.api.openapi import declared
 from app.api.token_schemas import (
     DetokenizeRequest,
@@ -32,16 +32,17 @@ router = APIRouter(tags=["tokens"])
     "/tokenize",
     response_model=TokenizeResponse,
     openapi_extra=body_schema(TokenizeRequest),
-    responses=declared(400, 401, 413, 415, 503),
+    responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep) -> Response:
+async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep, caller: CallerDep) -> Response:
     """Text to token ids, with the text, the bytes and the place of each token."""
     body = await read_body(request, TokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
     special = body.add_special_tokens is not False
-    spans = await long_texts.run(
-        len(body.prompt), lambda: tokenizer.encode_spans(body.prompt, add_special_tokens=special)
-    )
+    with service.gate.visit(caller):
+        spans = await long_texts.run(
+            len(body.prompt), lambda: tokenizer.encode_spans(body.prompt, add_special_tokens=special)
+        )
 
     def tokens(part: slice) -> list[int]:
         return spans.ids[part].tolist()
@@ -59,9 +60,9 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     "/detokenize",
     response_model=DetokenizeResponse,
     openapi_extra=body_schema(DetokenizeRequest),
-    responses=declared(400, 401, 413, 415, 503),
+    responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def detokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep) -> Response:
+async def detokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep, caller: CallerDep) -> Response:
     """Token ids to the text that they are, from its start; special tokens are named in it."""
     body = await read_body(request, DetokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
@@ -70,7 +71,8 @@ async def detokenize(request: Request, service: ServiceDep, long_texts: LongText
         raise InvalidRequest(
             f"token id {largest} is outside the vocabulary: ids go from 0 to {ready.vocab_size - 1}", "tokens"
         )
-    text = await long_texts.run(len(body.tokens), lambda: tokenizer.written(body.tokens).decode("utf-8", "replace"))
+    with service.gate.visit(caller):
+        text = await long_texts.run(len(body.tokens), lambda: tokenizer.written(body.tokens).decode("utf-8", "replace"))
 
     def pieces(part: slice) -> list[dict[str, Any]]:
         return [_piece(tokenizer, token) for token in body.tokens[part]]

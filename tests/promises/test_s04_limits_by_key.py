@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import httpx
 import open_loop
 import pytest
 from conftest import Server, start_server
@@ -15,7 +16,10 @@ from open_loop import Plan
 from promise import Promise
 
 _SLOTS, _STEP = 16, 0.005
-_CALLERS = {name: {} for name in ("flood", "guest")} | {"limited": {"concurrency": 12}}
+_CALLERS = {name: {} for name in ("flood", "guest")} | {
+    "limited": {"concurrency": 12},
+    "reader": {"requests_per_minute": 3},
+}
 _GUEST = json.dumps({"prompt": "Hello there", "max_tokens": 10, "ignore_eos": True}).encode()
 _FLOOD = json.dumps({"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True}).encode()
 _RATE = 8.0
@@ -86,3 +90,10 @@ def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server,
         told = open_loop.summary(load.outcomes())
     assert set(told.statuses) == {200, 429} and told.good >= 12
     promise.at_most("S4", "requests at a time of a key that may have 12", most, target=12, n=told.offered)
+
+
+def test_routes_that_draw_nothing_count_as_requests_too(server: Server) -> None:
+    asked = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [40]}), ("/tokenize", {"prompt": "b"})] * 2
+    answers = [httpx.post(f"{server.url}{path}", json=body, headers={"X-Caller": "reader"}) for path, body in asked]
+    assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 3
+    assert int(answers[-1].headers["retry-after"]) >= 1
