@@ -21,7 +21,7 @@ from app.engine.loop import run
 from app.engine.result import Drawn, StepResult
 from app.engine.scheduler import Scheduler
 from app.engine.start import Assembled
-from app.engine.types import BatchPlan, Request
+from app.engine.types import BatchPlan, Request, TokenScore
 from app.faults import fault, is_armed
 
 BLOCK_SIZE, CONTEXT = 16, 8192
@@ -39,16 +39,31 @@ class FakeRunner:
     def run(self, plan: BatchPlan) -> StepResult:
         """Takes as long as a step takes."""
         time.sleep(self._step_seconds)
-        drawn = {}
+        drawn, scores = {}, {}
         for chunk in plan.chunks:
+            request = chunk.sequence.request
             if chunk.samples:
-                request = chunk.sequence.request
-                drawing = f"{self._version}/{request.params.seed}/{request.params.choice}"
-                seen = drawing.encode() + array("q", chunk.sequence.tokens)
-                number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
-                spoilt = is_armed("fake.not_finite", request)
-                drawn[request.id] = Drawn(None if spoilt else _PRINTABLE[number % len(_PRINTABLE)])
-        return StepResult(drawn, {})
+                drawn[request.id] = self._draw(request, chunk.sequence.tokens)
+            if places := chunk.scores:
+                asked = request.prompt_logprobs or 0
+                scores[request.id] = tuple(_score(request.prompt[place], asked) for place in places)
+        return StepResult(drawn, scores)
+
+    def _draw(self, request: Request, tokens: list[int]) -> Drawn:
+        drawing = f"{self._version}/{request.params.seed}/{request.params.choice}"
+        seen = drawing.encode() + array("q", tokens)
+        number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
+        token = _PRINTABLE[number % len(_PRINTABLE)]
+        if is_armed("fake.not_finite", request):
+            return Drawn(None)
+        asked = request.params.logprobs
+        return Drawn(token) if asked is None else Drawn(token, *_score(token, asked))
+
+
+def _score(token: int, count: int) -> TokenScore:
+    """A token's log-probability, and of as many others."""
+    others = range(_PRINTABLE.start, _PRINTABLE.start + count)
+    return -1.0 - token / 512, tuple((other, -1.0 - other / 512) for other in others)
 
 
 class NoGuides:
