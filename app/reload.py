@@ -101,6 +101,8 @@ class Reloader:
     async def _load(self) -> Look:
         """Switches to what is in the directory now, or tells why not. Returns how the directory looked."""
         if self._retiring:
+            if not self._retiring.done():
+                _log.info("new weights wait until the answers of the weights before the last have ended")
             await asyncio.gather(self._retiring, return_exceptions=True)
         seen = await asyncio.to_thread(look, self._weights)
         _log.info("new weights are loaded from %s", seen.place)
