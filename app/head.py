@@ -18,7 +18,7 @@ def check(scope: MutableMapping[str, Any], version: str, url: bytes) -> None:
     5xx is our fault to whoever watches the service, and these are anybody's to send.
     """
     if version not in ("1.1", "1.0"):
-        raise ApiError(400, "this service speaks HTTP/1.1 and HTTP/1.0: send the request as one", code="bad_request")
+        raise ApiError(400, "this service speaks HTTP/1.0 and HTTP/1.1: send the request as one", code="bad_request")
     codings = [value for name, value in scope["headers"] if name == b"transfer-encoding"]
     if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
         message = "the only Transfer-Encoding here is chunked: send the body without any other, or with Content-Length"
