@@ -19,9 +19,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app import refusal
+from app import head, refusal
 from app.api.errors import ApiError
 from app.connections import Connections
+from app.crowd import Wait
 from app.flow import Flow
 from app.intake import Intake, Phase
 from app.watch import Watch
@@ -79,6 +80,8 @@ class Connection(HttpToolsProtocol):
             self._intake.before(len(data))
             self._feed(data)
             self._intake.after(len(data))
+            if self._intake.phase is Phase.HEAD and not self._is_busy:
+                self._connections.rest(self, Wait.HEAD)
         except httptools.HttpParserError as error:
             ours = error.__context__  # what one of our own methods raised in the parser
             self._refuse(ours if isinstance(ours, ApiError) else ApiError(400, "no valid HTTP/1.1", code="bad_request"))
@@ -112,8 +115,10 @@ class Connection(HttpToolsProtocol):
         """The request is given to the application, which may have to wait for its body."""
         if len(self.pipeline) >= self._limits.pipelined:
             raise ApiError(400, "too many requests wait on this connection", code="pipelined")
+        head.check(cast(Scope, self.scope), self.parser.get_http_version(), self.url)
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves
+        self._connections.wake(self)
         self._intake.begin_body()
         self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_guest
         self.cycle.keep_alive = True  # for now: an answer before the end of the body must not close at once
@@ -181,22 +186,21 @@ class Connection(HttpToolsProtocol):
 
     def _begin_head(self) -> None:
         self._intake.begin_head()
-        self._connections.wake(self)
         self._wait_for_client()
 
     def _wait_for_client(self) -> None:
         """Sets the deadline of what the client owes us now, if it owes us anything."""
         if self._reads_on:
             # Answered already: the rest of the body is of no use, but to close now could cost the answer.
-            self._watch.expect(
-                self._limits.linger_seconds if self.cycle.response_complete else self._limits.body_seconds
-            )
+            is_over = self.cycle.response_complete
+            self._watch.expect(self._limits.linger_seconds if is_over else self._limits.body_seconds)
         elif self._is_busy:
             self._watch.expect(None)
         elif self._intake.phase is Phase.HEAD:
+            self._connections.rest(self, Wait.HEAD)
             self._watch.expect(self._limits.head_seconds)
         elif self._intake.phase is Phase.DONE:
-            self._connections.rest(self)
+            self._connections.rest(self, Wait.NEXT)
             self._watch.expect(self._limits.idle_seconds)
 
     def _on_stalled_client(self) -> None:
@@ -240,6 +244,7 @@ class Connection(HttpToolsProtocol):
     def _linger(self) -> None:
         """Closes, but reads on for a moment."""
         self._intake.phase = Phase.LINGER
+        self._connections.rest(self, Wait.CLOSE)
         self.flow.release()
         self.transport.write_eof()
         self._watch.expect(self._limits.linger_seconds)

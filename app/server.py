@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app import event_loop, logs
-from app.connections import Connections
+from app.connections import Connections, possible_connections
 from app.engine.client import EngineClient
 from app.engine.errors import NotReady
 from app.engine.native.choice import check_possible
@@ -143,6 +143,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
     `engine` makes another client of the engine (benchmarks bring a stand-in).
     """
     logs.set_up(settings.log_level, logs.chosen(settings.log_format))
+    _check_files(settings)
     _check_weights(settings.weights)
     _check_kernels(settings)
     with bind(settings) as listener:
@@ -180,6 +181,14 @@ def _has_keys(settings: Settings) -> bool:
     try:
         return bool(settings.keys_file and read_keys(settings.keys_file))
     except KeysError as error:
+        raise StartError(str(error)) from None
+
+
+def _check_files(settings: Settings) -> None:
+    """Raises StartError where too few files may be open for an engine and its clients."""
+    try:
+        possible_connections(settings.max_connections)
+    except ValueError as error:
         raise StartError(str(error)) from None
 
 

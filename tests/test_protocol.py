@@ -31,6 +31,10 @@ def test_head_is_get_without_the_body(server: Server, path: str) -> None:
         b"CONNECT example:80 HTTP/1.1\r\n\r\n",
         b"POST /complete HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /complete HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nzz\r\n",
+        b"GET /health/live HTTP/2.0\r\nHost: x\r\n\r\n",
+        b"GET /health/live HTTP/0.9\r\nHost: x\r\n\r\n",
+        b"POST /complete HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"POST /complete HTTP/1.1\r\nHost: x\r\n" + 2 * b"Transfer-Encoding: chunked\r\n" + b"\r\n0\r\n\r\n",
     ],
 )
 def test_what_is_no_http_gets_400_in_the_one_shape(server: Server, data: bytes) -> None:
@@ -65,6 +69,19 @@ def test_trailers_do_not_become_headers(server: Server) -> None:
         time.sleep(0.05)
         connection.sendall(b"0\r\nContent-Type: application/json\r\n\r\n")
         assert status_of(read_all(connection)) == 415
+
+
+def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
+    def ask(coding: str) -> bytes:
+        with connect(server) as connection:
+            body = {"prompt": "a", "max_tokens": 1, "stream": False}
+            connection.sendall(post(body, "/complete", f"Content-Encoding: {coding}", "Connection: close"))
+            return read_all(connection)
+
+    refused = ask("gzip")
+    assert (status_of(refused), "Content-Encoding" in error_of(refused)["message"]) == (415, True)
+    assert b"accept-encoding: identity" in refused.lower()
+    assert status_of(ask("identity")) == 200
 
 
 @pytest.mark.parametrize("after", [0, 0.05, 0.1, 0.2, 0.4])

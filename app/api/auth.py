@@ -74,7 +74,11 @@ def caller_of(request: Request) -> Caller:
 
 def _caller(scope: Scope, keys: Keys) -> Caller | ApiError:
     given = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    if len(given) > 1:  # which of them counts is a question that a proxy in front may answer otherwise
+        message = f"there are {len(given)} headers Authorization: send one header Authorization: Bearer KEY"
+        challenge = 'Bearer realm="inkstream", error="invalid_request"'
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+    scheme, _, key = given[0].partition(b" ") if given else (b"", b"", b"")
     key = key.strip(b" \t")
     if scheme.lower() != b"bearer" or not key:
         message = "this service asks for a key: send the header Authorization: Bearer KEY"

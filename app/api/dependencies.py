@@ -86,6 +86,10 @@ async def _read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
+    codings = [coding.strip().lower() for coding in request.headers.getlist("content-encoding")]
+    if any(coding not in ("", "identity") for coding in codings):
+        message = "the body must not be compressed: send it without Content-Encoding"
+        raise ApiError(415, message, headers={"Accept-Encoding": "identity"})
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:

@@ -16,6 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.errors import ApiError, respond
 
+TARGET = "inkstream_target"
+"""Place in a scope of the name that is in the URL itself (RFC 9112, 3.2.2), if there is one."""
+
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(?::[0-9]{0,5})?")
 
 
@@ -33,12 +36,18 @@ class HostNames:
         await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
+        """Both the header and the URL must name us: each of them alone could be what a proxy has looked at."""
         given = [value for name, value in scope["headers"] if name == b"host"]
         if not given and scope.get("http_version") == "1.0":
-            return None
-        name = _name_in(given[0]) if len(given) == 1 else None
+            return self._refusal_of(scope[TARGET]) if TARGET in scope else None
+        if len(given) != 1:
+            return _bad_host()
+        return self._refusal_of(given[0]) or (self._refusal_of(scope[TARGET]) if TARGET in scope else None)
+
+    def _refusal_of(self, host: bytes) -> ApiError | None:
+        name = _name_in(host)
         if name is None:
-            return ApiError(400, "a request must have one header Host with the name of this service", code="bad_host")
+            return _bad_host()
         if self._is_ours(name):
             return None
         message = f"this service does not answer to the name {name[:100]}: start it with --allowed-hosts {name[:100]}"
@@ -47,6 +56,10 @@ class HostNames:
     def _is_ours(self, name: str) -> bool:
         # A stranger can buy any name with a dot, and none without.
         return "." not in name or name.endswith(".localhost") or name in self._allowed or _is_address(name)
+
+
+def _bad_host() -> ApiError:
+    return ApiError(400, "a request must have one header Host with the name of this service", code="bad_host")
 
 
 def _name_in(header: bytes) -> str | None:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
-from conftest import Server, start_server, stop_server
+import pytest
+from conftest import ROOT, Server, start_server, stop_server
 from promise import Promise
 from raw import connect, error_of, get, post, read_all, read_answer, status_of
 from wire import whole
 
+from app.connections import possible_connections
+
 LIMIT_256 = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+HALF_BODY = post({"prompt": "a" * 100})[:-50]
+"""Who has sent that has a request, and makes no room for others."""
 FLAGS = ("--head-timeout", "3", "--keep-alive-timeout", "3")
 
 
@@ -28,11 +35,12 @@ def _n_files(server: Server) -> int:
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
-def _connect_all(server: Server, n: int) -> list[socket.socket]:
+def _connect_all(server: Server, n: int, data: bytes = b"") -> list[socket.socket]:
     connections = []
     for _ in range(n):
         try:
             connections.append(connect(server))
+            connections[-1].sendall(data)
         except OSError:
             continue
     return connections
@@ -48,7 +56,7 @@ def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Pa
     server = start_server(tmp_path, weights, *FLAGS, sabotage=LIMIT_256)
     try:
         before = _n_files(server)
-        idle = _connect_all(server, 1000)
+        busy = _connect_all(server, 1000, HALF_BODY)
         probes = []
         for _ in range(10):
             with connect(server) as probe:
@@ -63,7 +71,7 @@ def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Pa
         cpu = _cpu_seconds(server)
         time.sleep(1)
         cpu = _cpu_seconds(server) - cpu
-        for connection in idle:
+        for connection in busy:
             connection.close()
         assert server.wait_for(lambda: _n_files(server) <= before + 8, 10)
         assert _is_well(server)
@@ -76,6 +84,26 @@ def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Pa
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "allows 160 connections" in log
+
+
+@pytest.mark.parametrize("limit", [24, 32, 127])
+def test_too_few_descriptors_to_begin_with_are_told_in_one_line(weights: Path, limit: int) -> None:
+    """With 16 Python itself cannot import all of it on every machine."""
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--weights", str(weights)]
+    shell = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash", *command]
+    ended = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 2
+    assert ended.stderr == f"error: the limit of open files is {limit}: raise ulimit -n to at least 128\n"
+
+
+def test_few_connections_do_not_make_a_good_limit_too_low() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+        assert possible_connections(1) == 1
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 128
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_no_descriptor_at_all_is_survived(tmp_path: Path, weights: Path, promise: Promise) -> None:
@@ -134,8 +162,9 @@ def test_one_address_cannot_take_all_connections(tmp_path: Path, weights: Path) 
     port = int(server.url.rpartition(":")[2])
     try:
         own = [connect(server) for _ in range(10)]
-        for connection in own[1:]:
-            connection.sendall(get()[:5])
+        for connection in own:
+            connection.sendall(HALF_BODY)
+        time.sleep(0.1)
         with connect(server) as eleventh:
             eleventh.sendall(post({"prompt": "a"}))
             assert status_of(read_all(eleventh)) == 503

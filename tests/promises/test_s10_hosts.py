@@ -122,6 +122,17 @@ def test_other_headers_and_targets_do_not_speak_for_the_host(named: Server) -> N
     assert status_of(absolute) == 421
 
 
+@pytest.mark.parametrize("target", ["evil.example", "evil.example:80", "localhost@evil.example", "EVIL.example."])
+def test_a_name_in_the_url_must_be_ours_too(named: Server, target: str) -> None:
+    for host in (["Host: localhost"], [f"Host: {target.rpartition('@')[2]}"]):
+        assert status_of(exchange(named.url, raw("GET", f"http://{target}/health", *host))) == 421
+    old = exchange(named.url, f"GET http://{target}/health HTTP/1.0\r\n\r\n".encode())
+    assert b" 421 " in old.partition(b"\r\n")[0]
+    for ours in ("localhost", "127.0.0.1:80", "[::1]:80"):
+        answer = exchange(named.url, raw("GET", f"http://{ours}/health", "Host: localhost"))
+        assert status_of(answer) == 200, ours
+
+
 def test_a_forged_host_is_never_sent_back_as_an_address(named: Server) -> None:
     """No redirect: its target would be made of the Host header."""
     for path in ("/complete/", "/health/", "//health", "/v1/models/"):
