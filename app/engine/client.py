@@ -41,6 +41,8 @@ class EngineClient:
         self.counters = Counters()
         self.replayed = 0
         """Requests that went to another engine process because theirs had crashed, each as often as that happened."""
+        self.n_holds = 0
+        """Times that a stream was held because its reader took nothing."""
         self._supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, Stream] = {}  # by the ids of their requests
         self._held: dict[str, Stream] = {}  # likewise: the engine does not know them until their readers have read
@@ -128,6 +130,7 @@ class EngineClient:
 
     def hold(self, stream: Stream) -> None:
         """Its reader does not take what waits: the engine has nothing to do with it until go_on(); for the stream."""
+        self.n_holds += 1
         self.drop(stream.open_ids)
         self._held.update(dict.fromkeys(stream.open_ids, stream))
 

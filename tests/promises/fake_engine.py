@@ -27,6 +27,8 @@ from app.faults import fault, is_armed
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)
 """Tokens of the tiny tokenizer that are letters or parts of words: what is drawn is text."""
+_TOP = tuple((token, -0.5 - place) for place, token in enumerate(_PRINTABLE[:20]))
+"""The most likely tokens, whatever was read."""
 
 
 class FakeRunner:
@@ -47,7 +49,9 @@ class FakeRunner:
                 seen = drawing.encode() + array("q", chunk.sequence.tokens)
                 number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
                 spoilt = is_armed("fake.not_finite", request)
-                drawn[request.id] = Drawn(None if spoilt else _PRINTABLE[number % len(_PRINTABLE)])
+                asked = request.params.logprobs
+                logprob, top = (None, ()) if asked is None else (-0.5, _TOP[:asked])
+                drawn[request.id] = Drawn(None if spoilt else _PRINTABLE[number % len(_PRINTABLE)], logprob, top)
         return StepResult(drawn, {})
 
 
