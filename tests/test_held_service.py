@@ -18,10 +18,10 @@ from wire import Event, parse_events, stream
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5, "ignore_eos": True}
 TEXT: dict[str, Any] = {**LONG, "prompt": "Once " * 20, "max_tokens": 7900}
-CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 200}
+CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 130}
 ECHO: dict[str, Any] = {**LONG, "prompt": "Once upon a time " * 30, "n": 2, "echo": True, "logprobs": 20}
 ECHO |= {"max_tokens": 150}
-GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 500, "regex": "([a-z]{3,9} )*"}
+GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 350, "regex": "([a-z]{3,9} )*"}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_held_stream_is_cancelled_or_resumed_as_any_other(held_server: Server)
 
 def test_an_engine_that_dies_meanwhile_is_no_matter(tmp_path: Path, weights: Path) -> None:
     """FE; a plain text, which is held after some four thousand tokens."""
-    server = start_server(tmp_path, weights, fake_ms=0)
+    server = start_server(tmp_path, weights, "--drain-timeout", "1", fake_ms=0)
     try:
         expected = stream(server.url, **TEXT)
         with _resting(server, TEXT) as connection:
