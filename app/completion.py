@@ -224,6 +224,8 @@ class Completion:
         if arrival.choice in self._leader_places() and arrival.choice not in self._started:
             self.cached_tokens += started.cached_tokens
         self._started.add(arrival.choice)
+        if self.stream.holds:  # the reader's gap, not the engine's
+            self._last_tokens.pop(arrival.choice, None)
         if self.clock.started is None:
             self.clock.started = arrival.at
             self._tell(Begun())

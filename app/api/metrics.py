@@ -156,6 +156,9 @@ class _EngineState(Collector):
         yield CounterMetricFamily(
             "inkstream_replayed_requests", "Requests that went on with the next engine.", self._engine.replayed
         )
+        yield CounterMetricFamily(
+            "inkstream_held_streams", "Times that a stream waited for its reader.", self._engine.n_holds
+        )
         yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
         yield CounterMetricFamily(
             "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations

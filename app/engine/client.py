@@ -41,8 +41,11 @@ class EngineClient:
         self.counters = Counters()
         self.replayed = 0
         """Requests that went to another engine process because theirs had crashed, each as often as that happened."""
+        self.n_holds = 0
+        """Times that a stream was held because its reader took nothing."""
         self._supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, Stream] = {}  # by the ids of their requests
+        self._held: dict[str, Stream] = {}  # likewise: the engine does not know them until their readers have read
         self._quarantine = Quarantine()
 
     @property
@@ -101,8 +104,8 @@ class EngineClient:
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
         self.queue.check(requests, time.monotonic())
-        stream = Stream(requests, self._drop, self.queue.position)
-        self._hold(stream, requests)
+        stream = Stream(requests, self)
+        self._enter(stream, requests)
         return stream
 
     def resume(self, stream: Stream) -> None:
@@ -110,11 +113,36 @@ class EngineClient:
         if self._supervisor.is_gone:
             raise NotReady(_ENDING, 5)
         self.queue.check(stream.open_requests, time.monotonic())
-        self._hold(stream, stream.renew())
+        self._enter(stream, stream.renew())
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Nobody wants these any more; for their stream."""
+        for request_id in request_ids:  # whoever comes back after each crash is no less a suspect
+            if stream := self._streams.get(request_id):
+                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
+        self._forget(request_ids)
+        for request_id in request_ids:
+            self._supervisor.send(Cancel(request_id))
+
+    def position(self, request_id: str) -> int | None:
+        """How many requests wait in front of this one; for its stream."""
+        return self.queue.position(request_id)
+
+    def hold(self, stream: Stream) -> None:
+        """Its reader does not take what waits: the engine has nothing to do with it until go_on(); for the stream."""
+        self.n_holds += 1
+        self.drop(stream.open_ids)
+        self._held.update(dict.fromkeys(stream.open_ids, stream))
+
+    def go_on(self, stream: Stream) -> None:
+        """Queues again what a held stream has left, which was admitted before; for the stream."""
+        for request_id in stream.open_ids:
+            self._held.pop(request_id, None)
+        self._enter(stream, stream.renew())
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open stream with an error."""
-        for stream in set(self._streams.values()):
+        for stream in {*self._streams.values(), *self._held.values()}:
             self._fail(stream, error)
         self.counters = Counters()
 
@@ -161,7 +189,7 @@ class EngineClient:
         """No engine comes any more; for the supervisor."""
         self.fail_all(EngineFailed(_GONE) if reason.exit_code else NotReady(_ENDING, 5))
 
-    def _hold(self, stream: Stream, requests: Sequence[Request]) -> None:
+    def _enter(self, stream: Stream, requests: Sequence[Request]) -> None:
         for request in requests:
             self._streams[request.id] = stream
             self.queue.join(request)
@@ -179,14 +207,6 @@ class EngineClient:
     def _progress(self, request_id: str) -> int:
         return self._streams[request_id].progress(request_id)
 
-    def _drop(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:  # whoever comes back after each crash is no less a suspect
-            if stream := self._streams.get(request_id):
-                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
-        self._forget(request_ids)
-        for request_id in request_ids:
-            self._supervisor.send(Cancel(request_id))
-
     def _fail(self, stream: Stream, error: EngineError) -> None:
         request_ids = stream.open_ids
         stream.fail(error, time.monotonic())
@@ -197,3 +217,4 @@ class EngineClient:
             self.queue.leave(request_id)
             self._quarantine.leave(request_id)
             self._streams.pop(request_id, None)
+            self._held.pop(request_id, None)

@@ -1,18 +1,25 @@
 """What the engine says about the sequences of one answer, as the event loop sees it. asyncio, no torch, no pipe.
 
 open --last item--> ended        pause: the engine drops what has not ended; client.resume() submits it again
+                                 hold: the same, because its reader takes nothing; goes on once it has taken what waits
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from app.engine.errors import EngineError
 from app.engine.types import PromptScores, Request, Started, TokenEvent
+from app.faults import is_armed
+
+MOST_WAITING = 4096
+"""Tokens and top log-probabilities that may wait for a reader who is busy: some 1.2 MB of plain tokens (300 bytes
+each), 0.6 MB of tokens with 20 log-probabilities (3 KB). It is many pages of text, so that few readers are ever held:
+to submit a stream again costs the engine a prompt that is mostly in its cache."""
 
 
 class Cancelled(EngineError):
@@ -32,35 +39,55 @@ class Arrival(NamedTuple):
     item: Item
 
 
+class Source(Protocol):
+    """Whoever has the engine: app/engine/client.py."""
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """The engine is to forget these; no error for those that it does not know."""
+        ...
+
+    def position(self, request_id: str) -> int | None:
+        """How many requests wait in front of this one; None where it does not wait."""
+        ...
+
+    def hold(self, stream: Stream) -> None:
+        """Drops what the stream has open, until go_on()."""
+        ...
+
+    def go_on(self, stream: Stream) -> None:
+        """Submits again what a held stream has open."""
+        ...
+
+
 class Stream:
     """Owned by the event loop. Closing it early is the only cancellation, and never waits.
 
-    The buffer is bounded by the requests themselves: at most max_tokens events and one end for each.
+    The buffer is bounded: where more than MOST_WAITING waits and nobody is in receive(), the stream is held. A reader
+    who waits is never held, however much comes at once because the event loop was busy.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        drop: Callable[[Sequence[str]], None],
-        position: Callable[[str], int | None],
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], source: Source) -> None:
         self.requests = tuple(requests)
         self.strikes = 0
         """Crashes in a row that it was in flight in when it was dropped; the client's side."""
-        self._drop = drop
-        self._position = position
+        self.holds = 0
+        """How often it was held."""
+        self._source = source
         self._open = {request.id: index for index, request in enumerate(requests)}
         self._begun = False
         self._attempts = 1
         self._generated: list[list[int]] = [list(request.generated) for request in requests]
         self._scored = [request.scored for request in requests]
         self._arrivals: list[Arrival] = []
+        self._weight = 0
+        """Of the arrivals: their tokens and top log-probabilities."""
+        self._is_awaited = self._is_held = False
         self._arrived = asyncio.Event()
 
     @property
     def queue_position(self) -> int | None:
         """How many requests wait in front of this stream's first; None once one of its own runs, or all ended."""
-        return None if self._begun or not self._open else self._position(next(iter(self._open)))
+        return None if self._begun or not self._open else self._source.position(next(iter(self._open)))
 
     @property
     def is_open(self) -> bool:
@@ -82,9 +109,15 @@ class Stream:
 
         An error, or a TokenEvent with `finish`, is the last item of its sequence.
         """
-        await self._arrived.wait()
+        self._is_awaited = True
+        try:
+            await self._arrived.wait()
+        finally:
+            self._is_awaited = False
         self._arrived.clear()
-        arrivals, self._arrivals = self._arrivals, []
+        arrivals, self._arrivals, self._weight = self._arrivals, [], 0
+        if self._is_held and self._open:
+            self._source.go_on(self)
         return arrivals
 
     def wake(self) -> None:
@@ -96,26 +129,27 @@ class Stream:
         request_id = next((name for name, place in self._open.items() if place == index), None)
         if request_id is not None:
             del self._open[request_id]
-            self._drop([request_id])
+            self._source.drop([request_id])
 
     def close(self) -> None:
         """Nobody listens any more: the engine drops every sequence that has not ended."""
         names = list(self._open)
         self._open.clear()
         if names:
-            self._drop(names)
+            self._source.drop(names)
 
     def cancel(self) -> None:
         """Ends the stream for its reader, too."""
         names = list(self._open)
         self.fail(Cancelled("the request was cancelled"), 0.0)
         if names:
-            self._drop(names)
+            self._source.drop(names)
 
     def pause(self) -> None:
         """The engine drops every sequence that has not ended; what has arrived stays."""
+        self._is_held = False
         if self._open:
-            self._drop(list(self._open))
+            self._source.drop(list(self._open))
 
     def renew(self) -> list[Request]:
         """The sequences that have not ended, as requests that go on from where they stand; the client's side.
@@ -123,7 +157,8 @@ class Stream:
         They get new ids, so that nothing is taken for theirs that the engine sent before it heard of the pause.
         """
         self._attempts += 1
-        self._begun = False
+        # One that was held has waited for its turn already, and neither its patience nor its news begin anew.
+        self._begun, self._is_held = self._is_held, False
         self._open = {f"{self.requests[index].id}~{self._attempts}": index for index in self._open.values()}
         return [self.request(name) for name in self._open]
 
@@ -157,10 +192,16 @@ class Stream:
                 self._generated[index].append(item.token)
             if item.finish:
                 del self._open[request_id]
+            self._weight += 1 + len(item.top)
+            if self._weight > MOST_WAITING:
+                self._hold()
         elif isinstance(item, Started):
             self._begun = True
         elif isinstance(item, PromptScores):
             self._scored[index] = item.start - 1 + len(item.tokens)
+            self._weight += sum(1 + len(top) for _, top in item.tokens)
+            if self._weight > MOST_WAITING:
+                self._hold()
         elif isinstance(item, EngineError):
             del self._open[request_id]
         self._arrivals.append(Arrival(at, index, item))
@@ -170,6 +211,13 @@ class Stream:
         """Ends every open sequence with an error; the client's side."""
         for request_id in list(self._open):
             self.push(request_id, at, error)
+
+    def _hold(self) -> None:
+        """The reader takes nothing: no more is made for it until it has taken what waits."""
+        if self._open and not (self._is_awaited or self._is_held or is_armed("stream.unbounded")):
+            self._is_held = True
+            self.holds += 1
+            self._source.hold(self)
 
     def _name_now(self, leader: str | None) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

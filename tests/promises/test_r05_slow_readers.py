@@ -1,7 +1,8 @@
 """R5: Readers that stop reading hurt only themselves: others' tokens come as before, and what they hold is small.
 
-A slow reader holds no cache block: the engine writes its text into the request's own buffer, which max_tokens bounds.
-A token that waits there takes 300 bytes, so the 256 KiB are kept by texts of up to some 800 tokens, not by any text.
+A slow reader holds no cache block: the engine writes its text into the request's own buffer until more than 4,096
+tokens and log-probabilities wait there, and does nothing for it then. A token that waits takes 300 bytes, so texts of
+up to some 800 tokens keep within 256 KiB; whatever is asked for, it is no more than 3 MiB.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from arming import Faults
 from conftest import Server, start_server, stop_server
 from crowd_of_streams import read_streams
 from promise import Promise
@@ -22,6 +25,10 @@ WRITE_TIMEOUT = 12.0
 STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
 NORMAL: dict[str, Any] = {"prompt": "b", "max_tokens": 300, "ignore_eos": True}
 N_NORMAL = 20
+HOSTILE: dict[str, Any] = {"prompt": "a", "n": 16, "max_tokens": 500, "logprobs": 20, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "a", "n": 4, "max_tokens": 8000, "ignore_eos": True}
+MOST_MEMORY = 3072.0
+"""KiB of a reader who asks for as much as can be: what may wait twice (to be read, and being read), and its journal."""
 
 
 def _rss(server: Server) -> int:
@@ -31,12 +38,12 @@ def _rss(server: Server) -> int:
 
 
 @contextmanager
-def _stalled(server: Server, n: int) -> Iterator[list[socket.socket]]:
+def _stalled(server: Server, n: int, body: dict[str, Any] = STALLED) -> Iterator[list[socket.socket]]:
     """`n` streams whose readers never read; the engine is done with all of them when this begins."""
     with ExitStack() as stack:
         connections = [stack.enter_context(connect(server, receive_buffer=4096)) for _ in range(n)]
         for i, connection in enumerate(connections):
-            connection.sendall(post({**STALLED, "seed": i}))
+            connection.sendall(post({**body, "seed": i}))
         assert server.wait_for(lambda: server.metric("requests_running") > 0, 10)
         assert server.wait_for(
             lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, WRITE_TIMEOUT + 60
@@ -85,6 +92,43 @@ def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, w
     finally:
         assert stop_server(server) == 0
     assert "Traceback" not in server.log.read_text()
+
+
+def _held_by(server: Server, n: int, body: dict[str, Any]) -> float:
+    """KiB of memory for each of `n` readers who take nothing."""
+    read_streams(server, {**body, "max_tokens": 20}, n)  # what the service takes for itself
+    before = _rss(server)
+    with _stalled(server, n, body):
+        return (_rss(server) - before) / n / 1024
+
+
+@pytest.mark.parametrize(("kind", "body"), [("log-probabilities", HOSTILE), ("a long text", LONG)])
+def test_stalled_readers_of_much_take_little_memory(
+    tmp_path: Path, weights: Path, promise: Promise, kind: str, body: dict[str, Any]
+) -> None:
+    n = promise.size(6, 40)
+    flags = ("--max-running", str(n * 16), "--write-timeout", "600", "--kv-blocks", "40000")
+    server = start_server(tmp_path, weights, *flags, fake_ms=1)
+    try:
+        held = _held_by(server, n, body)
+        promise.at_most(
+            "R5", f"memory of a stalled reader of {kind}", held, target=2048, floor=MOST_MEMORY, unit="KiB", n=n
+        )
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_without_a_bound_they_would_take_all_that_they_asked_for(tmp_path: Path, weights: Path) -> None:
+    """The control."""
+    faults = Faults(tmp_path / "faults")
+    faults.arm("stream.unbounded", "keep")
+    flags = ("--write-timeout", "600", "--kv-blocks", "40000")
+    server = start_server(tmp_path, weights, *flags, fake_ms=1, environment=faults.environment)
+    try:
+        assert _held_by(server, 2, HOSTILE) > MOST_MEMORY
+    finally:
+        assert stop_server(server) == 0
 
 
 def test_without_a_write_time_out_they_would_stay(tmp_path: Path, weights: Path) -> None:

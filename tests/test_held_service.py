@@ -1,0 +1,127 @@
+"""The service and readers who take nothing for a while: blocks are free, memory is bounded, the text is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Server, is_clean, start_server, stop_server
+from raw import connect, post, read_all
+from tiny import tiny_weights
+from wire import Event, parse_events, stream
+
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5, "ignore_eos": True}
+TEXT: dict[str, Any] = {**LONG, "prompt": "Once " * 20, "max_tokens": 7900}
+CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 130}
+ECHO: dict[str, Any] = {**LONG, "prompt": "Once upon a time " * 30, "n": 2, "echo": True, "logprobs": 20}
+ECHO |= {"max_tokens": 150}
+GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 350, "regex": "([a-z]{3,9} )*"}
+
+
+@pytest.fixture(scope="module")
+def held_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The tiny model; connections whose readers rest are patient, and have small buffers."""
+    weights = tiny_weights(tmp_path_factory.mktemp("long") / "tiny", context=4096)
+    flags = ("--dtype", "float32", "--resume-seconds", "5")
+    server = start_server(tmp_path_factory.mktemp("server"), weights, *flags)
+    yield server
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A stream that nobody reads, when the engine has nothing more to do with it."""
+    connection = connect(server, receive_buffer=4096)
+    connection.settimeout(60)
+    connection.sendall(post(body, "/complete", "Connection: close"))
+    assert server.wait_for(lambda: server.metric("requests_running") > 0, 10)
+    assert is_clean(server, 60)
+    return connection
+
+
+def _rest_of(connection: socket.socket) -> bytes:
+    """Everything; through a small buffer it would take its time."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    return read_all(connection)
+
+
+def _events(answer: bytes) -> list[Event]:
+    """Of an answer in HTTP chunks, or as it is."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK"), head
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        whole, body = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return parse_events(whole.decode())
+
+
+def _told(events: list[Event]) -> dict[int, tuple[str, list[Any]]]:
+    """Text and tokens of each choice."""
+    told: dict[int, tuple[str, list[Any]]] = {}
+    for event in events:
+        if event.name == "token":
+            text, tokens = told.get(event.data["index"], ("", []))
+            told[event.data["index"]] = (text + event.data["text"], tokens + event.data.get("tokens", []))
+    return told
+
+
+def _assert_same(events: list[Event], expected: list[Event]) -> None:
+    assert [event.name for event in events if event.name != "token"] == [
+        event.name for event in expected if event.name != "token"
+    ]
+    assert _told(events) == _told(expected)
+    assert events[-1].data["choices"] == expected[-1].data["choices"]
+    assert events[-1].data["usage"]["completion_tokens"] == expected[-1].data["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("body", [CHOICES, ECHO, GUIDED], ids=["choices", "echo", "guided"])
+def test_what_a_reader_gets_who_rested_is_what_all_get(held_server: Server, body: dict[str, Any]) -> None:
+    expected = stream(held_server.url, **body)
+    before = held_server.metric("held_streams_total")
+    with _resting(held_server, body) as connection:
+        assert held_server.metric("held_streams_total") == before + 1
+        _assert_same(_events(_rest_of(connection)), expected)
+    assert is_clean(held_server, 5)
+
+
+def test_a_held_stream_is_cancelled_or_resumed_as_any_other(held_server: Server) -> None:
+    expected = stream(held_server.url, **CHOICES)
+    for deed in ("cancel", "resume"):
+        with _resting(held_server, CHOICES) as connection:
+            head = connection.recv(300)
+            name = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+            url = f"{held_server.url}/complete/{name}"
+            if deed == "cancel":
+                assert httpx.delete(url).status_code == 200
+                assert {c["finish_reason"] for c in _events(head + _rest_of(connection))[-1].data["choices"]} == {
+                    "cancelled"
+                }
+                continue
+        events = parse_events(httpx.get(f"{url}/events", timeout=60).text)
+        _assert_same(events, expected)
+    assert is_clean(held_server, 5)
+
+
+def test_an_engine_that_dies_meanwhile_is_no_matter(tmp_path: Path, weights: Path) -> None:
+    """FE; a plain text, which is held after some four thousand tokens."""
+    server = start_server(tmp_path, weights, "--drain-timeout", "1", fake_ms=0)
+    try:
+        expected = stream(server.url, **TEXT)
+        with _resting(server, TEXT) as connection:
+            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+            assert server.wait_for(lambda: server.metric("engine_restarts_total") == 1, 10)
+            assert server.wait_for(lambda: server.metric("engine_ready") == 1, 10)
+            _assert_same(_events(_rest_of(connection)), expected)
+        assert server.metric("replayed_requests_total") == 0
+        with _resting(server, TEXT):
+            assert stop_server(server) == 0
+    finally:
+        stop_server(server)

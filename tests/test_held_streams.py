@@ -1,0 +1,316 @@
+"""Streams whose readers take nothing: held once much waits, submitted again once it was taken, the same in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from app.completion import Clock, Completion, Patience
+from app.engine.admission import QueueLimits
+from app.engine.client import EngineClient
+from app.engine.errors import EngineFailed, NotReady
+from app.engine.frames import Cancel, Down, Submit, WorkerConfig
+from app.engine.stream import MOST_WAITING, Cancelled, Stream
+from app.engine.supervisor import EngineGone
+from app.engine.types import FinishReason, PromptScores, Request, Started, StepReport, TokenEvent
+
+TOP = tuple((token, -1.0) for token in range(20))
+
+
+class _Supervisor:
+    """An engine that is told everything and that the test plays."""
+
+    ready: Any = object()
+    is_gone = False
+    phase = "ready"
+
+    def __init__(self) -> None:
+        self.frames: list[Down] = []
+
+    def send(self, frame: Down) -> None:
+        self.frames.append(frame)
+
+
+class _World:
+    """A real client, and an engine whose tokens count up from 0 for each sequence."""
+
+    def __init__(self, *, room: int = 16) -> None:
+        self.client = EngineClient(WorkerConfig(weights=""), QueueLimits(max_requests=room, max_prompt_tokens=10_000))
+        self.supervisor = _Supervisor()
+        self.client._supervisor = self.supervisor  # type: ignore[assignment]
+        self.open: dict[str, Request] = {}
+        self.written: dict[str, int] = {}
+        self.submitted = 0
+
+    def listen(self) -> None:
+        """The engine reads its pipe."""
+        for frame in self.supervisor.frames:
+            if isinstance(frame, Submit):
+                self.submitted += 1
+                self.open[frame.request.id] = frame.request
+                self.written[frame.request.id] = len(frame.request.generated)
+                self.report(started=(Started(frame.request.id, 0),), taken=(frame.request.id,))
+            elif isinstance(frame, Cancel):
+                self.open.pop(frame.request_id, None)
+        self.supervisor.frames.clear()
+
+    def report(self, **parts: Any) -> None:
+        self.client.on_report(StepReport(at=1.0, **parts))
+
+    def step(self, *, top: tuple[tuple[int, float], ...] = ()) -> None:
+        """A token for everybody, if the engine has anything to do."""
+        self.listen()
+        events = []
+        for name, request in list(self.open.items()):
+            place = self.written[name]
+            self.written[name] += 1
+            finish = FinishReason.LENGTH if place + 1 == request.max_tokens else None
+            events.append(TokenEvent(name, place, place, -0.5 if top else None, top, finish))
+            if finish:
+                del self.open[name]
+        self.report(events=tuple(events))
+        self.listen()
+
+    def run(self, steps: int = 100_000, *, top: tuple[tuple[int, float], ...] = ()) -> int:
+        """Steps until nothing is left to do; how many."""
+        self.listen()
+        for done in range(steps):
+            if not self.open:
+                return done
+            self.step(top=top)
+        return steps
+
+    def submit(self, n: int = 1, max_tokens: int = 3 * MOST_WAITING, **wish: Any) -> Stream:
+        names = [f"r{i}" for i in range(n)]
+        requests = [
+            Request(id=name, prompt=(1, 2, 3), max_tokens=max_tokens, leader="r0" if i else None, **wish)
+            for i, name in enumerate(names)
+        ]
+        return self.client.submit(requests)
+
+
+def _tokens(items: list[Any], choice: int = 0) -> list[int]:
+    return [a.item.token for a in items if a.choice == choice and isinstance(a.item, TokenEvent)]
+
+
+async def _read_to_the_end(world: _World, stream: Stream) -> list[Any]:
+    got: list[Any] = []
+    while stream.is_open or not got or stream._arrivals:
+        got += await asyncio.wait_for(stream.receive(), 5)
+        world.run()
+    return got
+
+
+def _run(test: Any) -> None:
+    asyncio.run(test)
+
+
+@pytest.mark.parametrize(("n", "top"), [(1, ()), (3, ()), (16, TOP)])
+def test_a_stream_that_nobody_reads_is_dropped_and_goes_on_when_it_is_read(n: int, top: Any) -> None:
+    async def check() -> None:
+        world = _World(room=n)
+        stream = world.submit(n, 900 if top else 3 * MOST_WAITING)
+        world.run(top=top)
+        weight = sum(1 + len(a.item.top) for a in stream._arrivals if isinstance(a.item, TokenEvent))
+        assert MOST_WAITING < weight <= MOST_WAITING + 1 + len(top)
+        assert stream.holds == 1 and stream.is_open and not world.open
+        assert not world.client.queue.position("r0~2")
+        got: list[Any] = []
+        while stream.is_open or stream._arrivals:
+            got += await asyncio.wait_for(stream.receive(), 5)
+            world.run(top=top)
+        for choice in range(n):
+            assert _tokens(got, choice) == list(range(900 if top else 3 * MOST_WAITING)), "each token once, in order"
+        assert stream.holds >= 2
+        assert not world.client._held and not world.client._streams
+
+    _run(check())
+
+
+def test_a_reader_who_waits_is_never_held() -> None:
+    """However much arrives before the event loop lets it run."""
+
+    async def check() -> None:
+        world = _World()
+        stream = world.submit(16, 900)
+        reader = asyncio.create_task(stream.receive())
+        await asyncio.sleep(0)
+        world.run(top=TOP)
+        assert stream.holds == 0 and not stream.is_open
+        assert len(_tokens(await reader)) == 900
+
+    _run(check())
+
+
+def test_a_client_that_leaves_a_held_stream_and_comes_back_is_submitted_once() -> None:
+    async def check() -> None:
+        world = _World()
+        stream = world.submit(3)
+        world.run()
+        assert stream.holds == 1
+        stream.pause()
+        assert not world.client._held
+        waiting = len(stream._arrivals)
+        before = world.submitted
+        taken = await stream.receive()
+        world.listen()
+        assert len(taken) == waiting and world.submitted == before, "nobody listens: it is parked"
+        world.client.resume(stream)
+        world.listen()
+        assert world.submitted == before + 3
+        got = taken + await _read_to_the_end(world, stream)
+        assert [_tokens(got, choice) for choice in range(3)] == [list(range(3 * MOST_WAITING))] * 3
+
+    _run(check())
+
+
+def test_a_stream_that_is_held_again_at_once_gets_on() -> None:
+    """Parked with a full buffer, and resumed by somebody who does not read either: a token more each time."""
+
+    async def check() -> None:
+        world = _World()
+        stream = world.submit()
+        world.run()
+        for held in range(2, 5):
+            stream.pause()
+            world.client.resume(stream)
+            assert world.run() == 1
+            assert stream.holds == held
+            assert len(_tokens(stream._arrivals)) == MOST_WAITING + held
+
+    _run(check())
+
+
+def test_a_crash_does_not_touch_a_held_stream() -> None:
+    async def check() -> None:
+        world = _World()
+        stream = world.submit()
+        world.run()
+        for _ in range(3):
+            world.supervisor.ready = None
+            assert not world.client.on_crash()
+            world.open.clear()
+            world.supervisor.ready = object()
+            world.client.on_ready()
+            world.listen()
+            assert not world.open and world.client.replayed == 0
+        world.supervisor.ready = None
+        got = await stream.receive()
+        world.listen()
+        assert not world.open, "it waits for the engine, as all others do"
+        world.supervisor.ready = object()
+        world.client.on_ready()
+        world.listen()
+        assert [request.generated[-1] for request in world.open.values()] == [_tokens(got)[-1]]
+
+    _run(check())
+
+
+def test_held_streams_end_with_what_ends_the_others() -> None:
+    async def check() -> None:
+        for end, error in (
+            (lambda world, _: world.client.fail_all(NotReady("draining", 5)), NotReady),
+            (lambda world, _: world.client.on_gone(EngineGone("gone", 1)), EngineFailed),
+            (lambda _, stream: stream.cancel(), Cancelled),
+        ):
+            world = _World()
+            stream = world.submit(3)
+            world.run()
+            end(world, stream)  # type: ignore[no-untyped-call]
+            got = await stream.receive()
+            world.listen()
+            assert [type(a.item) for a in got[-3:]] == [error] * 3
+            assert not stream.is_open and not world.open and not world.client._held
+
+    _run(check())
+
+
+def test_a_held_stream_that_is_closed_or_left_is_not_submitted_again() -> None:
+    async def check() -> None:
+        world = _World()
+        stream = world.submit(3)
+        world.run()
+        before = world.submitted
+        stream.leave(1)
+        await stream.receive()
+        world.listen()
+        assert world.submitted == before + 2
+        world.run()
+        stream.close()
+        await stream.receive()
+        world.listen()
+        assert world.submitted == before + 2
+        assert not world.open and not world.client._held
+
+    _run(check())
+
+
+def test_it_needs_no_room_in_a_queue_that_is_full_by_now() -> None:
+    async def check() -> None:
+        world = _World(room=1)
+        stream = world.submit()
+        world.run()
+        world.client.queue.join(Request(id="other", prompt=(1,), max_tokens=1))
+        await stream.receive()
+        world.listen()
+        assert list(world.open) == ["r0~2"]
+        assert stream.queue_position is None
+
+    _run(check())
+
+
+def test_prompt_scores_that_nobody_takes_go_on_where_they_stood() -> None:
+    async def check() -> None:
+        world = _World()
+        names = ("r0", "r1")
+        prompt = tuple(range(1, 2001))
+        requests = [
+            Request(id=name, prompt=prompt, max_tokens=2, prompt_logprobs=None if leader else 20, leader=leader)
+            for name, leader in zip(names, (None, "r0"), strict=True)
+        ]
+        stream = world.client.submit(requests)
+        world.listen()
+        scores = ((-1.0, TOP),) * 100
+        for start in (1, 101):
+            world.report(scores=(PromptScores("r0", start, scores),))
+        world.listen()
+        assert stream.holds == 1 and not world.open
+        world.report(scores=(PromptScores("r0", 201, scores),))  # sent before the engine heard of it
+        assert len([a for a in await stream.receive() if isinstance(a.item, PromptScores)]) == 2
+        world.listen()
+        leader, follower = world.open.values()
+        assert (leader.scored, follower.leader) == (200, "r0~2")
+        assert follower.id == "r1~2"
+
+    _run(check())
+
+
+def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wait_for() -> None:
+    async def check() -> None:
+        world = _World()
+        stream = world.submit()
+        choice = _Silent()
+        patience = Patience(deadline=1000, queue=0.0, heartbeat=1000)
+        completion = Completion(stream, [choice], patience, Clock())  # type: ignore[list-item]
+        world.run()
+        await completion.ready()
+        gaps = len(completion.gaps)
+        world.step()
+        await completion.ready()
+        assert gaps == MOST_WAITING
+        assert len(completion.gaps) == gaps
+        assert stream.queue_position is None, "no patience of the queue ends it"
+
+    _run(check())
+
+
+class _Silent:
+    """Stands for a Choice that shows nothing."""
+
+    ended = echo = None
+    n_tokens = 1
+
+    def take(self, _event: TokenEvent) -> list[Any]:
+        return []
