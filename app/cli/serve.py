@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from app import faults
+from app import faults, logs
 from app.cli.client import CLIENT_KEY
 from app.server import StartError, serve
 from app.settings import Settings
@@ -26,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
-        print(one_line(f"error: {where}{first['msg'].removeprefix('Value error, ')}"), file=sys.stderr)
+        logs.tell(one_line(f"error: {where}{first['msg'].removeprefix('Value error, ')}"))
     except StartError as error:
-        print(one_line(f"error: {error}"), file=sys.stderr)
+        logs.tell(one_line(f"error: {error}"))
     return 2
 
 
