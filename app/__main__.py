@@ -24,6 +24,7 @@ inkstream VERB --help tells a verb's options."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of the verb; 2 for an unknown one."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     try:
@@ -43,6 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Puts /dev/null where one of them is closed: the next file to be opened, our socket, would get its number.
+
+    sys.stdin and sys.stdout stay None, so that a verb can say that it has nothing to read, or nowhere to write.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
+            os.set_inheritable(number, True)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def _run(verb: str, rest: list[str]) -> int:
