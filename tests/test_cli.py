@@ -60,3 +60,29 @@ def test_every_verb_explains_itself(verb: str) -> None:
     result = _run(verb, "--help")
     assert result.returncode == 0
     assert "--help" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--x"),
+        ("complete", "a", "--x"),
+        ("bench", "--x"),
+        ("check",),
+        ("compile", "--x"),
+        ("keys",),
+        ("train",),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> None:
+    result = _run(*arguments)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and "--help tells how it is called" in result.stderr
+
+
+def test_an_empty_host_is_said_to_be_empty() -> None:
+    result = _run("serve", "--host", "")
+    assert result.returncode == 2
+    assert (
+        result.stderr.startswith("error: --host (INKSTREAM_HOST): must not be empty") and result.stderr.count("\n") == 1
+    )
