@@ -62,12 +62,13 @@ def _open_standard_streams() -> None:
 
 
 def _run(verb: str, rest: list[str]) -> int:
+    # Ctrl+C in an import: pydantic and torch make an error of it, with a traceback. There is nothing to tidy up yet.
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     # Each verb is imported when it is asked for: serve must answer before train's torch would be loaded.
     match verb:
         case "serve":
-            # Ctrl+C in an import: pydantic makes an error of it, with a traceback. There is nothing to tidy up yet;
-            # the server takes the signal over before there is.
-            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
             # Imports leave next to no garbage; looking for it took an eighth of the API's CPU time at start.
             gc.disable()
             from app.cli.serve import main as run
@@ -89,6 +90,8 @@ def _run(verb: str, rest: list[str]) -> int:
         case _:
             print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
             return 0 if verb in ("-h", "--help") else 2
+    if verb != "serve":  # the server takes the signal over before there is something to tidy up
+        signal.signal(signal.SIGINT, before)
     return run(rest)
 
 
