@@ -24,6 +24,7 @@ inkstream VERB --help tells a verb's options."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of the verb; 2 for an unknown one."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     try:
@@ -45,13 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _open_standard_streams() -> None:
+    """Puts /dev/null where one of them is closed: the next file to be opened, our socket, would get its number.
+
+    sys.stdin and sys.stdout stay None, so that a verb can say that it has nothing to read, or nowhere to write.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
+            os.set_inheritable(number, True)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
 def _run(verb: str, rest: list[str]) -> int:
+    # Ctrl+C in an import: pydantic and torch make an error of it, with a traceback. There is nothing to tidy up yet.
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     # Each verb is imported when it is asked for: serve must answer before train's torch would be loaded.
     match verb:
         case "serve":
-            # Ctrl+C in an import: pydantic makes an error of it, with a traceback. There is nothing to tidy up yet;
-            # the server takes the signal over before there is.
-            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
             # Imports leave next to no garbage; looking for it took an eighth of the API's CPU time at start.
             gc.disable()
             from app.cli.serve import main as run
@@ -73,6 +90,8 @@ def _run(verb: str, rest: list[str]) -> int:
         case _:
             print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
             return 0 if verb in ("-h", "--help") else 2
+    if verb != "serve":  # the server takes the signal over before there is something to tidy up
+        signal.signal(signal.SIGINT, before)
     return run(rest)
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from app.log_writer import WriterThread
+
 _ROOT = Path(__file__).parent.parent
 _MOST_FRAMES = 30
 _log = logging.getLogger("inkstream")
@@ -25,12 +27,33 @@ Format = Literal["text", "json"]
 
 def set_up(level: str, how: Format) -> None:
     """All loggers of this process to standard error, and so what nobody catches. `level` as in the settings."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _handler()
     handler.setFormatter(_Json() if how == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _on_uncaught
     threading.excepthook = lambda args: _on_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def tell(line: str) -> None:
+    """A line for whoever started us, as it is and behind what was logged; waits for its reader a second at most."""
+    writers = _writers()
+    for writer in writers:
+        writer.put(line)
+        writer.flush()
+    if not writers:
+        print(line, file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    """What was logged is written, if anybody reads it: a second at most."""
+    for writer in _writers():
+        writer.flush()
+
+
+def dropped() -> int:
+    """Lines of this process that nobody will read."""
+    return sum(writer.dropped for writer in _writers())
 
 
 def chosen(setting: Literal["auto", "text", "json"]) -> Format:
@@ -92,6 +115,18 @@ class _Text(_OneLine):
         if trace := self._trace(record):
             parts.append(f"[{' < '.join(trace)}]")
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(parts))
+
+
+def _handler() -> logging.Handler:
+    """Standard error by a thread; where it is none of the system's files nothing can wait for its reader."""
+    try:
+        return WriterThread(sys.stderr.fileno(), sys.stderr.encoding)
+    except (AttributeError, OSError):  # closed, or a buffer
+        return logging.StreamHandler(sys.stderr)
+
+
+def _writers() -> list[WriterThread]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, WriterThread)]
 
 
 def _short(filename: str) -> str:

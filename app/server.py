@@ -153,7 +153,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
         gone = event_loop.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
-    print(f"error: {gone}", file=sys.stderr, flush=True)
+    logs.tell(f"error: {gone}")
     return gone.exit_code
 
 
@@ -222,6 +222,7 @@ def _on_hangup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
 def _on_signal(server: _Server) -> None:
     """First: no new requests, open streams go on until the drain time-out. Second: at once."""
     if server.should_exit:
+        logs.flush()
         os._exit(1)
     if not server.started:  # so early that nothing has begun
         server.should_exit = True

@@ -125,6 +125,13 @@ class Settings(BaseSettings):
         "auto", description="How a line of the log is written; auto is text on a terminal and JSON elsewhere."
     )
 
+    @field_validator("host")
+    @classmethod
+    def _is_not_empty(cls, value: str) -> str:
+        if not value:  # the system would take it for every address there is
+            raise ValueError("must not be empty: 127.0.0.1 is this machine alone, 0.0.0.0 every address")
+        return value
+
     @field_validator("allowed_hosts")
     @classmethod
     def _are_names(cls, value: str) -> str:

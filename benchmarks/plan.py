@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.http_client import Address, parse_address
 from benchmarks.prompts import pseudo_prose
+from model.arguments import OneLineParser
 
 APIS = ("complete", "openai")
 _KEY = "INKSTREAM_API_KEY"
@@ -93,7 +94,7 @@ def parse_options(argv: Sequence[str] | None) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inkstream bench", description="Streaming load against a running server.")
+    parser = OneLineParser(prog="inkstream bench", description="Streaming load against a running server.")
     add, default = parser.add_argument, LoadPlan()
     add(
         "--url",

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from model.arguments import OneLineParser
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESET_NAMES, preset, reshaped
 from model.recipes import DTYPES, OPTIMIZERS, recipe, told
@@ -74,7 +75,7 @@ def _check_sources(options: argparse.Namespace, *, has_encoder: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m model.train", description="Train a model on text.", allow_abbrev=False)
+    p = OneLineParser(prog="python -m model.train", description="Train a model on text.", allow_abbrev=False)
     p.add_argument("--out", required=True, metavar="DIR", help="where the weights directory goes")
     for group in (_add_data, _add_shape, _add_schedule, _add_machine):
         group(p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,41 @@ def test_every_verb_explains_itself(verb: str) -> None:
     result = _run(verb, "--help")
     assert result.returncode == 0
     assert "--help" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--x"),
+        ("complete", "a", "--x"),
+        ("bench", "--x"),
+        ("check",),
+        ("compile", "--x"),
+        ("keys",),
+        ("train",),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> None:
+    result = _run(*arguments)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and "--help tells how it is called" in result.stderr
+
+
+def test_an_empty_host_is_said_to_be_empty() -> None:
+    result = _run("serve", "--host", "")
+    assert result.returncode == 2
+    assert (
+        result.stderr.startswith("error: --host (INKSTREAM_HOST): must not be empty") and result.stderr.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize("verb", ["serve", "complete"])
+def test_ctrl_c_in_an_import_that_makes_an_error_of_it_ends_silently(tmp_path: Path, verb: str) -> None:
+    """As pydantic does now and then."""
+    program = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
+    (tmp_path / "pydantic.py").write_text(f"{program}except BaseException:\n    raise ImportError from None\n")
+    command, variables = [sys.executable, "-m", "app", verb], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")

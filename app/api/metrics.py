@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app import logs
 from app.completion import Completion
 from app.connections import Connections
 from app.engine.client import EngineClient
@@ -167,7 +168,7 @@ class _EngineState(Collector):
 
 
 class _ConnectionState(Collector):
-    """Reads who is connected when somebody scrapes."""
+    """Reads who is connected, and who reads the log, when somebody scrapes."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -178,3 +179,6 @@ class _ConnectionState(Collector):
         for reason, count in self._connections.cut.items():
             cut.add_metric([reason], count)
         yield cut
+        yield CounterMetricFamily(
+            "inkstream_log_lines_dropped", "Lines of the log that were not read as fast as written.", logs.dropped()
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from app.cli.try_tokenizer import TriedTokenizer, try_tokenizer
 from app.engine.defaults import sampling_defaults
+from model.arguments import OneLineParser
 from model.chat_template import read_chat_template
 from model.checkpoint import Checkpoint, load
 from model.describe import Line, memory_lines, shape_lines
@@ -24,7 +24,7 @@ from model.transformer import Decoder
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 fine, 2 not; one line then names the file and the reason."""
-    parser = argparse.ArgumentParser(prog="inkstream check", description="Validate a weights directory.")
+    parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
     parser.add_argument("directory", type=Path, metavar="DIR")
     directory: Path = parser.parse_args(argv).directory
     try:

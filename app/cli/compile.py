@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from app.engine.native.build import TIMEOUT_SECONDS, build, check_loads, find, need_cache_directory
 from app.engine.native.compiler import Compiler
@@ -41,8 +42,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as model/arguments.py does, which is not there in a build stage."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and exit code 2."""
+        self.exit(2, f"error: {' '.join(message.split())}; {self.prog} --help tells how it is called\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="inkstream compile",
         description="Build the native kernels, which are faster than torch. Does nothing where they are built.",
         allow_abbrev=False,

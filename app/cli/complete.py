@@ -12,6 +12,7 @@ from typing import Any
 from app.api.native_fields import CompleteRequest
 from app.cli.client import CLIENT_KEY, Client, NoAnswer, Refused, error_message
 from app.cli.request_flags import add_flags, given_fields
+from model.arguments import OneLineParser
 
 # What a model writes must not steer a terminal.
 _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    parser = argparse.ArgumentParser(prog="inkstream complete", description="Continue a text.", allow_abbrev=False)
+    parser = OneLineParser(prog="inkstream complete", description="Continue a text.", allow_abbrev=False)
     parser.add_argument("prompt", nargs="?", help="the text; - or nothing reads it from standard input")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", help=f"if it asks for one; better in the variable {CLIENT_KEY}")

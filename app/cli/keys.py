@@ -10,17 +10,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.key_file import KeysError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
+from model.arguments import OneLineParser
 
 _VARIABLE = "INKSTREAM_KEYS_FILE"
 
 
+class _NotShown(Exception):
+    """A key that nobody has seen is no key."""
+
+
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 2 it cannot be done as asked."""
+    """Exit codes: 0 done, 1 a new key could not be shown, 2 it cannot be done as asked."""
     parser = _parser()
     options = parser.parse_args(argv)
     file = options.keys_file or os.environ.get(_VARIABLE)
     if not file:
         parser.error(f"say which file: --keys-file FILE, or the variable {_VARIABLE}")
+    if sys.stdout is None:
+        parser.error("standard output is closed")
     try:
         match options.verb:
             case "add":
@@ -33,11 +40,14 @@ def main(argv: Sequence[str]) -> int:
     except KeysError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except _NotShown as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inkstream keys", description="Keys of a service.", allow_abbrev=False)
+    parser = OneLineParser(prog="inkstream keys", description="Keys of a service.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="add|list|revoke")
     add = verbs.add_parser("add", help="make a key and print it, this once", allow_abbrev=False)
     listing = verbs.add_parser("list", help="names, dates and quotas", allow_abbrev=False)
@@ -64,7 +74,13 @@ def _add(file: Path, options: argparse.Namespace) -> None:
     add_key(file, stored(key, options.name, **limits, days=options.days))
     if sys.stdout.isatty():
         print("this key is shown once and stored nowhere:", file=sys.stderr)
-    print(key)
+    try:
+        print(key, flush=True)
+    except OSError as error:
+        # What is left in the buffer must not fail a second time, at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        revoke_key(file, options.name)
+        raise _NotShown(f"the key could not be shown ({error.strerror}) and was taken back: there is none") from None
 
 
 def _list(keys: Sequence[StoredKey]) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 
-from app import faults
+from app import faults, logs
 from app.cli.client import CLIENT_KEY
 from app.server import StartError, serve
 from app.settings import Settings
+from model.arguments import OneLineParser
 from model.files import one_line
 
 
@@ -26,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         where = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
-        print(one_line(f"error: {where}{first['msg'].removeprefix('Value error, ')}"), file=sys.stderr)
+        logs.tell(one_line(f"error: {where}{first['msg'].removeprefix('Value error, ')}"))
     except StartError as error:
-        print(one_line(f"error: {error}"), file=sys.stderr)
+        logs.tell(one_line(f"error: {error}"))
     return 2
 
 
@@ -42,21 +42,13 @@ def _refuse_unknown_variables() -> None:
             raise StartError(f"the variable {name} is no setting; settings are {', '.join(sorted(known))}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse prints its usage, a dozen lines here, before it says what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        """One line, and exit code 2."""
-        self.exit(2, one_line(f"error: {message}; inkstream serve --help tells the flags") + "\n")
-
-
 def flag(name: str) -> str:
     """The flag of a settings field."""
     return f"--{name.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="inkstream serve", description="Serve a model over HTTP.", allow_abbrev=False)
+    parser = OneLineParser(prog="inkstream serve", description="Serve a model over HTTP.", allow_abbrev=False)
     for name, field in Settings.model_fields.items():
         how: dict[str, Any] = {"action": "store_const", "const": True} if field.annotation is bool else {"metavar": "X"}
         parser.add_argument(

@@ -26,6 +26,7 @@ from app.engine.signs_of_life import HangTrace, heartbeat
 from app.engine.start import Assembled, StartError
 from app.engine.types import Request, Started, StepReport
 from app.faults import fault, is_armed
+from app.log_writer import impatient
 from app.parent import die_with_parent
 
 _log = logging.getLogger("inkstream")
@@ -37,7 +38,8 @@ Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
 def run(descriptor: int, assemble: Assemble) -> int:
     """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
     die_with_parent()
-    faulthandler.enable()  # a crash of native code says where
+    crash_log = impatient(2)
+    faulthandler.enable(crash_log)  # a crash of native code says where
     # systemd signals every process of a service; the API process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -55,7 +57,8 @@ def run(descriptor: int, assemble: Assemble) -> int:
         guides = assembled.guides
         send(assembled.ready)
         door = Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running)
-        _Rounds(assembled.engine, door, inbox, send).run(config.heartbeat_seconds, HangTrace(config.silence_seconds))
+        hang_trace = HangTrace(config.silence_seconds, crash_log)
+        _Rounds(assembled.engine, door, inbox, send).run(config.heartbeat_seconds, hang_trace)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except StartError as error:

@@ -12,12 +12,13 @@ _PATIENCE = 0.8
 
 
 class HangTrace:
-    """Writes to standard error what every thread does when nobody has called alive() for long.
+    """Writes to a descriptor (standard error's) what every thread does when nobody has called alive() for long.
 
     It needs no GIL, so it also shows who holds it. Setting the timer anew starts a thread, so not every call does.
     """
 
-    def __init__(self, silence_seconds: float) -> None:
+    def __init__(self, silence_seconds: float, descriptor: int = 2) -> None:
+        self._descriptor = descriptor
         self._seconds = silence_seconds * _PATIENCE
         self._next = 0.0
 
@@ -25,7 +26,7 @@ class HangTrace:
         """The loop goes round; any number of times a second."""
         if now >= self._next:
             self._next = now + self._seconds / 4
-            faulthandler.dump_traceback_later(self._seconds)
+            faulthandler.dump_traceback_later(self._seconds, file=self._descriptor)
 
 
 @contextmanager

@@ -80,8 +80,29 @@ def test_what_cannot_be_done_is_told_in_one_line(ring: Keyring, arguments: list[
     ring.add("alice")
     before = ring.file.read_bytes()
     result = run_keys(*arguments, INKSTREAM_KEYS_FILE=str(ring.file))
-    assert result.returncode == 2 and words in result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and words in result.stderr and result.stderr.count("\n") == 1
     assert "Traceback" not in result.stderr and ring.file.read_bytes() == before
+
+
+@pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 2)])
+def test_a_key_that_nobody_has_seen_is_none(ring: Keyring, output: str, code: int) -> None:
+    ring.add("alice")
+    command = f"{sys.executable} -m app keys add bob --keys-file {ring.file} {output}"
+    result = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert result.returncode == code and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert [key.name for key in read_keys(ring.file)] == ["alice"]
+
+
+def test_a_key_whose_reader_has_left_is_none(ring: Keyring) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "app", "keys", "add", "bob", "--keys-file", str(ring.file)]
+    result = subprocess.run(
+        command, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(theirs)
+    assert result.returncode == 1 and "taken back" in result.stderr and result.stderr.count("\n") == 1
+    assert read_keys(ring.file) == ()
 
 
 def test_without_a_file_it_asks_for_one() -> None:
