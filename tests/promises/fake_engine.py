@@ -27,8 +27,6 @@ from app.faults import fault, is_armed
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)
 """Tokens of the tiny tokenizer that are letters or parts of words: what is drawn is text."""
-_TOP = tuple((token, -0.5 - place) for place, token in enumerate(_PRINTABLE[:20]))
-"""The most likely tokens, whatever was read."""
 
 
 class FakeRunner:
