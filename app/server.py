@@ -147,7 +147,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
     _check_weights(settings.weights)
     _check_kernels(settings)
     with bind(settings) as listener:
-        # A thread that reads a long text lets the event loop go on after a millisecond, not after five: beside sixteen of
+        # A thread that reads a long text lets the event loop go on after a millisecond, not five: beside sixteen of
         # a megabyte the slowest in a hundred health checks took 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
         gone = event_loop.run(_serve(settings, listener, engine))
