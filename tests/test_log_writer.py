@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from arming import Faults
 from conftest import ROOT
 
 from app.log_writer import MOST_LINES, WriterThread, impatient
@@ -26,11 +27,12 @@ BEFORE_FULL = 400
 
 
 @contextlib.contextmanager
-def _served(weights: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
+def _served(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
     """A service with the fake engine whose log is a pipe; the end that reads is ours, and read up to the address."""
     ours, theirs = os.pipe()
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests/promises/fake_service.py"), "5", "serve", "--port", "0", *flags]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | environment
+    variables["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(ROOT / "tests/promises/fake_service.py"), "5", "serve", "--port", "0"]
     process = subprocess.Popen([*command, "--weights", str(weights)], cwd=ROOT, env=variables, stderr=theirs)
     os.close(theirs)
     try:
@@ -66,6 +68,16 @@ def test_a_log_that_nobody_reads_holds_neither_requests_nor_the_end(weights: Pat
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 0
         assert time.monotonic() - began < 5
+
+
+def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, weights: Path) -> None:
+    faults = Faults(tmp_path / "faults")
+    with _served(weights, **faults.environment) as (_, url, _):
+        _fill(url, BEFORE_FULL)
+        faults.arm("engine.step", "raise", times=1)
+        body = {"prompt": "x", "max_tokens": 3, "stream": False}
+        assert httpx.post(f"{url}/complete", json=body, timeout=15).status_code == 200  # by the next engine
+        assert not faults.is_armed("engine.step")
 
 
 def test_a_second_signal_ends_at_once_although_nobody_reads(weights: Path) -> None:
