@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -49,6 +50,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--nightly: the tests that repeat something run many times as long."""
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
     parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A test that runs a verb in this process leaves a handler behind, whose stream is closed when the next one logs."""
+    root = logging.getLogger()
+    level, before, hooks = root.level, list(root.handlers), (sys.excepthook, threading.excepthook)
+    yield
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    sys.excepthook, threading.excepthook = hooks
+    for handler in list(root.handlers):
+        if handler not in before and not type(handler).__module__.startswith("_pytest"):  # those are of this phase
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
