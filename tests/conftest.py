@@ -10,8 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import CDLL
