@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """A verb that a test runs in this process leaves a handler behind, whose stream is closed when the next one logs."""
+    """A verb that a test runs in this process leaves a handler, whose stream is closed when the next one logs."""
     root = logging.getLogger()
     level, before, hooks = root.level, list(root.handlers), (sys.excepthook, threading.excepthook)
     yield
