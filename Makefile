@@ -90,4 +90,4 @@ promises: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/promises/run.py $(ONLY) $(ARGS)
 
 clients: install
-	PYTHONPATH=tests PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)
+	PYTHONPATH=tests:tests/promises PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)
