@@ -86,7 +86,7 @@ def _run(verb: str, rest: list[str]) -> int:
         case "keys":
             from app.cli.keys import main as run
         case "train":
-            from model.train import main as run
+            from model.train.__main__ import main as run
         case _:
             print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
             return 0 if verb in ("-h", "--help") else 2

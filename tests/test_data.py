@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tiny import TEXT
 
-from model.data import Corpus, DataError, Order, prepare, read_documents
 from model.tokenizer import SEPARATOR
-from model.vocabulary import Vocabulary
+from model.train.data import Corpus, DataError, Order, prepare, read_documents
+from model.train.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
 

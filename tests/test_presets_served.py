@@ -13,7 +13,7 @@ from conftest import Server, start_server, stop_server
 from tiny import TEXT
 from wire import stream, text_of, whole
 
-from model.train import main as train
+from model.train.__main__ import main as train
 
 SMALL = ["--layers", "2", "--width", "64", "--heads", "4", "--context", "64", "--vocab-size", "300", "--steps", "30"]
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny import TEXT, tiny_decoder
 
-from model.batch import IGNORED, Example, Examples, padded, up_to
 from model.config import ModelConfig
-from model.hold_out import held_out_rows
-from model.material import material_of_rows
-from model.objective import Objective
 from model.presets import preset, reshaped
-from model.rows import of_lines, of_pairs
-from model.sample import Prompt
-from model.vocabulary import END, Vocabulary, started
+from model.train.batch import IGNORED, Example, Examples, padded, up_to
+from model.train.hold_out import held_out_rows
+from model.train.material import material_of_rows
+from model.train.objective import Objective
+from model.train.rows import of_lines, of_pairs
+from model.train.sample import Prompt
+from model.train.vocabulary import END, Vocabulary, started
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
 STATQUEST = ["what is statquest <EOS> awesome <EOS>", "statquest is what <EOS> awesome <EOS>"]

@@ -18,8 +18,9 @@ from wire import whole
 
 from model.checkpoint import load
 from model.golden import verify
-from model.snapshot import Position, load_snapshot, save_snapshot
-from model.train import Run, main
+from model.train.__main__ import main
+from model.train.run import Run
+from model.train.snapshot import Position, load_snapshot, save_snapshot
 
 SMALL = ["--preset", "nano", "--vocab-size", "300", "--context", "32", "--windows", "4", "--device", "cpu"]
 

@@ -14,11 +14,12 @@ from tiny import TEXT
 from model.checkpoint import load
 from model.config import ConfigError
 from model.describe import shape_lines
-from model.options import parse, shape
 from model.presets import preset, reshaped
 from model.reference import generate
 from model.tokenizer import Tokenizer
-from model.train import Run, main
+from model.train.__main__ import main
+from model.train.options import parse, shape
+from model.train.run import Run
 
 STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--device", "cpu"]

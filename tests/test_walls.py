@@ -64,6 +64,11 @@ def test_the_model_knows_nothing_of_serving() -> None:
         assert not _tops(path) & {"app", "fastapi", "starlette", "pydantic", "asyncio", "uvicorn"}, path
 
 
+def test_only_the_command_line_knows_how_models_are_trained() -> None:
+    outside = [p for p in FILES if "train" not in p.relative_to(ROOT).parts and p != ROOT / "app/__main__.py"]
+    assert not [path for path in outside if any(name.startswith("model.train") for name in _imports(path))]
+
+
 def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
     for name in CORE:
         path = ROOT / "app/engine" / f"{name}.py"

@@ -19,7 +19,7 @@ from tiny import TEXT, tiny_decoder
 
 from model.checkpoint import load, weights_files
 from model.files import CheckpointError, write_files
-from model.snapshot import Position, load_snapshot, save_snapshot
+from model.train.snapshot import Position, load_snapshot, save_snapshot
 
 CPU = torch.device("cpu")
 Save = Callable[[Path, int], None]
@@ -125,7 +125,8 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
     small.mkdir()
     train = f"{sys.executable} -m model.train --data {tmp_path}/text.txt --out {small}/out --preset nano --device cpu"
     train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --steps 3"
-    check = f"{sys.executable} -c 'import sys; from pathlib import Path; from model.snapshot import load_snapshot; "
+    load = "from pathlib import Path; from model.train.snapshot import load_snapshot"
+    check = f"{sys.executable} -c '{load}; "
     check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
     script = f"mount -t tmpfs -o size=800k tmpfs {small} && {{ {train}; echo code $?; df {small} | tail -1; {check}; }}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

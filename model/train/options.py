@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from model.arguments import OneLineParser
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESET_NAMES, preset, reshaped
-from model.recipes import DTYPES, OPTIMIZERS, recipe, told
-from model.vocabulary import KINDS, Vocabulary
-from model.word_tokenizer import UNKNOWN
+from model.train.recipes import DTYPES, OPTIMIZERS, recipe, told
+from model.train.vocabulary import KINDS, Vocabulary
+from model.train.word_tokenizer import UNKNOWN
 
 _LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 _SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")

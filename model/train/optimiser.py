@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model.recipes import Optimizer
+from model.train.recipes import Optimizer
 from model.transformer import Decoder
 
 _WARM_UP_STEPS = 100

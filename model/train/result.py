@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from model.card import RunFacts, model_card
 from model.checkpoint import weights_files
 from model.files import write_files
 from model.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
 from model.manifest import MANIFEST_FILE, manifest_file
 from model.presence import WEIGHTS_FILE
-from model.sample import Drawing, Prompt, sample_text
 from model.tokenizer import Tokenizer
+from model.train.card import RunFacts, model_card
+from model.train.sample import Drawing, Prompt, sample_text
 from model.transformer import Decoder
 
 _LIVELY = Drawing(temperature=0.8, top_p=0.95)

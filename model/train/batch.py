@@ -13,8 +13,8 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from model.shuffle import Shuffle
-from model.vocabulary import END
+from model.train.shuffle import Shuffle
+from model.train.vocabulary import END
 
 IGNORED = -100
 """The target where nothing is to be learnt: padding."""

@@ -9,27 +9,25 @@ import argparse
 import math
 import shlex
 import signal
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from model.batch import up_to
-from model.card import RunFacts, read_about
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
-from model.material import gather
-from model.objective import Objective
-from model.optimiser import Optimiser, lr_factor
-from model.options import parse, shape
-from model.progress import progress_line, python, tell
-from model.result import write_result
-from model.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
-from model.sources import DataError
+from model.train.batch import up_to
+from model.train.card import RunFacts, read_about
+from model.train.material import gather
+from model.train.objective import Objective
+from model.train.optimiser import Optimiser, lr_factor
+from model.train.options import shape
+from model.train.progress import progress_line, python, tell
+from model.train.result import write_result
+from model.train.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
+from model.train.sources import DataError
 from model.transformer import Decoder
 
 _GLANCE = 40_000
@@ -46,28 +44,6 @@ class Interrupted(RuntimeError):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.exit_code = 128 + number
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted with everything saved."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parse(arguments)
-    try:
-        Run(options, shlex.join(["python", "-m", "model.train", *arguments])).train()
-    except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except Interrupted as interrupt:
-        kept = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
-        again = shlex.join([python(), "-m", "model.train", *kept, "--resume"])
-        tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
-        return interrupt.exit_code
-    except KeyboardInterrupt:  # before the first step; nothing is lost
-        return 130
-    return 0
 
 
 class Run:
@@ -230,7 +206,3 @@ class Run:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, first)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

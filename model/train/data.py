@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.files import write_file
-from model.hold_out import fraction, split_documents
-from model.shuffle import Shuffle
-from model.sources import DataError, read_documents
 from model.tokenizer import SPLIT, Tokenizer
-from model.vocabulary import END, Vocabulary
+from model.train.hold_out import fraction, split_documents
+from model.train.shuffle import Shuffle
+from model.train.sources import DataError, read_documents
+from model.train.vocabulary import END, Vocabulary
 
 Tokens = NDArray[np.unsignedinteger]
 _TOKENIZER_CHARACTERS = 40_000_000

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import processors
 
 from model.tokenizer import SEPARATOR, Tokenizer, TokenizerError
-from model.word_tokenizer import train_words
+from model.train.word_tokenizer import train_words
 
 Kind = Literal["bpe", "words"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

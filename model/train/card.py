@@ -8,7 +8,7 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from model.describe import describe_size, shape_lines
-from model.sample import Prompt
+from model.train.sample import Prompt
 
 _ABOUT = "It continues text as its corpus does. It knows no facts and follows no instructions."
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from model.batch import Batch, Examples, of_windows, padded
-from model.data import Corpus, Order, prepare
-from model.options import vocabulary
-from model.rows import Rows, of_lines, of_pairs
-from model.sample import Prompt
 from model.tokenizer import Tokenizer
+from model.train.batch import Batch, Examples, of_windows, padded
+from model.train.data import Corpus, Order, prepare
+from model.train.options import vocabulary
+from model.train.rows import Rows, of_lines, of_pairs
+from model.train.sample import Prompt
 
 _PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
 _MEASURED_AT_ONCE = 64

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from model.material import Material
+from model.train.material import Material
 
 
 def progress_line(material: Material, *, step: int, loss: float, seconds: float, fraction: float) -> str:

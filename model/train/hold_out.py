@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 
-from model.sources import DataError
+from model.train.sources import DataError
 
 _FEWEST_ROWS = 20
 

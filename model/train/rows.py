@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from model.batch import Example
-from model.hold_out import held_out_rows
-from model.sample import Prompt
-from model.sources import DataError, Line, read_lines
 from model.tokenizer import Tokenizer
-from model.vocabulary import END, Vocabulary, started
+from model.train.batch import Example
+from model.train.hold_out import held_out_rows
+from model.train.sample import Prompt
+from model.train.sources import DataError, Line, read_lines
+from model.train.vocabulary import END, Vocabulary, started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

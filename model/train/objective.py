@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
-from model.batch import IGNORED, Batch
+from model.train.batch import IGNORED, Batch
 from model.transformer import Decoder
 
 
