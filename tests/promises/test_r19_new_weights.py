@@ -61,7 +61,7 @@ def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
 
 
 def _refusals(server: Server) -> list[str]:
-    return [line for line in server.log.read_text().splitlines() if "new weights are refused" in line]
+    return [line for line in server.told().splitlines() if "new weights are refused" in line]
 
 
 @contextmanager
@@ -100,6 +100,7 @@ def test_bad_weights_of_every_kind_are_refused_and_nobody_notices(tmp_path: Path
             for place, (kind, (_, words)) in enumerate(BAD.items()):
                 bad = bad_weights(tmp_path / f"bad-{place}", good, kind)
                 refused = _reload(server, link, bad, "refused")
+                server.wait_for(lambda place=place: len(_refusals(server)) > place)
                 said.append(refused and len(_refusals(server)) == place + 1 and words in _refusals(server)[-1])
                 assert said[-1], (kind, server.log.read_text()[-2000:])
                 _point(link, good)
@@ -123,6 +124,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(tmp_path: Path, p
             assert server.wait_for(lambda: len(_engines(server)) == 2)
             os.kill(next(pid for pid in _engines(server) if pid not in first), signal.SIGKILL)
             assert server.wait_for(lambda: _reloads(server, "refused") > before)
+            assert server.wait_for(lambda: _refusals(server))
             assert "their engine ended while it was loading" in _refusals(server)[0]
             time.sleep(0.3)
         assert server.wait_for(lambda: _engines(server) == first)
