@@ -126,7 +126,7 @@ def test_requests_of_every_kind_go_on_after_a_kill(
     if kernels == "native":
         library: Path = request.getfixturevalue("native_library")
         flags += ["--kernels", "native", "--cache-dir", str(library.parent)]
-    asks, kills = _mixed(100), promise.size(2 if kernels == "torch" else 1, 20)
+    asks, kills = _mixed(100), promise.size(1, 20)
     server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=2048), *flags)
     try:
         expected = _told(visit(server, asks))
