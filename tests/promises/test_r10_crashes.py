@@ -197,7 +197,7 @@ def test_a_service_that_ends_while_its_engine_restarts_ends(tmp_path: Path, weig
             server.process.send_signal(signal.SIGTERM)
         words = "event: done" if comes_back else "shutting down"
         assert all(words in answer.body.decode() for answer in answers)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         faults.disarm("engine.load")
 
 
