@@ -18,16 +18,16 @@ import torch
 
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
+from model.train.asked import shape
 from model.train.batch import up_to
 from model.train.card import RunFacts, read_about
 from model.train.material import gather
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser, lr_factor
-from model.train.options import shape
 from model.train.progress import progress_line, python, tell
 from model.train.result import write_result
 from model.train.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
-from model.train.sources import DataError
+from model.train.text_file import DataError
 from model.transformer import Decoder
 
 _GLANCE = 40_000
