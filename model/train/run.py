@@ -24,7 +24,8 @@ from model.train.material import gather
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser, lr_factor
 from model.train.options import shape
-from model.train.progress import progress_line, python, tell
+from model.train.progress import Progress, python, tell
+from model.train.report import Outline, Report
 from model.train.result import write_result
 from model.train.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
 from model.train.sources import DataError
@@ -70,6 +71,7 @@ class Run:
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.step = 0
         self.seconds = 0.0
+        self.grad_norm = 0.0
         self._signal = 0
 
     def train(self) -> None:
@@ -80,27 +82,29 @@ class Run:
             self._resume()
         self._describe()
         self._catch_signals()
-        last_report = last_save = started = time.monotonic()
+        seconds = self.options.report_seconds
+        with Report(self.out, self._outline(), start_step=self.step, report_seconds=seconds) as report:
+            self._loop(report)
+        self._save_snapshot()
+        self._finish()
+
+    def _loop(self, report: Report) -> None:
+        last_save = started = time.monotonic()
         before = self.seconds
         while (fraction := self.fraction_done()) < 1.0:
-            loss = self._update(lr_factor(self.step, fraction))
+            factor = lr_factor(self.step, fraction)
+            loss = self._update(factor)
             self.step += 1
             now = time.monotonic()
             self.seconds = before + now - started
+            report.step(self._progress(loss, factor))
             if self._signal:
                 self._save_snapshot()
                 raise Interrupted(self._signal)
-            if now - last_report >= self.options.report_seconds:
-                line = progress_line(self.material, step=self.step, loss=loss, seconds=self.seconds, fraction=fraction)
-                print(line, flush=True)
-                last_report = now
             if now - last_save >= self.options.save_seconds:
                 self._save_snapshot()
-                bits = self._bits_per_byte(_GLANCE)
-                print(f"step {self.step}: {self.material.measured} bits per byte {bits:.4f} (a glance)", flush=True)
+                report.held_out(self.step, self._bits_per_byte(_GLANCE))
                 last_save = time.monotonic()
-        self._save_snapshot()
-        self._finish()
 
     def must_resume(self) -> bool:
         """Whether a run stands in the output directory. Raises DataError where nobody said what to do with it."""
@@ -120,6 +124,25 @@ class Run:
         ]
         return max(shares)
 
+    def _outline(self) -> Outline:
+        options, material = self.options, self.material
+        rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
+        bytes_per_target = material.bytes_per_target(_GLANCE)
+        title = f"{options.preset}, {describe_size(self.decoder.n_params)} parameters"
+        return Outline(title=title, measured=material.measured, bytes_per_target=bytes_per_target, rates=rates)
+
+    def _progress(self, loss: float, factor: float) -> Progress:
+        return Progress(
+            step=self.step,
+            loss=loss,
+            lr_factor=factor,
+            grad_norm=self.grad_norm,
+            tokens=self.material.tokens(self.step),
+            epoch=self.material.epochs(self.step),
+            fraction=min(1.0, self.fraction_done()),
+            seconds=self.seconds,
+        )
+
     def _update(self, factor: float) -> float:
         """One optimiser step over one batch, in micro-batches. Returns the mean loss in nats per target."""
         batch = self.material.batch(self.step)
@@ -136,6 +159,7 @@ class Run:
                 f"the last snapshot stands in {self.work}"
             )
         self.optimiser.step(factor)
+        self.grad_norm = norm
         return total
 
     def _bits_per_byte(self, n_targets: float = math.inf) -> float:
