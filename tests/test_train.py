@@ -22,6 +22,7 @@ from model.golden import verify
 from model.train.position import Position
 from model.train.snapshot import load_snapshot, save_snapshot
 
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A file to learn from."""

@@ -35,7 +35,18 @@ from model.train.sources import DataError
 from model.train.stop import Interrupted
 from model.transformer import Decoder
 
-_DECISIVE = "seed windows optimizer matrix_lr lr weight_decay schedule warm_up warm_down ema".split()
+_DECISIVE = [
+    "seed",
+    "windows",
+    "optimizer",
+    "matrix_lr",
+    "lr",
+    "weight_decay",
+    "schedule",
+    "warm_up",
+    "warm_down",
+    "ema",
+]
 """Options that decide what a step does with the tokens it sees."""
 
 
