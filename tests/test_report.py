@@ -137,5 +137,5 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert "\r" not in out and "\x1b" not in out
-    assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15 s left"
+    assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15s left"
     assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (a glance)"

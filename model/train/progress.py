@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WIDEST_BAR = 30
-_NARROWEST_BAR = 8
+_NARROWEST_BAR = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,9 @@ def duration(seconds: float | None) -> str:
         return "?"
     whole = round(seconds)
     if whole < 60:
-        return f"{whole} s"
+        return f"{whole}s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes}m" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
 def tell(text: str) -> None:
