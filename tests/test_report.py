@@ -128,10 +128,11 @@ def test_nothing_is_said_of_a_pace_that_nobody_knows_yet() -> None:
 def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr("model.train.report.time.monotonic", lambda: float(next(clock)))
+    now = [0.0]
+    monkeypatch.setattr("model.train.console.time.monotonic", lambda: now[0])
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
         for step in range(1, 21):
+            now[0] += 1
             report.step(progress(step))
         report.held_out(20, 1.5)
     out = capsys.readouterr().out
