@@ -1,27 +1,27 @@
-"""The flags of python -m model.train, each with its sentence, and what they make of a preset. Knows no torch."""
+"""The flags of python -m model.train, each with its sentence. Knows what none of them does, and no torch."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 
 from model.arguments import OneLineParser
-from model.config import ConfigError, ModelConfig
-from model.presets import PRESET_NAMES, preset, reshaped
+from model.presets import ARCHS, PRESET_NAMES
 from model.train.recipes import DTYPES, OPTIMIZERS, recipe, told
-from model.train.vocabulary import KINDS, Vocabulary
-from model.train.word_tokenizer import UNKNOWN
+from model.train.schedule import SHAPES
+from model.train.vocabulary import KINDS
 
-_LIMITS = ("max_minutes", "epochs", "tokens", "steps")
-_SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
+LIMITS = ("max_minutes", "epochs", "tokens", "steps")
+"""Any of them says how long to train."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with the preset's recipe where there are none. Ends the program on unknown ones."""
     options = _parser().parse_args(arguments)
     defaults = dataclasses.asdict(recipe(options.preset))
-    if any(getattr(options, name) for name in _LIMITS):
+    if any(getattr(options, name) for name in LIMITS):
         defaults["steps"] = None
     if (options.optimizer or defaults["optimizer"]) == "adamw":
         defaults["lr"] = defaults["lr_alone"]
@@ -29,49 +29,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name, None) is None:
             setattr(options, name, value)
     return options
-
-
-def shape(options: argparse.Namespace) -> ModelConfig:
-    """The preset with the flags' changes; how many tokens a tokenizer of words has shows later. Raises ConfigError."""
-    base = preset(options.preset)
-    _check_sources(options, has_encoder=base.n_encoder_layers > 0)
-    if not any(getattr(options, name) for name in _LIMITS):
-        raise ConfigError("say how long to train: --max-minutes, --epochs, --tokens or --steps")
-    least, what = (
-        (257, "256 bytes and the end token") if options.tokenizer == "bpe" else (3, "end token and unknown word")
-    )
-    if options.vocab_size is not None and options.vocab_size < least:
-        raise ConfigError(f"--vocab-size must be at least {least} ({what}), not {options.vocab_size}")
-    if options.context is not None and options.context < 2:
-        raise ConfigError(f"--context must be at least 2 tokens, not {options.context}")
-    sized = reshaped(base, **{name: getattr(options, name) for name in _SIZES})
-    given = {"vocab_size": options.vocab_size, "context": options.context}
-    return dataclasses.replace(sized, **{k: v for k, v in given.items() if v is not None})
-
-
-def vocabulary(options: argparse.Namespace) -> Vocabulary:
-    """The tokenizer to be. Raises ConfigError."""
-    end: str = options.end_token
-    if not end or end.split() != [end] or end == UNKNOWN:
-        raise ConfigError(f"--end-token must be one word other than {UNKNOWN}, not {end!r}")
-    size = preset(options.preset).vocab_size if options.tokenizer == "bpe" else None
-    short = options.vocab_size is None and bool(options.pairs or options.per_line)
-    return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=short)
-
-
-def _check_sources(options: argparse.Namespace, *, has_encoder: bool) -> None:
-    if has_encoder and not options.pairs:
-        raise ConfigError(f"preset {options.preset} has an encoder, which reads sources: use --pairs FILE.tsv")
-    if options.pairs and not has_encoder:
-        raise ConfigError(f"preset {options.preset} has no encoder to read sources: use --data, or --preset cross")
-    if options.pairs and options.data:
-        raise ConfigError("--data and --pairs exclude one another: preset cross learns from --pairs")
-    if not options.pairs and not options.data:
-        raise ConfigError("say what to train on: --data PATH")
-    if options.straighten is not None and (options.pairs or options.per_line):
-        raise ConfigError("--straighten is for running text; lines and pairs are learnt as they are")
-    if options.pairs and options.per_line:
-        raise ConfigError("--per-line goes with --data; in --pairs every line stands by itself anyway")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,10 +59,24 @@ def _add_data(p: argparse.ArgumentParser) -> None:
         help="tokens of the vocabulary (default: the preset's, of lines and pairs at most; words: all)",
     )
     p.add_argument("--straighten", type=_share, help="share of texts given ASCII quotes (default: 0.5)")
+    p.add_argument(
+        "--held-out",
+        type=_small_share,
+        default=0.01,
+        metavar="SHARE",
+        help="documents kept apart and measured (default: 0.01; of fewer than 100 documents the end of the last)",
+    )
+    p.add_argument(
+        "--unseen", nargs="+", metavar="PATH", help="texts never trained on, each measured by itself in the end"
+    )
+    p.add_argument("--text-key", default="text", metavar="KEY", help="under which .jsonl has its texts (default: text)")
 
 
 def _add_shape(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--preset", choices=PRESET_NAMES, default="small", help="shape of the model (default: small)")
+    p.add_argument(
+        "--preset", type=_preset, default="small", metavar="NAME", help=f"{', '.join(PRESET_NAMES)} (default: small)"
+    )
+    p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
     p.add_argument("--context", type=_count, help="longest sequence in tokens (default: the preset's)")
     p.add_argument("--layers", dest="n_layers", metavar="N", type=_count, help="blocks; of an encoder as many")
     p.add_argument("--width", type=_count, help="size of the residual stream; the feed-forward follows")
@@ -127,6 +98,26 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
         "--lr", type=_positive, help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')})"
     )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
+    p.add_argument(
+        "--schedule",
+        choices=SHAPES,
+        default="linear",
+        help="how the learning rate falls (default: linear)",
+    )
+    p.add_argument("--warm-up", metavar="STEPS", type=_whole, default=100, help="until it is whole (default: 100)")
+    p.add_argument(
+        "--warm-down",
+        metavar="SHARE",
+        type=_share,
+        default=0.4,
+        help="of a linear schedule: share of the run over which it falls to 0 (default: 0.4)",
+    )
+    p.add_argument(
+        "--ema", metavar="DECAY", type=_decay, default=0.0, help="export an average of the weights (default: 0, off)"
+    )
+    p.add_argument(
+        "--keep", choices=("best", "last"), default="best", help="which held-out measurement's weights (default: best)"
+    )
     p.add_argument("--seed", type=_whole, default=1, help="of the weights and of the order (default: 1)")
 
 
@@ -139,6 +130,14 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")
     p.add_argument("--report-seconds", type=_positive, default=10.0, help="time between progress lines (default: 10)")
     p.add_argument("--save-seconds", type=_positive, default=300.0, help="time between snapshots (default: 300)")
+
+
+def _preset(name: str) -> str:
+    if name in PRESET_NAMES:
+        return name
+    near = difflib.get_close_matches(name, PRESET_NAMES, n=1)
+    meant = f", did you mean {near[0]}?" if near else ";"
+    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(PRESET_NAMES)}")
 
 
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
@@ -158,4 +157,6 @@ _count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
 _whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
 _positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
 _not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+_small_share = _number(float, lambda x: 0 < x <= 0.3, "a number above 0 and up to 0.3")
+_decay = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 _share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

@@ -5,14 +5,14 @@ A row is never packed with others and starts at position 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.tokenizer import Tokenizer
 from model.train.batch import Example
 from model.train.hold_out import held_out_rows
 from model.train.sample import Prompt
-from model.train.sources import DataError, Line, read_lines
+from model.train.sources import Line, Sources, read_lines
+from model.train.text_file import DataError
 from model.train.vocabulary import END, Vocabulary, started
 
 
@@ -38,14 +38,16 @@ class Rows:
     tokenizer: Tokenizer
 
 
-def of_lines(sources: Sequence[str], *, vocabulary: Vocabulary, from_end: bool, context: int) -> Rows:
+def of_lines(
+    sources: Sources, *, vocabulary: Vocabulary, from_end: bool, context: int, held_out_share: float = 0.01
+) -> Rows:
     """Every line is a text, up to an end token and, where the decoder is to begin one, from an end token.
 
     Raises DataError and TokenizerError.
     """
     lines = read_lines(sources)
     keys = [_key(line.text) for line in lines]
-    held_out = held_out_rows(keys)
+    held_out = held_out_rows(keys, held_out_share)
     tokenizer = vocabulary.train([line.text for line, key in zip(lines, keys, strict=True) if key not in held_out])
     found = []
     for line, key, ids in zip(lines, keys, tokenizer.encode_many([line.text for line in lines]), strict=True):
@@ -60,7 +62,7 @@ def of_lines(sources: Sequence[str], *, vocabulary: Vocabulary, from_end: bool, 
     return Rows(noun="lines", found=found, held_out=held_out, tokenizer=tokenizer)
 
 
-def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary, context: int) -> Rows:
+def of_pairs(sources: Sources, *, vocabulary: Vocabulary, context: int, held_out_share: float = 0.01) -> Rows:
     """Every line is a source, a tab and its target. Raises DataError and TokenizerError."""
     lines = read_lines(sources)
     for line in lines:
@@ -68,7 +70,7 @@ def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary, context: int) ->
         _require(bool(line.text.partition("\t")[0].strip()), line, "the source is empty")
     asked, told = ([line.text.split("\t")[column] for line in lines] for column in (0, 1))
     keys = list(map(_key, asked))
-    held_out = held_out_rows(keys)
+    held_out = held_out_rows(keys, held_out_share)
     learnt = [text for texts in (asked, told) for text, key in zip(texts, keys, strict=True) if key not in held_out]
     tokenizer = vocabulary.train(learnt)
     found = []
