@@ -15,7 +15,7 @@ from model.tokenizer import SPLIT, Tokenizer
 from model.train.hold_out import fraction, split_documents
 from model.train.shuffle import Shuffle
 from model.train.sources import DataError, read_documents
-from model.train.vocabulary import END, Vocabulary
+from model.train.vocabulary import Given, Vocabulary, separator
 
 Tokens = NDArray[np.unsignedinteger]
 _TOKENIZER_CHARACTERS = 40_000_000
@@ -38,7 +38,7 @@ def prepare(
     sources: Sequence[str],
     cache: Path,
     *,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | Given,
     straighten: float,
     held_out_share: float = 0.01,
 ) -> Corpus:
@@ -102,14 +102,15 @@ def _straight(text: str) -> str:
     return text.translate(_STRAIGHT)
 
 
-def _tokenise(train: list[str], held_out: list[str], folder: Path, vocabulary: Vocabulary) -> None:
+def _tokenise(train: list[str], held_out: list[str], folder: Path, vocabulary: Vocabulary | Given) -> None:
     characters = sum(map(len, train))
     step = 1 + characters // _TOKENIZER_CHARACTERS
     tokenizer = vocabulary.train(train[::step])
     for name, content in tokenizer.files().items():
         write_file(folder / name, content.encode())
+    front = separator(tokenizer)
     for name, texts in (("held_out", held_out), ("train", train)):  # train.bin last: it says that all is there
-        ids = [np.array([END, *part], _dtype(tokenizer)) for part in _encoded(tokenizer, texts)]
+        ids = [np.array([*front, *part], _dtype(tokenizer)) for part in _encoded(tokenizer, texts)]
         write_file(folder / f"{name}.bin", np.concatenate(ids).tobytes())
 
 

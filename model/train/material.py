@@ -19,6 +19,7 @@ from model.train.data import Corpus, Order, prepare
 from model.train.options import vocabulary
 from model.train.rows import Rows, of_lines, of_pairs
 from model.train.sample import Prompt
+from model.train.vocabulary import Given
 
 _PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
 _MEASURED_AT_ONCE = 64
@@ -58,19 +59,24 @@ class Material:
         return step * self.rows / self.per_epoch
 
 
-def gather(options: argparse.Namespace, context: int, cache: Path) -> Material:
+def gather(options: argparse.Namespace, context: int, cache: Path, tokenizer: Tokenizer | None = None) -> Material:
     """What the flags name, in the form that they name. cache: where running text keeps its tokens.
+
+    tokenizer: that of the model to go on from; without one a tokenizer is trained.
 
     Raises ConfigError, DataError and TokenizerError.
     """
-    words, rows, seed = vocabulary(options), options.windows, options.seed
+    words = vocabulary(options) if tokenizer is None else Given.of(tokenizer)
+    rows, seed = options.windows, options.seed
     if options.pairs:
         pairs = of_pairs(options.pairs, vocabulary=words, context=context)
         return material_of_rows(pairs, words.size, rows=rows, seed=seed)
     if options.per_line:
         lines = of_lines(options.data, vocabulary=words, from_end=options.lines_from_end, context=context)
         return material_of_rows(lines, words.size, rows=rows, seed=seed)
-    straighten = 0.5 if options.straighten is None else options.straighten
+    # A model that has read more than this text knows both kinds of quotes, and the text stays as it is.
+    usual = 0.5 if tokenizer is None else 0.0
+    straighten = usual if options.straighten is None else options.straighten
     corpus = prepare(options.data, cache, vocabulary=words, straighten=straighten)
     return _material_of_text(corpus, context=context, rows=rows, seed=seed)
 

@@ -9,20 +9,28 @@ from collections.abc import Callable, Sequence
 from model.arguments import OneLineParser
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESET_NAMES, preset, reshaped
-from model.train.recipes import DTYPES, OPTIMIZERS, recipe, told
+from model.train.recipes import DTYPES, FINE_TUNING, OPTIMIZERS, recipe, told
 from model.train.vocabulary import KINDS, Vocabulary
 from model.train.word_tokenizer import UNKNOWN
 
 _LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 _SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
+_BROUGHT = ("preset", "arch", *_SIZES, "vocab_size", "tokenizer", "end_token")
+_USUAL_PRESET = "small"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with the preset's recipe where there are none. Ends the program on unknown ones."""
-    options = _parser().parse_args(arguments)
-    defaults = dataclasses.asdict(recipe(options.preset))
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.init and (given := [n for n in _BROUGHT if getattr(options, n, None) is not None]):
+        named = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+        flags = [named[name] for name in given]
+        parser.error(f"{', '.join(flags)} and --init contradict one another: the model brings its shape and tokenizer")
+    options.preset = options.preset or _USUAL_PRESET
+    defaults = dataclasses.asdict(FINE_TUNING if options.init else recipe(options.preset))
     if any(getattr(options, name) for name in _LIMITS):
-        defaults["steps"] = None
+        defaults["steps"] = defaults["epochs"] = None
     if (options.optimizer or defaults["optimizer"]) == "adamw":
         defaults["lr"] = defaults["lr_alone"]
     for name, value in defaults.items():
@@ -34,7 +42,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def shape(options: argparse.Namespace) -> ModelConfig:
     """The preset with the flags' changes; how many tokens a tokenizer of words has shows later. Raises ConfigError."""
     base = preset(options.preset)
-    _check_sources(options, has_encoder=base.n_encoder_layers > 0)
+    check_sources(options, f"preset {options.preset}", has_encoder=base.n_encoder_layers > 0)
     if not any(getattr(options, name) for name in _LIMITS):
         raise ConfigError("say how long to train: --max-minutes, --epochs, --tokens or --steps")
     least, what = (
@@ -59,11 +67,12 @@ def vocabulary(options: argparse.Namespace) -> Vocabulary:
     return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=short)
 
 
-def _check_sources(options: argparse.Namespace, *, has_encoder: bool) -> None:
+def check_sources(options: argparse.Namespace, model: str, *, has_encoder: bool) -> None:
+    """Whether there is something to learn from in the form that `model` reads. Raises ConfigError."""
     if has_encoder and not options.pairs:
-        raise ConfigError(f"preset {options.preset} has an encoder, which reads sources: use --pairs FILE.tsv")
+        raise ConfigError(f"{model} has an encoder, which reads sources: use --pairs FILE.tsv")
     if options.pairs and not has_encoder:
-        raise ConfigError(f"preset {options.preset} has no encoder to read sources: use --data, or --preset cross")
+        raise ConfigError(f"{model} has no encoder to read sources: use --data, or --preset cross")
     if options.pairs and options.data:
         raise ConfigError("--data and --pairs exclude one another: preset cross learns from --pairs")
     if not options.pairs and not options.data:
@@ -105,8 +114,15 @@ def _add_data(p: argparse.ArgumentParser) -> None:
 
 
 def _add_shape(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--preset", choices=PRESET_NAMES, default="small", help="shape of the model (default: small)")
-    p.add_argument("--context", type=_count, help="longest sequence in tokens (default: the preset's)")
+    p.add_argument(
+        "--init", metavar="DIR", help="go on from these weights: ours, or a Hugging Face directory with its tokenizer"
+    )
+    p.add_argument("--preset", choices=PRESET_NAMES, help=f"shape of the model (default: {_USUAL_PRESET})")
+    p.add_argument(
+        "--context",
+        type=_count,
+        help="longest sequence in tokens (default: the preset's); with --init of training (default: up to 512)",
+    )
     p.add_argument("--layers", dest="n_layers", metavar="N", type=_count, help="blocks; of an encoder as many")
     p.add_argument("--width", type=_count, help="size of the residual stream; the feed-forward follows")
     p.add_argument("--heads", dest="n_heads", metavar="N", type=_count, help="query heads; they share the width")
@@ -116,15 +132,23 @@ def _add_shape(p: argparse.ArgumentParser) -> None:
 
 def _add_schedule(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-minutes", type=_positive, help="train this long; the learning rate follows")
-    p.add_argument("--epochs", type=_positive, help="train this many times over the text")
+    p.add_argument("--epochs", type=_positive, help="train this many times over the text (default with --init: 3)")
     p.add_argument("--tokens", type=_count, help="train on this many tokens")
     p.add_argument("--steps", type=_count, help=f"train this many steps (default: {told('steps')})")
-    p.add_argument("--windows", type=_count, help=f"windows, lines or pairs a step (default: {told('windows')})")
-    p.add_argument("--micro-windows", type=_count, help="how many of them at once (default: about 1,024 tokens)")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')})")
-    p.add_argument("--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')})")
     p.add_argument(
-        "--lr", type=_positive, help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')})"
+        "--windows", type=_count, help=f"windows, lines or pairs a step (default: {told('windows')}; --init: 8)"
+    )
+    p.add_argument("--micro-windows", type=_count, help="how many of them at once (default: about 1,024 tokens)")
+    p.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')}; --init: adamw)"
+    )
+    p.add_argument(
+        "--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.002)"
+    )
+    p.add_argument(
+        "--lr",
+        type=_positive,
+        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 0.05 / width)",
     )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
     p.add_argument("--seed", type=_whole, default=1, help="of the weights and of the order (default: 1)")
@@ -132,8 +156,12 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
 
 def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the computation")
-    p.add_argument("--export-dtype", choices=DTYPES, help=f"of the weights written (default: {told('export_dtype')})")
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the computation")
+    p.add_argument(
+        "--export-dtype",
+        choices=DTYPES,
+        help=f"of the weights written (default: {told('export_dtype')}; --init: as they were)",
+    )
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")

@@ -13,7 +13,7 @@ from model.train.batch import Example
 from model.train.hold_out import held_out_rows
 from model.train.sample import Prompt
 from model.train.sources import DataError, Line, read_lines
-from model.train.vocabulary import END, Vocabulary, started
+from model.train.vocabulary import Given, Vocabulary, end_of, start_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Rows:
     tokenizer: Tokenizer
 
 
-def of_lines(sources: Sequence[str], *, vocabulary: Vocabulary, from_end: bool, context: int) -> Rows:
+def of_lines(sources: Sequence[str], *, vocabulary: Vocabulary | Given, from_end: bool, context: int) -> Rows:
     """Every line is a text, up to an end token and, where the decoder is to begin one, from an end token.
 
     Raises DataError and TokenizerError.
@@ -47,20 +47,20 @@ def of_lines(sources: Sequence[str], *, vocabulary: Vocabulary, from_end: bool, 
     keys = [_key(line.text) for line in lines]
     held_out = held_out_rows(keys)
     tokenizer = vocabulary.train([line.text for line, key in zip(lines, keys, strict=True) if key not in held_out])
-    found = []
+    first, last, found = start_of(tokenizer), end_of(tokenizer), []
     for line, key, ids in zip(lines, keys, tokenizer.encode_many([line.text for line in lines]), strict=True):
-        _require(ids != [END], line, "nothing stands before the end token")
+        _require(ids not in ([], [last]), line, "nothing stands before the end token")
         # None twice, as Tokenizer.encode() puts none before a text that has its own.
-        start, end = [END] * (from_end and ids[0] != END), [END] * (ids[-1] != END)
+        start, end = [first] * (from_end and ids[0] != first), [last] * (ids[-1] != last)
         tokens = [*start, *ids, *end]
         _require_room(len(tokens), context, line, "line with its start and end" if from_end else "line with its end")
         found.append(Row(key=key, example=Example(tokens), prompt=_opening(tokenizer, tokens, vocabulary.end_token)))
     if from_end:
-        tokenizer = started(tokenizer, vocabulary.end_token)
+        tokenizer = vocabulary.started(tokenizer)
     return Rows(noun="lines", found=found, held_out=held_out, tokenizer=tokenizer)
 
 
-def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary, context: int) -> Rows:
+def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary | Given, context: int) -> Rows:
     """Every line is a source, a tab and its target. Raises DataError and TokenizerError."""
     lines = read_lines(sources)
     for line in lines:
@@ -71,15 +71,15 @@ def of_pairs(sources: Sequence[str], *, vocabulary: Vocabulary, context: int) ->
     held_out = held_out_rows(keys)
     learnt = [text for texts in (asked, told) for text, key in zip(texts, keys, strict=True) if key not in held_out]
     tokenizer = vocabulary.train(learnt)
-    found = []
+    first, last, found = start_of(tokenizer), end_of(tokenizer), []
     encoded = zip(tokenizer.encode_many(asked), tokenizer.encode_many(told), strict=True)
     for line, key, text, (source, target) in zip(lines, keys, asked, encoded, strict=True):
-        tokens = [END, *target, END]
+        tokens = [first, *target, last]
         _require_room(len(source), context, line, "source")
         _require_room(len(tokens), context, line, "target with its start and end")
-        prompt = Prompt(text=text, tokens=[END], source=source)
+        prompt = Prompt(text=text, tokens=[first], source=source)
         found.append(Row(key=key, example=Example(tokens, source), prompt=prompt))
-    tokenizer = started(tokenizer, vocabulary.end_token)
+    tokenizer = vocabulary.started(tokenizer)
     return Rows(noun="pairs", found=found, held_out=held_out, tokenizer=tokenizer)
 
 
@@ -89,7 +89,7 @@ def _key(text: str) -> str:
 
 def _opening(tokenizer: Tokenizer, tokens: list[int], end_token: str) -> Prompt:
     """The question of a line "question <end> answer <end>", or the first half of one without such a middle."""
-    question = tokens.index(END, 1) + 1
+    question = tokens.index(end_of(tokenizer), 1) + 1
     if question < len(tokens):
         opening = tokens[:question]
         return Prompt(text=f"{tokenizer.decode(opening).strip()} {end_token}", tokens=opening)

@@ -20,6 +20,7 @@ from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
 from model.train.batch import up_to
 from model.train.card import RunFacts, read_about
+from model.train.init import base_of, settle, start_anew
 from model.train.material import gather
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser, lr_factor
@@ -56,10 +57,18 @@ class Run:
         self.work = self.out / ".training"
         self.about = read_about(options.about)
         self.device = choose_device(options.device)
-        asked = shape(options)
-        self.material = gather(options, asked.context, self.work)
-        self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
-        self.decoder = Decoder(self.shape).initialise(options.seed).to(self.device)
+        resumes = options.resume and any(self.work.glob("step-*"))
+        self.base = base_of(options, self.work, resumes=resumes)
+        if self.base:
+            settle(options, self.base)
+            self.shape = self.base.shape
+            self.material = gather(options, options.context, self.work, self.base.tokenizer)
+            self.decoder = Decoder(self.shape).to(self.device) if resumes else self.base.decoder(self.device)
+        else:
+            asked = shape(options)
+            self.material = gather(options, asked.context, self.work)
+            self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+            self.decoder = Decoder(self.shape).initialise(options.seed).to(self.device)
         self.optimiser = Optimiser(
             self.decoder,
             options.optimizer,
@@ -78,12 +87,14 @@ class Run:
             remove_snapshots(self.work)
         if self.must_resume():
             self._resume()
+        else:
+            start_anew(self.base, self.work)
         self._describe()
         self._catch_signals()
         last_report = last_save = started = time.monotonic()
         before = self.seconds
         while (fraction := self.fraction_done()) < 1.0:
-            loss = self._update(lr_factor(self.step, fraction))
+            loss = self._update(lr_factor(self.step, fraction, self.options.warm_up))
             self.step += 1
             now = time.monotonic()
             self.seconds = before + now - started
@@ -146,6 +157,8 @@ class Run:
     def _position(self) -> Position:
         flags = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
         same = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in flags}
+        if self.base:
+            same |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
         return Position(
             step=self.step,
             seconds=self.seconds,
@@ -194,7 +207,16 @@ class Run:
         )
         dtype = getattr(torch, self.options.export_dtype)
         prompts, greedy = material.prompts, self.options.greedy
-        write_result(self.out, self.decoder, material.tokenizer, facts, dtype, prompts=prompts, greedy=greedy)
+        write_result(
+            self.out,
+            self.decoder,
+            material.tokenizer,
+            facts,
+            dtype,
+            prompts=prompts,
+            greedy=greedy,
+            base=self.base,
+        )
         print(f"{material.measured} bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
         print(f"serve it: {python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
 
