@@ -14,40 +14,19 @@ import torch
 from conftest import ROOT, start_server, stop_server
 from safetensors.torch import load_file
 from tiny import TEXT
+from training import SMALL, train, train_until, write_text
 from wire import whole
 
 from model.checkpoint import load
 from model.golden import verify
-from model.train.__main__ import main
-from model.train.run import Run
-from model.train.snapshot import Position, load_snapshot, save_snapshot
-
-SMALL = ["--preset", "nano", "--vocab-size", "300", "--context", "32", "--windows", "4", "--device", "cpu"]
+from model.train.position import Position
+from model.train.snapshot import load_snapshot, save_snapshot
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A file to learn from."""
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT * 5)
-    return path
-
-
-def _train(text: Path, out: Path, *flags: str) -> int:
-    return main(["--data", str(text), "--out", str(out), *SMALL, *flags])
-
-
-def _train_until(step: int, text: Path, out: Path, *flags: str) -> None:
-    """The same, ended after `step` steps as SIGTERM would."""
-    with pytest.MonkeyPatch.context() as patch:
-        update = Run._update
-
-        def update_and_signal(run: Run, factor: float) -> float:
-            run._signal = signal.SIGTERM if run.step + 1 == step else 0
-            return update(run, factor)
-
-        patch.setattr(Run, "_update", update_and_signal)
-        assert _train(text, out, *flags) == 143
+    return write_text(tmp_path)
 
 
 def _bits(printed: str) -> float:
@@ -59,9 +38,9 @@ def test_training_learns_and_leaves_a_directory_that_serves(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "model"
-    assert _train(text, out, "--steps", "2", "--export-dtype", "float32") == 0
+    assert train(text, out, "--steps", "2", "--export-dtype", "float32") == 0
     early = _bits(capsys.readouterr().out)
-    assert _train(text, out, "--steps", "60", "--overwrite") == 0
+    assert train(text, out, "--steps", "60", "--overwrite") == 0
     printed = capsys.readouterr().out
     assert _bits(printed) < 0.7 * early
     assert printed.splitlines()[-1].endswith(f" -m app serve --weights {out}")
@@ -81,10 +60,10 @@ def test_training_learns_and_leaves_a_directory_that_serves(
 
 def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path, text: Path) -> None:
     flags = ["--dtype", "float32", "--export-dtype", "float32"]
-    assert _train(text, tmp_path / "whole", "--steps", "20", *flags) == 0
-    _train_until(10, text, tmp_path / "halves", "--steps", "20", *flags)
+    assert train(text, tmp_path / "whole", "--steps", "20", *flags) == 0
+    train_until(10, text, tmp_path / "halves", "--steps", "20", *flags)
     assert not (tmp_path / "halves/model.safetensors").exists()
-    assert _train(text, tmp_path / "halves", "--steps", "20", *flags, "--resume") == 0
+    assert train(text, tmp_path / "halves", "--steps", "20", *flags, "--resume") == 0
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
@@ -109,14 +88,14 @@ def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    _train_until(2, text, out, "--steps", "4")
+    train_until(2, text, out, "--steps", "4")
     capsys.readouterr()
-    assert _train(text, out, "--steps", "4") == 2
+    assert train(text, out, "--steps", "4") == 2
     assert "--resume" in capsys.readouterr().err
-    assert _train(text, out, "--steps", "4", "--resume", "--context", "16") == 2
+    assert train(text, out, "--steps", "4", "--resume", "--context", "16") == 2
     assert "another shape" in capsys.readouterr().err
     text.write_text(TEXT * 4)
-    assert _train(text, out, "--steps", "4", "--resume") == 2
+    assert train(text, out, "--steps", "4", "--resume") == 2
     assert "other data" in capsys.readouterr().err
 
 
@@ -125,23 +104,23 @@ def test_a_run_goes_on_only_with_the_flags_that_it_had(
 ) -> None:
     flags = ["--steps", "2", "--dtype", "float32", "--lr", "0.003"]
     out = tmp_path / "out"
-    _train_until(1, text, out, *flags)
+    train_until(1, text, out, *flags)
     others = ["--seed 2", "--windows 5", "--matrix-lr 0.1", "--lr 0.1", "--weight-decay 0.1", "--dtype bfloat16"]
     for other in [*others, "--optimizer adamw", "--lr 0.1 --seed 3"]:
         capsys.readouterr()
-        assert _train(text, out, *flags, *other.split(), "--resume") == 2
+        assert train(text, out, *flags, *other.split(), "--resume") == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         named = [word for word in error.split() if word.startswith("--")]
         assert sorted(named) == sorted([*other.split()[::2], "--overwrite"])
     assert " had --seed 1 --lr 0.003; give the same" in error
-    assert _train(text, out, *flags, "--resume") == 0
+    assert train(text, out, *flags, "--resume") == 0
 
 
 def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
-    assert _train(text, out, "--steps", "6") == 0
-    _train_until(2, text, out, "--steps", "4", "--overwrite")
+    assert train(text, out, "--steps", "6") == 0
+    train_until(2, text, out, "--steps", "4", "--overwrite")
     found = load_snapshot(out / ".training")
     assert found
     assert found[0].step == 2
@@ -162,7 +141,7 @@ def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
 def test_bad_input_is_one_clear_line_and_exit_code_two(
     tmp_path: Path, text: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _train(text, tmp_path / "out", *flags) == 2
+    assert train(text, tmp_path / "out", *flags) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
@@ -172,8 +151,8 @@ def test_a_loss_that_is_not_finite_ends_with_three_and_keeps_the_last_snapshot(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    _train_until(1, text, out, "--steps", "40", "--lr", "1e30")
-    assert _train(text, out, "--steps", "40", "--lr", "1e30", "--resume") == 3
+    train_until(1, text, out, "--steps", "40", "--lr", "1e30")
+    assert train(text, out, "--steps", "40", "--lr", "1e30", "--resume") == 3
     assert "snapshot" in capsys.readouterr().err
     found = load_snapshot(out / ".training")
     assert found and found[0].step == 1

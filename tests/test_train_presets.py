@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import TEXT
+from training import signal_after
 
 from model.checkpoint import load
 from model.config import ConfigError
@@ -18,6 +18,7 @@ from model.presets import preset, reshaped
 from model.reference import generate
 from model.tokenizer import Tokenizer
 from model.train.__main__ import main
+from model.train.loop import Loop
 from model.train.options import parse, shape
 from model.train.run import Run
 
@@ -65,11 +66,11 @@ def test_each_preset_learns_is_saved_and_comes_back(
 ) -> None:
     out = tmp_path / "out"
     run = Run(parse(["--preset", name, "--out", str(out), *data[form], *flags, *EXACT]), "the command")
-    before, batch = run._bits_per_byte(), run.material.batch(0)
+    before, batch = run.loop.bits_per_byte(), run.material.batch(0)
     first = float(run.objective.loss_sum(batch).detach())
     run.train()
     assert float(run.objective.loss_sum(batch).detach()) < 0.9 * first
-    assert run._bits_per_byte() < 0.9 * before
+    assert run.loop.bits_per_byte() < 0.9 * before
     decoder = load(out, device=torch.device("cpu"), dtype=torch.float32).decoder
     assert decoder.config == run.shape
     prompt = run.material.prompts[0]
@@ -117,7 +118,7 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
 def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "fraction_done", lambda run: run.step / min(run.options.steps, 3))
+    monkeypatch.setattr(Loop, "done", property(lambda loop: loop.step / min(loop.limits.steps, 3)))
     path = _write_pairs(tmp_path / "translations.tsv", [("the moon", "der Mond"), ("the night", "die Nacht")])
     flags = ["--preset", "cross", "--pairs", path, "--out", str(tmp_path / "out"), *TINY]
     assert parse(flags).steps > 1000
@@ -148,13 +149,7 @@ def test_lines_and_pairs_resume_bit_for_bit(tmp_path: Path, data: dict[str, list
     assert main([*flags, "--out", str(tmp_path / "whole")]) == 0
     halves = [*flags, "--out", str(tmp_path / "halves")]
     with pytest.MonkeyPatch.context() as patch:
-        update = Run._update
-
-        def update_and_signal(run: Run, factor: float) -> float:
-            run._signal = signal.SIGTERM if run.step + 1 == 7 else 0
-            return update(run, factor)
-
-        patch.setattr(Run, "_update", update_and_signal)
+        signal_after(7, patch)
         assert main(halves) == 143
     assert main([*halves, "--resume"]) == 0
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))

@@ -1,36 +1,23 @@
-"""python -m model.train: the command line around one run. Knows the exit codes and no training."""
+"""python -m model.train. Imports nothing heavy before Ctrl+C is taken care of; the command stands in command.py."""
 
 from __future__ import annotations
 
-import shlex
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from model.train.options import parse
-from model.train.progress import python, tell
-from model.train.run import Diverged, Interrupted, Run
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted with everything saved."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parse(arguments)
-    try:
-        Run(options, shlex.join(["python", "-m", "model.train", *arguments])).train()
-    except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    except Interrupted as interrupt:
-        kept = [argument for argument in arguments if argument not in ("--resume", "--overwrite")]
-        again = shlex.join([python(), "-m", "model.train", *kept, "--resume"])
-        tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
-        return interrupt.exit_code
-    except KeyboardInterrupt:  # before the first step; nothing is lost
-        return 130
-    return 0
+    """Exit codes: those of model.train.command."""
+    # Ctrl+C while torch is imported makes a traceback of whatever stands there. There is nothing to tidy up yet.
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from model.train.command import run
+
+    signal.signal(signal.SIGINT, before)
+    return run(list(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class RunFacts:
     """What bits_per_byte is of: "held-out" or "training" text."""
     bits_per_byte: float
     date: str
+    exported: str
+    """Which weights of the run these are, in words."""
     about: str
     """Text the user adds with --about: corpus, licence, intended use."""
 
@@ -54,6 +56,7 @@ def model_card(
 | {facts.measured} bits per byte | **{facts.bits_per_byte:.4f}** |
 | corpus | {facts.corpus} |
 | tokens seen | {facts.tokens} ({facts.epochs:.2f} epochs) in {facts.steps} steps |
+| exported | {facts.exported} |
 | time and device | {facts.minutes:.0f} minutes on {facts.device} |
 | seed | {facts.seed} |
 | date | {facts.date} |

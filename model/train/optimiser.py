@@ -1,4 +1,4 @@
-"""Who updates which parameter, and how fast over the run. Knows no data and no files."""
+"""Who updates which parameter. Knows no schedule, no data and no files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from torch import Tensor
 
 from model.train.recipes import Optimizer
 from model.transformer import Decoder
-
-_WARM_DOWN_FROM = 0.6
 
 
 class Optimiser:
@@ -67,13 +65,3 @@ class Optimiser:
                     index, _, key = rest.partition(".")
                     state.setdefault(int(index), {})[key] = value
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
-
-
-def lr_factor(step: int, fraction: float, warm_up_steps: int) -> float:
-    """Share of the full learning rate: linear warm-up by steps, constant, linear warm-down over the last 40 %.
-
-    fraction: how much of the run is done, in [0, 1].
-    """
-    warm_up = min(1.0, (step + 1) / warm_up_steps)
-    warm_down = min(1.0, (1.0 - fraction) / (1.0 - _WARM_DOWN_FROM))
-    return warm_up * max(warm_down, 0.0)

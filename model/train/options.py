@@ -10,6 +10,7 @@ from model.arguments import OneLineParser
 from model.config import ConfigError, ModelConfig
 from model.presets import PRESET_NAMES, preset, reshaped
 from model.train.recipes import DTYPES, FINE_TUNING, OPTIMIZERS, recipe, told
+from model.train.schedule import SHAPES
 from model.train.vocabulary import KINDS, Vocabulary
 from model.train.word_tokenizer import UNKNOWN
 
@@ -151,6 +152,26 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
         help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 0.05 / width)",
     )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
+    p.add_argument(
+        "--schedule",
+        choices=SHAPES,
+        default="linear",
+        help="how the learning rate falls (default: linear)",
+    )
+    p.add_argument("--warm-up", metavar="STEPS", type=_whole, help="until it is whole (default: 100; --init: 10)")
+    p.add_argument(
+        "--warm-down",
+        metavar="SHARE",
+        type=_share,
+        default=0.4,
+        help="of a linear schedule: share of the run over which it falls to 0 (default: 0.4)",
+    )
+    p.add_argument(
+        "--ema", metavar="DECAY", type=_decay, default=0.0, help="export an average of the weights (default: 0, off)"
+    )
+    p.add_argument(
+        "--keep", choices=("best", "last"), default="best", help="which held-out measurement's weights (default: best)"
+    )
     p.add_argument("--seed", type=_whole, default=1, help="of the weights and of the order (default: 1)")
 
 
@@ -186,4 +207,5 @@ _count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
 _whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
 _positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
 _not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+_decay = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 _share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

@@ -1,6 +1,6 @@
-"""From text files to a weights directory: python -m model.train --data PATH... --out DIR. Knows nothing of serving.
+"""One training run, from its options to its weights directory: makes the parts, goes on or starts, writes the result.
 
-Prints progress, held-out bits per byte and samples; ends with the command that serves the result.
+The training loop itself stands in loop.py. Knows nothing of serving.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import signal
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,213 +16,188 @@ import torch
 
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
-from model.train.batch import up_to
 from model.train.card import RunFacts, read_about
+from model.train.diverged import Diverged
 from model.train.init import base_of, settle, start_anew
+from model.train.learner import Learner
+from model.train.loop import GLANCE, Loop
 from model.train.material import gather
 from model.train.objective import Objective
-from model.train.optimiser import Optimiser, lr_factor
+from model.train.optimiser import Optimiser
 from model.train.options import shape
-from model.train.progress import progress_line, python, tell
+from model.train.position import Position
+from model.train.progress import python
+from model.train.ranks import Ranks
+from model.train.report import Outline, Report
 from model.train.result import write_result
-from model.train.snapshot import Position, load_snapshot, remove_snapshots, save_snapshot
+from model.train.schedule import Limits, Schedule
+from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
 from model.train.sources import DataError
+from model.train.stop import Interrupted
 from model.transformer import Decoder
 
-_GLANCE = 40_000
-_AT_ONCE = 1024
-
-
-class Diverged(RuntimeError):
-    """The loss is not a finite number any more."""
-
-
-class Interrupted(RuntimeError):
-    """A signal asked the run to end; the state is saved."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
+_DECISIVE = [
+    "seed",
+    "windows",
+    "optimizer",
+    "matrix_lr",
+    "lr",
+    "weight_decay",
+    "schedule",
+    "warm_up",
+    "warm_down",
+    "ema",
+]
+"""Options that decide what a step does with the tokens it sees."""
 
 
 class Run:
-    """One training run, from its options to its weights directory."""
+    """One training run."""
 
-    def __init__(self, options: argparse.Namespace, command: str) -> None:
-        self.options = options
-        self.command = command
+    def __init__(self, options: argparse.Namespace, command: str, ranks: Ranks | None = None) -> None:
+        self.options, self.command, self.ranks = options, command, ranks or Ranks()
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = read_about(options.about)
+        self.resumes = self._must_resume()
         self.device = choose_device(options.device)
-        resumes = options.resume and any(self.work.glob("step-*"))
-        self.base = base_of(options, self.work, resumes=resumes)
+        self.base = base_of(options, self.work, resumes=self.resumes)
         if self.base:
             settle(options, self.base)
-            self.shape = self.base.shape
-            self.material = gather(options, options.context, self.work, self.base.tokenizer)
-            self.decoder = Decoder(self.shape).to(self.device) if resumes else self.base.decoder(self.device)
-        else:
-            asked = shape(options)
-            self.material = gather(options, asked.context, self.work)
-            self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
-            self.decoder = Decoder(self.shape).initialise(options.seed).to(self.device)
-        self.optimiser = Optimiser(
+        asked = self.base.shape if self.base else shape(options)
+        window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
+        self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
+        self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+        self.decoder = self._first_decoder().to(self.device)
+        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
+        limits = Limits(steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes)
+        self.loop = Loop(
+            self.material,
+            self._learner(),
+            schedule=Schedule(shape=options.schedule, warm_up=options.warm_up, warm_down=options.warm_down),
+            limits=limits,
+            ranks=self.ranks,
+            start=self._start(limits),
+            folder=self.work,
+            save_seconds=options.save_seconds,
+        )
+
+    def train(self) -> None:
+        """Trains to the end and writes the result.
+
+        Raises DataError and CheckpointError (bad input), Diverged, and Interrupted once everything is saved.
+        """
+        if self.resumes:
+            self._go_on()
+        elif self.ranks.is_first:
+            remove_snapshots(self.work)
+            start_anew(self.base, self.work)
+        params, corpus = describe_size(self.decoder.n_params), self.material.corpus
+        print(f"{params} parameters on {describe(self.device)}; {corpus}; step {self.loop.step}", flush=True)
+        try:
+            with self.loop.stop.caught():
+                with self._report() as report:
+                    self.loop.run(report)
+                self.loop.save_or_warn()
+                if self.ranks.is_first:
+                    self._finish()
+        except Interrupted:
+            self.loop.save()
+            self.ranks.wait()  # a launcher ends all ranks as soon as one leaves
+            raise
+
+    def _must_resume(self) -> bool:
+        """Whether to go on with a run. Raises DataError where there is one and nobody said what to do with it."""
+        options, found = self.options, newest_snapshot(self.work) is not None
+        if found and not (options.resume or options.overwrite):
+            raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
+        return found and bool(options.resume)
+
+    def _first_decoder(self) -> Decoder:
+        """What the run begins from; for one that goes on, room for what its snapshot holds."""
+        if self.base:
+            return Decoder(self.shape) if self.resumes else self.base.decoder(self.device)
+        return Decoder(self.shape).initialise(self.options.seed)
+
+    def _learner(self) -> Learner:
+        options = self.options
+        optimiser = Optimiser(
             self.decoder,
             options.optimizer,
             matrix_lr=options.matrix_lr,
             other_lr=options.lr,
             weight_decay=options.weight_decay,
         )
-        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
-        self.step = 0
-        self.seconds = 0.0
-        self._signal = 0
+        micro = options.micro_windows
+        return Learner(self.objective, optimiser, ema=options.ema, ranks=self.ranks, micro_windows=micro)
 
-    def train(self) -> None:
-        """Trains to the end of the schedule and writes the result."""
-        if self.options.overwrite and not self.options.resume:
-            remove_snapshots(self.work)
-        if self.must_resume():
-            self._resume()
-        else:
-            start_anew(self.base, self.work)
-        self._describe()
-        self._catch_signals()
-        last_report = last_save = started = time.monotonic()
-        before = self.seconds
-        while (fraction := self.fraction_done()) < 1.0:
-            loss = self._update(lr_factor(self.step, fraction, self.options.warm_up))
-            self.step += 1
-            now = time.monotonic()
-            self.seconds = before + now - started
-            if self._signal:
-                self._save_snapshot()
-                raise Interrupted(self._signal)
-            if now - last_report >= self.options.report_seconds:
-                line = progress_line(self.material, step=self.step, loss=loss, seconds=self.seconds, fraction=fraction)
-                print(line, flush=True)
-                last_report = now
-            if now - last_save >= self.options.save_seconds:
-                self._save_snapshot()
-                bits = self._bits_per_byte(_GLANCE)
-                print(f"step {self.step}: {self.material.measured} bits per byte {bits:.4f} (a glance)", flush=True)
-                last_save = time.monotonic()
-        self._save_snapshot()
-        self._finish()
-
-    def must_resume(self) -> bool:
-        """Whether a run stands in the output directory. Raises DataError where nobody said what to do with it."""
-        found = any(self.work.glob("step-*"))
-        if found and not self.options.resume:
-            raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
-        return found
-
-    def fraction_done(self) -> float:
-        """How much of the run is done: the largest share of any limit given."""
-        options, step = self.options, self.step
-        shares = [
-            step / options.steps if options.steps else 0.0,
-            self.material.epochs(step) / options.epochs if options.epochs else 0.0,
-            self.material.tokens(step) / options.tokens if options.tokens else 0.0,
-            self.seconds / (60 * options.max_minutes) if options.max_minutes else 0.0,
-        ]
-        return max(shares)
-
-    def _update(self, factor: float) -> float:
-        """One optimiser step over one batch, in micro-batches. Returns the mean loss in nats per target."""
-        batch = self.material.batch(self.step)
-        n_targets, losses = batch.n_targets, []
-        for part in batch.split(self.options.micro_windows or max(2, _AT_ONCE // batch.row_tokens)):
-            loss = self.objective.loss_sum(part) / n_targets
-            loss.backward()
-            losses.append(loss.detach())
-        total = float(torch.stack(losses).sum())
-        norm = self.optimiser.clip()
-        if not math.isfinite(total) or not math.isfinite(norm):
-            raise Diverged(
-                f"the loss became {total} and its gradient {norm} at step {self.step}; "
-                f"the last snapshot stands in {self.work}"
-            )
-        self.optimiser.step(factor)
-        return total
-
-    def _bits_per_byte(self, n_targets: float = math.inf) -> float:
-        """Of what the result is measured on, or of the first so many targets of it."""
-        batches = up_to(self.material.held_out, n_targets)
-        return self.objective.bits_per_byte(batches, self.material.tokenizer.bytes_of)
-
-    def _position(self) -> Position:
-        flags = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
-        same = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in flags}
+    def _start(self, limits: Limits) -> Position:
+        """What must be the same when the run goes on, and what may change."""
+        flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _DECISIVE}
         if self.base:
-            same |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
+            flags |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
         return Position(
-            step=self.step,
-            seconds=self.seconds,
+            step=0,
+            seconds=0.0,
             digest=self.material.digest,
             shape=repr(self.shape),
-            flags=same | {"--dtype": str(self.objective.dtype).removeprefix("torch.")},
+            flags=flags | {"--dtype": str(self.objective.dtype).removeprefix("torch.")},
+            rounding={
+                "--device": self.device.type,
+                "processes": str(self.ranks.size),
+                "threads": str(torch.get_num_threads()),
+            },
+            limits=limits.flags(),
         )
 
-    def _save_snapshot(self) -> None:
-        weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
-        save_snapshot(self.work, self._position(), weights | self.optimiser.tensors())
-
-    def _resume(self) -> None:
+    def _go_on(self) -> None:
         snapshot = load_snapshot(self.work)
         if snapshot is None:
             raise DataError(f"{self.work}: no readable snapshot; start anew with --overwrite")
         position, tensors = snapshot
-        position.must_be_of(self._position(), self.work)
-        mine = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
-        self.decoder.load_state_dict(mine)
-        self.optimiser.load_tensors(tensors)
-        self.step, self.seconds = position.step, position.seconds
+        self.loop.learner.take_micro_windows(position.rounding.get("--micro-windows", "auto"))
+        position.must_be_of(self.loop.position(), self.work)
+        for note in position.notes(self.loop.position()):
+            print(f"note: {note}", flush=True)
+        self.loop.go_on_from(position, tensors)
 
-    def _describe(self) -> None:
-        params, corpus = describe_size(self.decoder.n_params), self.material.corpus
-        print(f"{params} parameters on {describe(self.device)}; {corpus}; step {self.step}", flush=True)
+    def _report(self) -> Report:
+        options, material = self.options, self.material
+        rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
+        model = Path(options.init).name if self.base else options.preset
+        outline = Outline(
+            title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
+            measured=material.measured,
+            bytes_per_target=material.bytes_per_target(GLANCE),
+            rates=rates,
+        )
+        return Report(self.out, outline, start_step=self.loop.step, report_seconds=options.report_seconds)
 
     def _finish(self) -> None:
         """The result into the output directory."""
-        material, bits = self.material, self._bits_per_byte()
+        loop, material, options = self.loop, self.material, self.options
+        exported = loop.settle(keep_best=options.keep == "best" and material.measured == "held-out")
+        bits = loop.bits_per_byte_of_all()
         if not math.isfinite(bits):
-            raise Diverged(f"the {material.measured} loss became {bits}; the last snapshot stands in {self.work}")
+            raise Diverged(f"the {material.measured} loss became {bits}", self.work)
         facts = RunFacts(
             command=self.command,
             device=describe(self.device),
-            seed=self.options.seed,
-            steps=self.step,
-            tokens=material.tokens(self.step),
-            epochs=material.epochs(self.step),
-            minutes=self.seconds / 60,
+            seed=options.seed,
+            steps=loop.step,
+            tokens=material.tokens(loop.step),
+            epochs=material.epochs(loop.step),
+            minutes=loop.seconds / 60,
             corpus=material.corpus,
             measured=material.measured,
             bits_per_byte=bits,
             date=datetime.now(UTC).date().isoformat(),
             about=self.about,
+            exported=exported,
         )
-        dtype = getattr(torch, self.options.export_dtype)
-        prompts, greedy = material.prompts, self.options.greedy
-        write_result(
-            self.out,
-            self.decoder,
-            material.tokenizer,
-            facts,
-            dtype,
-            prompts=prompts,
-            greedy=greedy,
-            base=self.base,
-        )
-        print(f"{material.measured} bits per byte {bits:.4f} after {self.step} steps, {self.seconds / 60:.1f} minutes")
+        dtype = getattr(torch, options.export_dtype)
+        prompts, greedy = material.prompts, options.greedy
+        tokenizer, base = material.tokenizer, self.base
+        write_result(self.out, self.decoder, tokenizer, facts, dtype, prompts=prompts, greedy=greedy, base=base)
+        print(f"{material.measured} bits per byte {bits:.4f} after {loop.step} steps, {loop.seconds / 60:.1f} minutes")
         print(f"serve it: {python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)
-
-    def _catch_signals(self) -> None:
-        def first(number: int, _frame: object) -> None:
-            self._signal = number
-            signal.signal(number, signal.SIG_DFL)  # the second one ends at once
-            tell("finishing this step, then saving; the same signal again ends at once")
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, first)

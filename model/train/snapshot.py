@@ -5,9 +5,7 @@ A snapshot is a folder, complete before it gets its name, so that a crash at any
 
 from __future__ import annotations
 
-import json
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,30 +13,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from model.files import CheckpointError, sync_directory, write_files
+from model.train.position import Position, parse_position
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where a run stands, and what must not change when it goes on."""
-
-    step: int
-    seconds: float
-    """Time spent training so far."""
-    digest: str
-    """Corpus.digest."""
-    shape: str
-    """repr of the ModelConfig."""
-    flags: dict[str, str]
-    """Flag -> value: all that decides what a step sees and does with it."""
-
-    def must_be_of(self, other: Position, folder: Path) -> None:
-        """Whether both are of one run. Raises CheckpointError that says what differs."""
-        if self.shape != other.shape:
-            raise CheckpointError(f"the run in {folder} has another shape; give the same flags or --overwrite")
-        if self.digest != other.digest:
-            raise CheckpointError(f"the run in {folder} was started on other data; give the same data or --overwrite")
-        if changed := [f"{name} {value}" for name, value in self.flags.items() if value != other.flags.get(name)]:
-            raise CheckpointError(f"the run in {folder} had {' '.join(changed)}; give the same or --overwrite")
+State = tuple[Position, dict[str, Tensor]]
 
 
 def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) -> None:
@@ -51,8 +28,7 @@ def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) 
     try:
         for left_by_a_killed_run in folder.glob(".step-*"):
             shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
-        position_json = json.dumps(asdict(position)).encode()
-        write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position_json})
+        write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position.as_json()})
         shutil.rmtree(finished, ignore_errors=True)
         unfinished.rename(finished)
         sync_directory(folder)
@@ -71,8 +47,13 @@ def remove_snapshots(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def load_snapshot(folder: Path) -> tuple[Position, dict[str, Tensor]] | None:
-    """The newest readable snapshot below `folder`, or None."""
+def newest_snapshot(folder: Path) -> Path | None:
+    """The newest one below `folder`, readable or not."""
+    return next(iter(_snapshots(folder)), None)
+
+
+def load_snapshot(folder: Path) -> State | None:
+    """The newest readable snapshot below `folder`, or None. Raises CheckpointError where another version wrote it."""
     for path in _snapshots(folder):
         if (found := _load(path)) is not None:
             return found
@@ -80,11 +61,13 @@ def load_snapshot(folder: Path) -> tuple[Position, dict[str, Tensor]] | None:
     return None
 
 
-def _load(path: Path) -> tuple[Position, dict[str, Tensor]] | None:
+def _load(path: Path) -> State | None:
     try:
-        position = Position(**json.loads((path / "position.json").read_text()))
+        position = parse_position((path / "position.json").read_text(), path)
         return position, load_file(path / "state.safetensors")
-    except (OSError, ValueError, TypeError, SafetensorError):
+    except CheckpointError:  # a ValueError too, but one that the user is to hear
+        raise
+    except (OSError, ValueError, AttributeError, SafetensorError):
         return None
 
 

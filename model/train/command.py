@@ -1,0 +1,59 @@
+"""The command line around one run: exit codes, and what is said at an end that is none. Knows no training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from model.train.diverged import Diverged
+from model.train.options import parse
+from model.train.progress import python, tell
+from model.train.ranks import LeftAlone, Ranks, join
+from model.train.run import Run
+from model.train.stop import Interrupted
+
+
+def run(argv: Sequence[str]) -> int:
+    """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted and saved; 1 left alone by another rank."""
+    options = parse(argv)
+    ranks = Ranks()
+    try:
+        ranks = join(device=options.device)
+        with _quiet_unless(ranks.is_first):
+            Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
+    except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
+        return _failed(error, 2)
+    except Diverged as error:
+        return _failed(error, 3) if ranks.is_first else 3
+    except LeftAlone as error:
+        return _failed(error, 1)
+    except Interrupted as interrupt:
+        kept = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
+        again = shlex.join([python(), "-m", "model.train", *kept, "--resume"])
+        if ranks.is_first:
+            tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
+        return interrupt.exit_code
+    except KeyboardInterrupt:  # before the first step; nothing is lost
+        return 130
+    finally:
+        ranks.leave()
+    return 0
+
+
+def _failed(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _quiet_unless(speaks: bool) -> Iterator[None]:
+    """Of several ranks, one speaks."""
+    if speaks:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield

@@ -1,0 +1,177 @@
+"""The training loop: from step to step, with what is measured and saved on the way. Knows no flags and no results.
+
+What happens within a step stands in learner.py, what the steps see in material.py, what a person sees in report.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from model.files import CheckpointError
+from model.train.batch import Batch, up_to
+from model.train.best import Best
+from model.train.diverged import Diverged
+from model.train.learner import Learner, below
+from model.train.material import Material
+from model.train.position import Position
+from model.train.progress import Progress, tell
+from model.train.ranks import Ranks
+from model.train.report import Report
+from model.train.schedule import Limits, Schedule
+from model.train.snapshot import newest_snapshot, save_snapshot
+from model.train.stop import Interrupted, Stop
+
+GLANCE = 40_000
+"""Held-out targets of a measurement on the way; the last one takes all there are."""
+_MEASUREMENTS = 20
+"""Over the whole run, evenly: which steps they follow depends on nothing but the run's length."""
+
+
+class Loop:
+    """A run between its first step and its last one."""
+
+    def __init__(
+        self,
+        material: Material,
+        learner: Learner,
+        *,
+        schedule: Schedule,
+        limits: Limits,
+        ranks: Ranks,
+        start: Position,
+        folder: Path,
+        save_seconds: float,
+    ) -> None:
+        """start: what the snapshots are to say of the run, at step 0. folder: where they go."""
+        self.material, self.learner, self.ranks = material, learner, ranks
+        self.schedule, self.limits, self.start = schedule, limits, start
+        self.folder, self.save_seconds = folder, save_seconds
+        self.best, self.stop = Best(), Stop()
+        self.step, self.seconds = 0, 0.0
+
+    def run(self, report: Report) -> None:
+        """Trains to the end. Raises Diverged, and Interrupted between two steps' states."""
+        started = last_save = time.monotonic()
+        before, done = self.seconds, self.done
+        while done < 1.0:
+            batch, lr_factor = self.material.batch(self.step), self.schedule.lr_factor(self.step, done)
+            loss, norm = self.learner.gradients(batch, self._breathe)
+            self._must_be_finite(loss, norm)
+            self.learner.update(self.step, lr_factor)
+            self.step += 1
+            now = time.monotonic()
+            self.seconds, signal_number = self.ranks.agree(before + now - started, self.stop.number)
+            earlier, done = done, self.done
+            report.step(self._progress(loss, norm, lr_factor))
+            if int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
+                self._measure(report)
+            if signal_number:
+                raise Interrupted(signal_number)
+            if now - last_save >= self.save_seconds:
+                self.save_or_warn()
+                last_save = time.monotonic()
+
+    @property
+    def done(self) -> float:
+        """How much of the run is done: 1 or more at its end."""
+        epochs, tokens = self.material.epochs(self.step), self.material.tokens(self.step)
+        return self.limits.done(step=self.step, epochs=epochs, tokens=tokens, seconds=self.seconds)
+
+    def bits_per_byte(self, n_targets: float = math.inf) -> float:
+        """Of what the result is measured on, or of the first so many targets of it, by the weights that stand there."""
+        return self.learner.objective.bits_per_byte(
+            up_to(self.material.held_out, n_targets), self.material.tokenizer.bytes_of
+        )
+
+    def bits_per_byte_of_all(self) -> float:
+        """The same of all of it, which may take minutes. Raises Interrupted."""
+        return self.learner.objective.bits_per_byte(self._until_stopped(), self.material.tokenizer.bytes_of)
+
+    def position(self) -> Position:
+        """Where the run stands."""
+        rounding = self.start.rounding | {"--micro-windows": str(self.learner.micro_windows or "auto")}
+        best_bits = self.best.bits if self.best.step else None
+        return replace(
+            self.start,
+            step=self.step,
+            seconds=self.seconds,
+            rounding=rounding,
+            best_step=self.best.step,
+            best_bits=best_bits,
+        )
+
+    def go_on_from(self, position: Position, tensors: dict[str, Tensor]) -> None:
+        """Stands where a snapshot was taken, as if nothing had happened since."""
+        self.step, self.seconds = position.step, position.seconds
+        self.learner.load_tensors(tensors)
+        if position.best_bits is not None:
+            self.best.load(below("best", tensors), step=position.best_step, bits=position.best_bits)
+
+    def settle(self, *, keep_best: bool) -> str:
+        """Leaves the weights to be exported in the decoder, and says which they are; nothing is learnt any more."""
+        average = self.learner.average
+        what = f"average of the last steps (decay {average.decay})" if average else "weights"
+        if keep_best and 0 < self.best.step < self.step:
+            self.best.settle(self.learner.decoder)
+            return f"{what} after step {self.best.step} of {self.step}, the fewest bits on the way"
+        if average:
+            average.settle()
+        return f"{what} after the last step"
+
+    def save(self) -> None:
+        """Raises CheckpointError where the disk is full, and Diverged where there is nothing worth saving."""
+        if self.ranks.is_first:
+            if not self.learner.is_finite() or not math.isfinite(self.bits_per_byte(1)):
+                raise Diverged(f"the weights are of no use after step {self.step}", self.folder)
+            best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
+            save_snapshot(self.folder, self.position(), self.learner.tensors() | best)
+
+    def save_or_warn(self) -> None:
+        """A full disk may have room again later, and hours of training are worth going on."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            older = newest_snapshot(self.folder)
+            stands = f"{older} stays the last one" if older else "there is no snapshot yet"
+            tell(f"warning: no snapshot of step {self.step} ({error}); training goes on, {stands}")
+
+    def _measure(self, report: Report) -> None:
+        """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
+        snapshot has measured what one without a break has."""
+        if self.ranks.is_first:
+            with self.learner.averaged():
+                bits = self.bits_per_byte(GLANCE)
+                self.best.consider(self.learner.decoder, self.step, bits)
+            report.held_out(self.step, bits)
+
+    def _progress(self, loss: float, norm: float, lr_factor: float) -> Progress:
+        return Progress(
+            step=self.step,
+            loss=loss,
+            lr_factor=lr_factor,
+            grad_norm=norm,
+            tokens=self.material.tokens(self.step),
+            epoch=self.material.epochs(self.step),
+            fraction=min(1.0, self.done),
+            seconds=self.seconds,
+        )
+
+    def _must_be_finite(self, loss: float, norm: float) -> None:
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise Diverged(f"the loss became {loss} and its gradient {norm} in step {self.step + 1}", self.folder)
+
+    def _breathe(self) -> None:
+        """Between micro-batches. Several ranks can only stop together, between steps."""
+        if self.ranks.size == 1:
+            self.stop.obey()
+
+    def _until_stopped(self) -> Iterator[Batch]:
+        for batch in self.material.held_out:
+            self._breathe()
+            yield batch

@@ -1,0 +1,98 @@
+"""The processes that train together, as torchrun starts them: who one is, and how they add up and agree.
+
+Every rank holds the whole model and makes the whole batch, which is a pure function of the step; it computes its share
+of the rows. The sums of gradients are then the sums that one process with as many micro-batches has, in another order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.train.batch import Batch
+from model.train.sources import DataError
+
+T = TypeVar("T")
+
+
+class LeftAlone(RuntimeError):
+    """Another process of the run has ended, so this one cannot go on."""
+
+
+class Ranks:
+    """One process among `size`."""
+
+    def __init__(self, *, number: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        self.number, self.size = number, size
+        self.device = device or torch.device("cpu")
+        """Where sums over all ranks are taken."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes and speaks."""
+        return self.number == 0
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's rows of a batch. Raises DataError where they cannot be shared out evenly."""
+        rows = len(batch.inputs_RN)
+        if rows % self.size:
+            raise DataError(f"--windows {rows} cannot be shared by {self.size} processes; give a multiple of them")
+        return batch if self.size == 1 else batch.split(rows // self.size)[self.number]
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """First the first rank does `work`, then the others, who find the files that it left."""
+        if not self.is_first:
+            self.wait()
+        result = work()
+        if self.is_first:
+            self.wait()
+        return result
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes its sum over all ranks: one message for all of them."""
+        if self.size > 1:
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            self._together(lambda: dist.all_reduce(flat))
+            for tensor, sums in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(sums.view_as(tensor))
+
+    def agree(self, seconds: float, signal_number: int) -> tuple[float, int]:
+        """The largest of each over all ranks: their clocks differ, and a signal may have reached but one."""
+        if self.size == 1:
+            return seconds, signal_number
+        both = torch.tensor([seconds, signal_number], dtype=torch.float64, device=self.device)
+        self._together(lambda: dist.all_reduce(both, dist.ReduceOp.MAX))
+        return float(both[0]), int(both[1])
+
+    def wait(self) -> None:
+        """Until all ranks have come here."""
+        if self.size > 1:
+            self._together(lambda: dist.all_reduce(torch.zeros(1, device=self.device)))
+
+    def leave(self) -> None:
+        """The end of working together."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _together(self, exchange: Callable[[], object]) -> None:
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise LeftAlone(f"another process of this run has ended, so this one ends too ({error})") from None
+
+
+def join(environment: Mapping[str, str] = os.environ, *, device: str) -> Ranks:
+    """The ranks that torchrun started this process among; one alone where nobody did. device: the flag's value."""
+    size = int(environment.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Ranks()
+    on_cuda = device != "cpu" and torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    return Ranks(number=dist.get_rank(), size=size, device=torch.device("cuda" if on_cuda else "cpu"))

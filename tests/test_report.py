@@ -1,0 +1,141 @@
+"""What a run tells: log.jsonl through crashes and resumes, plain lines, and the pace of late."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from model.train.history import History, read_records
+from model.train.pace import Pace
+from model.train.progress import Progress
+from model.train.report import Outline, Report
+
+OUTLINE = Outline(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
+
+
+def progress(step: int, *, of: int = 20, loss: float = 2.0, seconds: float | None = None) -> Progress:
+    """A step of a run that takes a second for each step of 100 tokens."""
+    return Progress(
+        step=step,
+        loss=loss,
+        lr_factor=0.5,
+        grad_norm=step / 10,
+        tokens=100 * step,
+        epoch=step / 10,
+        fraction=step / of,
+        seconds=float(step) if seconds is None else seconds,
+    )
+
+
+def _tell(out: Path, first: int, last: int, *, of: int = 20, measure: tuple[int, ...] = ()) -> None:
+    with Report(out, OUTLINE, start_step=first - 1, report_seconds=60) as report:
+        for step in range(first, last + 1):
+            report.step(progress(step, of=of, loss=2.0 + step / 100))
+            if step in measure:
+                report.held_out(step, 1.5)
+
+
+def _records(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def test_every_record_has_every_key_and_each_measurement_stands_where_it_was_made(tmp_path: Path) -> None:
+    _tell(tmp_path, 1, 20, measure=(10,))
+    records = _records(tmp_path)
+    keys = {"step", "tokens", "epoch", "fraction", "seconds", "loss", "bits_per_byte", "grad_norm"}
+    keys |= {"tokens_per_second", "mfu", "lr", "matrix_lr"}
+    assert all(keys <= set(record) <= {*keys, "held_out"} for record in records)
+    assert [record["step"] for record in records if "held_out" in record] == [10]
+    assert records[0]["bits_per_byte"] == pytest.approx(2.01 / math.log(2) / 2.0)
+    assert (records[0]["lr"], records[0]["matrix_lr"]) == (0.002, 0.01)
+    assert records[-1]["tokens_per_second"] == 100.0
+
+
+def test_a_run_that_went_on_has_the_log_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    """The last snapshot was made at step 10; steps 11 to 13 were told, and are computed again."""
+    _tell(tmp_path / "whole", 1, 20, measure=(5, 15))
+    _tell(tmp_path / "halves", 1, 13, measure=(5,))
+    with (tmp_path / "halves/log.jsonl").open("a") as file:
+        file.write('{"step": 14, "lo')  # the power went while this was written
+    _tell(tmp_path / "halves", 11, 20, measure=(15,))
+    whole, halves = ([r | {"tokens_per_second": 0} for r in _records(tmp_path / n)] for n in ("whole", "halves"))
+    assert halves == whole
+
+
+def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
+    _tell(tmp_path, 1, 20)
+    _tell(tmp_path, 1, 3)
+    assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3]
+
+
+def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Path) -> None:
+    _tell(tmp_path, 1, 5000, of=5000)
+    records = _records(tmp_path)
+    assert 1000 <= len(records) <= 1001
+    told = records[1]
+    assert told["step"] == 5 and told["loss"] == pytest.approx(2.0 + (2 + 3 + 4 + 5) / 4 / 100)
+    assert told["grad_norm"] == 0.5
+
+
+def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.jsonl").mkdir()
+    _tell(tmp_path, 1, 20)
+    assert capsys.readouterr().err.count("training goes on") == 1
+
+
+def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path / "log.jsonl", start_step=0)
+    history.add({"step": 1})
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, _mode: str) -> None:
+            os.truncate(path, path.stat().st_size + 3)
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Path, "open", full)
+        history.add({"step": 2})
+    history.add({"step": 3})
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
+    History(tmp_path / "log.jsonl", start_step=0).add({"step": 1, "held_out": math.nan})
+    assert read_records(tmp_path / "log.jsonl") == [{"step": 1, "held_out": None}]
+
+
+def test_the_pace_is_that_of_the_last_minute() -> None:
+    pace = Pace()
+    for step in range(1, 1001):  # ten steps a second, then one
+        pace.add(progress(step, of=2000, seconds=step / 10 if step <= 900 else 90.0 + step - 900))
+    assert pace.tokens_per_second == pytest.approx(100, rel=0.05)
+    assert pace.seconds_left == pytest.approx(1000, rel=0.05)
+
+
+def test_nothing_is_said_of_a_pace_that_nobody_knows_yet() -> None:
+    pace = Pace()
+    pace.add(progress(1))
+    assert (pace.tokens_per_second, pace.seconds_left, pace.loss) == (0.0, None, 2.0)
+
+
+def test_without_a_terminal_there_are_plain_lines_at_an_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("model.train.report.time.monotonic", lambda: float(next(clock)))
+    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
+        for step in range(1, 21):
+            report.step(progress(step))
+        report.held_out(20, 1.5)
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "\r" not in out and "\x1b" not in out
+    assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15 s left"
+    assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (a glance)"
