@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from model.config import ConfigError, ModelConfig
 
+Arch = Literal["llama", "gpt", "textbook"]
+ARCHS: tuple[Arch, ...] = get_args(Arch)
+"""Layouts that every size comes in."""
 
-def preset(name: str) -> ModelConfig:
-    """The shape called `name`; what each is for stands in README.md."""
+
+def preset(name: str, arch: Arch | None = None) -> ModelConfig:
+    """The shape called `name`, or a network of its size in another layout; what each is for stands in README.md."""
     if name not in _PRESETS:
         raise ConfigError(f"no preset is called {name!r}; there are {', '.join(PRESET_NAMES)}")
-    return _PRESETS[name]
+    size = _PRESETS[name]
+    if arch is None or (arch == "llama" and name in SIZES):
+        return size
+    if name not in SIZES:
+        raise ConfigError(f"--arch {arch} is for the sizes {', '.join(SIZES)}; preset {name} has a layout of its own")
+    shape = (size.n_layers, size.width, size.n_heads, size.vocab_size, size.context)
+    return _gpt(*shape) if arch == "gpt" else _textbook(*shape)
 
 
 def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: int, context: int) -> ModelConfig:
@@ -38,12 +48,26 @@ def _classic(layers: int, width: int, heads: int, vocab: int, context: int, **sw
 
 _POST_NORM = {"norm_position": "post", "final_norm": False, "activation": "relu", "tied_head": False, "head_bias": True}
 
+
+def _gpt(layers: int, width: int, heads: int, vocab: int, context: int) -> ModelConfig:
+    """The classroom GPT: GPT-2's layout with the exact GELU."""
+    return _classic(layers, width, heads, vocab, context, positions="learned", activation="gelu")
+
+
+def _textbook(layers: int, width: int, heads: int, vocab: int, context: int) -> ModelConfig:
+    """The decoder of "Attention is all you need" without its encoder (arXiv:1706.03762)."""
+    scaled = {"positions": "sinusoidal", "embedding_scale": width**0.5}
+    return _classic(layers, width, heads, vocab, context, **scaled, **_POST_NORM)
+
+
 _PRESETS = {
     "nano": _llama(4, 128, 4, 2, 352, 1024, 256),
     "small": _llama(5, 256, 4, 2, 704, 4096, 512),
     "base": _llama(8, 384, 6, 2, 896, 8192, 1024),
-    # The decoder of "Attention is all you need" without its encoder (arXiv:1706.03762).
-    "textbook": _classic(6, 512, 8, 10_000, 512, positions="sinusoidal", embedding_scale=512**0.5, **_POST_NORM),
+    # Depth and width of the smallest GPT-2, by which others measure themselves (124 M: three times the keys and values
+    # and three times the vocabulary, which smaller corpora than its own do not fill).
+    "medium": _llama(12, 768, 12, 4, 2048, 16_384, 1024),
+    "textbook": _textbook(6, 512, 8, 10_000, 512),
     # A post-norm decoder block as it is often written from scratch: scores divided by the root of the whole width.
     "standalone": _classic(
         4, 256, 4, 4096, 256, positions="learned", qkv_bias=False, attention_scale="width", **_POST_NORM
@@ -65,14 +89,15 @@ _PRESETS = {
         tied_head=False,
         head_bias=True,
     ),
-    # The classroom GPT: GPT-2's layout with the exact GELU.
-    "gpt": _classic(6, 384, 6, 4096, 256, positions="learned", activation="gelu"),
+    "gpt": _gpt(6, 384, 6, 4096, 256),
     # The original decoder with its encoder.
     "cross": _classic(
         3, 256, 4, 4096, 128, positions="sinusoidal", embedding_scale=16.0, n_encoder_layers=3, **_POST_NORM
     ),
 }
 PRESET_NAMES = tuple(_PRESETS)
+SIZES = ("nano", "small", "base", "medium")
+"""Those of the llama layout, from small to large."""
 
 
 def reshaped(

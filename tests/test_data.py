@@ -7,20 +7,27 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tiny import TEXT
 
 from model.tokenizer import SEPARATOR
-from model.train.data import Corpus, DataError, Order, prepare, read_documents
+from model.train.data import Corpus, Order, prepare
+from model.train.sources import Sources
+from model.train.text_file import DataError
 from model.train.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
 
 
 def _prepare(sources: list[Path], cache: Path, straighten: float = 0.0) -> Corpus:
-    return prepare([str(s) for s in sources], cache, vocabulary=VOCABULARY, straighten=straighten)
+    return prepare(Sources([str(s) for s in sources]), cache, vocabulary=VOCABULARY, straighten=straighten)
+
+
+def _documents(*names: object, **how: Any) -> list[str]:
+    return [text for _, text in Sources([str(name) for name in names], **how).documents()]
 
 
 def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) -> None:
@@ -29,14 +36,14 @@ def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) ->
     (tmp_path / "c.md.gz").write_bytes(gzip.compress(b"Five."))
     (tmp_path / "d.png").write_bytes(b"\x89PNG")
     everything = ["One.", "Two.", "Three.", "Four.", "Five."]
-    assert read_documents([str(tmp_path)]) == everything
-    assert read_documents([str(tmp_path / "*.txt"), str(tmp_path / "b.jsonl")]) == everything[:4]
-    assert read_documents([str(tmp_path / "a.txt")] * 2) == everything[:2] * 2
+    assert _documents(tmp_path) == everything
+    assert _documents(tmp_path / "*.txt", tmp_path / "b.jsonl") == everything[:4]
+    assert _documents(*[tmp_path / "a.txt"] * 2) == everything[:2] * 2
 
 
 def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"From a pipe.")))
-    assert read_documents(["-"]) == ["From a pipe."]
+    assert _documents("-") == ["From a pipe."]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_sources_that_cannot_be_used_are_named(tmp_path: Path, name: str, conten
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words):
-        read_documents([str(tmp_path / name)])
+        _documents(tmp_path / name)
 
 
 def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Path) -> None:
@@ -130,4 +137,4 @@ def test_too_little_text_for_a_window_is_refused() -> None:
 
 def test_json_lines_with_line_separators_inside_stay_whole(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
-    assert read_documents([str(tmp_path)]) == ["a\u2028b"]
+    assert _documents(tmp_path) == ["a\u2028b"]

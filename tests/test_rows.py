@@ -17,6 +17,7 @@ from model.train.material import material_of_rows
 from model.train.objective import Objective
 from model.train.rows import of_lines, of_pairs
 from model.train.sample import Prompt
+from model.train.sources import Sources
 from model.train.vocabulary import END, Vocabulary, started
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
@@ -113,8 +114,8 @@ def test_rows_are_held_out_only_where_there_are_enough() -> None:
 def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("".join(f"w{i} x{i}\ty{i}\nw{i}  x{i}\tz{i}\n" for i in range(100)))
-    lines = of_lines([str(path)], vocabulary=WORDS, from_end=True, context=16)
-    pairs = of_pairs([str(path)], vocabulary=WORDS, context=16)
+    lines = of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=True, context=16)
+    pairs = of_pairs(Sources([str(path)]), vocabulary=WORDS, context=16)
     for texts, n_held_out in ((lines, 2), (pairs, 1)):
         material = material_of_rows(texts, None, rows=7, seed=1)
         (held_out,) = material.held_out
@@ -131,7 +132,7 @@ def test_lines_end_with_one_end_token_and_start_with_one_or_with_their_first_wor
 ) -> None:
     path, lines = tmp_path / "lines.txt", [*STATQUEST, "awesome is statquest"]
     path.write_text("\n".join([lines[0], f"<EOS> {lines[1]}" if from_end else lines[1], "", lines[2]]))
-    texts = of_lines([str(path)], vocabulary=WORDS, from_end=from_end, context=7)
+    texts = of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=from_end, context=7)
     material = material_of_rows(texts, None, rows=3, seed=1)
     encode_many, batch = material.tokenizer.encode_many, material.batch(0)
     rows = {(int(row[0]), *t[t.ne(IGNORED)].tolist()) for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)}

@@ -26,7 +26,7 @@ from model.tokenizer import Tokenizer
 from model.train.__main__ import main
 from model.train.data import Order
 from model.train.options import parse
-from model.train.vocabulary import separator
+from model.train.token_cache import separator
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--dtype", "float32", "--windows", "4", "--context", "32"]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model.files import write_file
 from model.tokenizer import SPLIT, Tokenizer
-from model.train.hold_out import fraction, split_documents
+from model.train.hold_out import Document, document_key, fraction, split_documents, straight
 from model.train.shuffle import Shuffle
-from model.train.sources import DataError, read_documents
-from model.train.vocabulary import Given, Vocabulary, separator
+from model.train.sources import Sources
+from model.train.text_file import DataError
+from model.train.ticker import Ticker
+from model.train.token_cache import TokenCache, Tokens, encode, pieces
+from model.train.vocabulary import Vocabulary
 
-Tokens = NDArray[np.unsignedinteger]
 _TOKENIZER_CHARACTERS = 40_000_000
-_STRAIGHT = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."})
+_SHORTEST_LEAK = 200
+"""Bytes: "THE END" may well stand in two books."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,35 +35,41 @@ class Corpus:
     n_documents: int
     digest: str
     """SHA-256 over the documents and the options that shaped them."""
+    unseen: Mapping[str, Tokens]
+    """Texts by their file of which training sees nothing."""
 
 
 def prepare(
-    sources: Sequence[str],
+    sources: Sources,
     cache: Path,
     *,
-    vocabulary: Vocabulary | Given,
+    vocabulary: Vocabulary,
     straighten: float,
     held_out_share: float = 0.01,
+    unseen: Sources | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Reads, trains the tokenizer, tokenises; takes tokenizer and tokens from `cache` where the inputs are the same.
 
     straighten: share of the documents in which curly quotes and long dashes become ASCII, as people type them.
+    tokenizer: one that is there already. Raises DataError, TokenizerError and CheckpointError.
     """
-    documents = [_straightened(text, copy, straighten) for copy, text in _numbered_copies(read_documents(sources))]
-    digest = hashlib.sha256(f"{vocabulary}/{held_out_share}/{_TOKENIZER_CHARACTERS}/{SPLIT}".encode())
-    for text in documents:
-        digest.update(hashlib.sha256(text.encode("utf-8")).digest())
-    folder = cache / digest.hexdigest()[:16]
-    held_out, train = split_documents(documents, held_out_share, alike=_straight)
-    if not (folder / "train.bin").exists():
-        _tokenise(train, held_out, folder, vocabulary)
-    tokenizer = Tokenizer.load(folder)
+    documents = _read(sources, straighten)
+    apart = _read_apart(unseen, straighten, {document.key for document in documents}) if unseen else {}
+    held_out, train = split_documents(documents, held_out_share)
+    stored = TokenCache(cache, _digest(documents, vocabulary, held_out_share, tokenizer))
+    if not stored.is_whole():
+        made = tokenizer or vocabulary.train(_sample(train))
+        stored.write(made, {"held_out": held_out, "train": train})
+    stored.keep()
+    used = tokenizer or Tokenizer.load(stored.folder)
     return Corpus(
-        tokenizer=tokenizer,
-        train=np.memmap(folder / "train.bin", dtype=_dtype(tokenizer), mode="r"),
-        held_out=np.fromfile(folder / "held_out.bin", dtype=_dtype(tokenizer)),
+        tokenizer=used,
+        train=stored.read("train", used),
+        held_out=stored.read("held_out", used),
         n_documents=len(documents),
-        digest=digest.hexdigest(),
+        digest=stored.key,
+        unseen={name: np.concatenate(list(encode(used, texts))) for name, texts in apart.items()},
     )
 
 
@@ -72,7 +81,12 @@ class Order:
         # One window less than fits: each epoch starts at another offset below `length`.
         self.per_epoch = (len(tokens) - 1) // length - 1
         if self.per_epoch < 1:
-            raise DataError(f"{len(tokens)} tokens of training text are too few for windows of {length} tokens")
+            most = (len(tokens) - 1) // 2
+            instead = f" or --context {most} at most" if most > 1 else ""
+            raise DataError(
+                f"{len(tokens)} tokens of training text are too few for windows of {length} tokens: "
+                f"give more text{instead}"
+            )
         self._shuffle = Shuffle(self.per_epoch, seed=seed, phases=length)
 
     def batch(self, step: int) -> NDArray[np.int64]:
@@ -85,39 +99,49 @@ class Order:
         return phase + window * self.length
 
 
-def _numbered_copies(documents: list[str]) -> Iterator[tuple[int, str]]:
-    seen: dict[str, int] = {}
-    for text in documents:
-        seen[text] = seen.get(text, -1) + 1
-        yield seen[text], text
+def _read(sources: Sources, share: float) -> list[Document]:
+    """All documents, such a share of them with straight quotes. Copies differ where the share allows it."""
+    documents: list[Document] = []
+    copies: Counter[bytes] = Counter()
+    ticker, size = Ticker(), 0
+    for path, text in sources.documents():
+        read = text.encode()
+        digest = hashlib.sha256(read).digest()
+        typed = (fraction(digest) + copies[digest] / 2) % 1.0 < share
+        copies[digest] += 1
+        documents.append(Document(straight(read) if typed else read, document_key(read)))
+        size += len(read)
+        ticker.tick(f"reading: {size / 1e6:.0f} MB, {len(documents)} documents, now {path}")
+    return documents
 
 
-def _straightened(text: str, copy: int, share: float) -> str:
-    # The second copy of a document lands on the other side of the threshold, where the share allows it.
-    return _straight(text) if (fraction(text) + copy / 2) % 1.0 < share else text
+def _read_apart(unseen: Sources, share: float, learnt: set[bytes]) -> dict[str, list[bytes]]:
+    """Documents by their file. Raises DataError where one of them is also learnt from."""
+    found: dict[str, list[bytes]] = {}
+    for path in unseen.paths():
+        documents = _read(replace(unseen, names=[str(path)]), share)
+        leaked = [document for document in documents if document.key in learnt]
+        if len(leaked) == len(documents) or any(len(document.text) >= _SHORTEST_LEAK for document in leaked):
+            raise DataError(
+                f"--unseen {path}: {len(leaked)} of its {len(documents)} documents also stand in --data; "
+                "take them out of one of the two"
+            )
+        found[str(path)] = [document.text for document in documents]
+    return found
 
 
-def _straight(text: str) -> str:
-    """Curly quotes, long dashes and ellipses as people type them."""
-    return text.translate(_STRAIGHT)
+def _digest(documents: list[Document], vocabulary: Vocabulary, share: float, tokenizer: Tokenizer | None) -> str:
+    # Whether fewer tokens would do decides between a tokenizer and an error, not between two tokenizers.
+    made_by = replace(vocabulary, fewer=False) if tokenizer is None else sorted(tokenizer.files().items())
+    digest = hashlib.sha256(f"{made_by}/{share}/{_TOKENIZER_CHARACTERS}/{SPLIT}".encode())
+    for document in documents:
+        digest.update(hashlib.sha256(document.text).digest())
+    return digest.hexdigest()
 
 
-def _tokenise(train: list[str], held_out: list[str], folder: Path, vocabulary: Vocabulary | Given) -> None:
-    characters = sum(map(len, train))
-    step = 1 + characters // _TOKENIZER_CHARACTERS
-    tokenizer = vocabulary.train(train[::step])
-    for name, content in tokenizer.files().items():
-        write_file(folder / name, content.encode())
-    front = separator(tokenizer)
-    for name, texts in (("held_out", held_out), ("train", train)):  # train.bin last: it says that all is there
-        ids = [np.array([*front, *part], _dtype(tokenizer)) for part in _encoded(tokenizer, texts)]
-        write_file(folder / f"{name}.bin", np.concatenate(ids).tobytes())
-
-
-def _encoded(tokenizer: Tokenizer, texts: list[str], chunk: int = 256) -> Iterator[list[int]]:
-    for start in range(0, len(texts), chunk):
-        yield from tokenizer.encode_many(texts[start : start + chunk])
-
-
-def _dtype(tokenizer: Tokenizer) -> type[np.uint16] | type[np.uint32]:
-    return np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+def _sample(documents: list[bytes]) -> list[str]:
+    """What a tokenizer learns from: documents from all over, and of those that are books of books not everything."""
+    characters = sum(len(text.decode()) for text in documents)
+    chosen = [text.decode() for text in documents[:: 1 + characters // _TOKENIZER_CHARACTERS]]
+    parts = 1 + sum(map(len, chosen)) // (2 * _TOKENIZER_CHARACTERS)
+    return chosen if parts == 1 else [piece for text in chosen for piece in pieces(text)][::parts]

@@ -13,7 +13,7 @@ from model.train.ema import Average
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.ranks import Ranks
-from model.train.sources import DataError
+from model.train.text_file import DataError
 
 _AT_ONCE = 1024
 """Tokens that a CPU computes at once: enough for its caches to be worth it, few enough to stay in them."""

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from model.tokenizer import Tokenizer
+from model.train.asked import sources, vocabulary
 from model.train.batch import IGNORED, Batch, Examples, of_windows, padded, up_to
 from model.train.data import Corpus, Order, prepare
-from model.train.options import vocabulary
 from model.train.rows import Rows, of_lines, of_pairs
 from model.train.sample import Prompt
-from model.train.vocabulary import Given
+from model.train.token_cache import Tokens
 
 _PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
 _MEASURED_AT_ONCE = 64
@@ -47,6 +47,8 @@ class Material:
     corpus: str
     """What there is, in words."""
     prompts: Sequence[Prompt]
+    unseen: Mapping[str, Sequence[Batch]]
+    """By file: texts that are neither learnt from nor held out of the same books; measured at the end."""
     digest: str
     """SHA-256 over the texts and the options that shaped them."""
 
@@ -70,23 +72,42 @@ class Material:
 def gather(options: argparse.Namespace, context: int, cache: Path, tokenizer: Tokenizer | None = None) -> Material:
     """What the flags name, in the form that they name. cache: where running text keeps its tokens.
 
-    tokenizer: that of the model to go on from; without one a tokenizer is trained.
-
-    Raises ConfigError, DataError and TokenizerError.
+    tokenizer: one that is there already. Raises ConfigError, DataError, TokenizerError and
+    CheckpointError.
     """
-    words = vocabulary(options) if tokenizer is None else Given.of(tokenizer)
-    rows, seed = options.windows, options.seed
+    words, rows, seed = vocabulary(options), options.windows, options.seed
+    most_tokens = words.size if tokenizer is None else None
+    read, apart, share = (
+        sources(options, options.pairs or options.data),
+        sources(options, options.unseen),
+        options.held_out,
+    )
     if options.pairs:
-        pairs = of_pairs(options.pairs, vocabulary=words, context=context)
-        return material_of_rows(pairs, words.size, rows=rows, seed=seed)
+        pairs = of_pairs(read, vocabulary=words, context=context, held_out_share=share, tokenizer=tokenizer)
+        return material_of_rows(pairs, most_tokens, rows=rows, seed=seed)
     if options.per_line:
-        lines = of_lines(options.data, vocabulary=words, from_end=options.lines_from_end, context=context)
-        return material_of_rows(lines, words.size, rows=rows, seed=seed)
+        lines = of_lines(
+            read,
+            vocabulary=words,
+            from_end=options.lines_from_end,
+            context=context,
+            held_out_share=share,
+            tokenizer=tokenizer,
+        )
+        return material_of_rows(lines, most_tokens, rows=rows, seed=seed)
     # A model that has read more than this text knows both kinds of quotes, and the text stays as it is.
     usual = 0.5 if tokenizer is None else 0.0
     straighten = usual if options.straighten is None else options.straighten
-    corpus = prepare(options.data, cache, vocabulary=words, straighten=straighten)
-    return _material_of_text(corpus, context=context, rows=rows, seed=seed)
+    corpus = prepare(
+        read,
+        cache,
+        vocabulary=words,
+        straighten=straighten,
+        held_out_share=share,
+        unseen=apart if options.unseen else None,
+        tokenizer=tokenizer,
+    )
+    return _material_of_text(corpus, most_tokens, context=context, rows=rows, seed=seed)
 
 
 def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: int) -> Material:
@@ -98,7 +119,7 @@ def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: i
     measured = list(found.values())
     examples = [row.example for row in measured]
     n_tokens, n_words = sum(len(example.tokens) - 1 for example in train), tokenizer.vocab_size
-    short = f"a vocabulary of {n_words}, the text supports no more; " if n_words < (most_tokens or 0) else ""
+    short = f"{_shrunk(n_words)}; " if n_words < (most_tokens or 0) else ""
     few = f"none, {len(measured)} {noun} are too few; bits per byte are of the training {noun}"
     held_out = f"{len(measured)} {noun}" if texts.held_out else few
     return Material(
@@ -112,16 +133,16 @@ def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: i
         measured="held-out" if texts.held_out else "training",
         corpus=f"{len(texts.found)} {noun}, {n_tokens} training tokens; {short}held-out: {held_out}",
         prompts=[row.prompt for row in measured[: len(_PROMPTS)]],
+        unseen={},
         digest=_digest(texts),
     )
 
 
-def _material_of_text(corpus: Corpus, *, context: int, rows: int, seed: int) -> Material:
+def _material_of_text(corpus: Corpus, most_tokens: int | None, *, context: int, rows: int, seed: int) -> Material:
     """Documents behind one another, read in windows of the context."""
     order = Order(corpus.train, length=context, windows=rows, seed=seed)
-    held_out_N = torch.from_numpy(corpus.held_out.astype("int64"))
-    starts = range(0, len(held_out_N) - 1, context)
-    n_train, n_held_out = len(corpus.train), len(corpus.held_out)
+    n_train, n_held_out, n_words = len(corpus.train), len(corpus.held_out), corpus.tokenizer.vocab_size
+    short = f"; {_shrunk(n_words)}" if n_words < (most_tokens or 0) else ""
     return Material(
         tokenizer=corpus.tokenizer,
         batch=lambda step: of_windows(torch.from_numpy(order.batch(step))),
@@ -129,12 +150,23 @@ def _material_of_text(corpus: Corpus, *, context: int, rows: int, seed: int) -> 
         per_epoch=order.per_epoch,
         n_tokens=n_train,
         row_tokens=context,
-        held_out=[of_windows(held_out_N[None, start : start + context + 1]) for start in starts],
+        held_out=_windows(corpus.held_out, context),
         measured="held-out",
-        corpus=f"{corpus.n_documents} documents, {n_train} training and {n_held_out} held-out tokens",
+        corpus=f"{corpus.n_documents} documents, {n_train} training and {n_held_out} held-out tokens{short}",
         prompts=[Prompt(text=text, tokens=corpus.tokenizer.encode(text)) for text in _PROMPTS],
+        unseen={name: _windows(tokens, context) for name, tokens in corpus.unseen.items()},
         digest=corpus.digest,
     )
+
+
+def _shrunk(n_words: int) -> str:
+    return f"a vocabulary of {n_words}, the text supports no more"
+
+
+def _windows(tokens: Tokens, context: int) -> list[Batch]:
+    tokens_N = torch.from_numpy(tokens.astype("int64"))
+    starts = range(0, len(tokens_N) - 1, context)
+    return [of_windows(tokens_N[None, start : start + context + 1]) for start in starts]
 
 
 def _digest(texts: Rows) -> str:

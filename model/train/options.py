@@ -1,36 +1,36 @@
-"""The flags of python -m model.train, each with its sentence, and what they make of a preset. Knows no torch."""
+"""The flags of python -m model.train, each with its sentence. Knows what none of them does, and no torch."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 
 from model.arguments import OneLineParser
-from model.config import ConfigError, ModelConfig
-from model.presets import PRESET_NAMES, preset, reshaped
+from model.presets import ARCHS, PRESET_NAMES
 from model.train.recipes import DTYPES, FINE_TUNING, OPTIMIZERS, recipe, told
 from model.train.schedule import SHAPES
-from model.train.vocabulary import KINDS, Vocabulary
-from model.train.word_tokenizer import UNKNOWN
+from model.train.vocabulary import KINDS
 
-_LIMITS = ("max_minutes", "epochs", "tokens", "steps")
-_SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
-_BROUGHT = ("preset", "arch", *_SIZES, "vocab_size", "tokenizer", "end_token")
+_SHAPE = ("preset", "arch", "n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
+_BROUGHT = (*_SHAPE, "vocab_size", "tokenizer", "end_token")
 _USUAL_PRESET = "small"
+LIMITS = ("max_minutes", "epochs", "tokens", "steps")
+"""Any of them says how long to train."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with the preset's recipe where there are none. Ends the program on unknown ones."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.init and (given := [n for n in _BROUGHT if getattr(options, n, None) is not None]):
+    if options.init and (given := [name for name in _BROUGHT if getattr(options, name) is not None]):
         named = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
-        flags = [named[name] for name in given]
-        parser.error(f"{', '.join(flags)} and --init contradict one another: the model brings its shape and tokenizer")
+        flags = ", ".join(named[name] for name in given)
+        parser.error(f"{flags} and --init contradict one another: the model brings its shape and tokenizer")
     options.preset = options.preset or _USUAL_PRESET
     defaults = dataclasses.asdict(FINE_TUNING if options.init else recipe(options.preset))
-    if any(getattr(options, name) for name in _LIMITS):
+    if any(getattr(options, name) for name in LIMITS):
         defaults["steps"] = defaults["epochs"] = None
     if (options.optimizer or defaults["optimizer"]) == "adamw":
         defaults["lr"] = defaults["lr_alone"]
@@ -38,50 +38,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name, None) is None:
             setattr(options, name, value)
     return options
-
-
-def shape(options: argparse.Namespace) -> ModelConfig:
-    """The preset with the flags' changes; how many tokens a tokenizer of words has shows later. Raises ConfigError."""
-    base = preset(options.preset)
-    check_sources(options, f"preset {options.preset}", has_encoder=base.n_encoder_layers > 0)
-    if not any(getattr(options, name) for name in _LIMITS):
-        raise ConfigError("say how long to train: --max-minutes, --epochs, --tokens or --steps")
-    least, what = (
-        (257, "256 bytes and the end token") if options.tokenizer == "bpe" else (3, "end token and unknown word")
-    )
-    if options.vocab_size is not None and options.vocab_size < least:
-        raise ConfigError(f"--vocab-size must be at least {least} ({what}), not {options.vocab_size}")
-    if options.context is not None and options.context < 2:
-        raise ConfigError(f"--context must be at least 2 tokens, not {options.context}")
-    sized = reshaped(base, **{name: getattr(options, name) for name in _SIZES})
-    given = {"vocab_size": options.vocab_size, "context": options.context}
-    return dataclasses.replace(sized, **{k: v for k, v in given.items() if v is not None})
-
-
-def vocabulary(options: argparse.Namespace) -> Vocabulary:
-    """The tokenizer to be. Raises ConfigError."""
-    end: str = options.end_token
-    if not end or end.split() != [end] or end == UNKNOWN:
-        raise ConfigError(f"--end-token must be one word other than {UNKNOWN}, not {end!r}")
-    size = preset(options.preset).vocab_size if options.tokenizer == "bpe" else None
-    short = options.vocab_size is None and bool(options.pairs or options.per_line)
-    return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=short)
-
-
-def check_sources(options: argparse.Namespace, model: str, *, has_encoder: bool) -> None:
-    """Whether there is something to learn from in the form that `model` reads. Raises ConfigError."""
-    if has_encoder and not options.pairs:
-        raise ConfigError(f"{model} has an encoder, which reads sources: use --pairs FILE.tsv")
-    if options.pairs and not has_encoder:
-        raise ConfigError(f"{model} has no encoder to read sources: use --data, or --preset cross")
-    if options.pairs and options.data:
-        raise ConfigError("--data and --pairs exclude one another: preset cross learns from --pairs")
-    if not options.pairs and not options.data:
-        raise ConfigError("say what to train on: --data PATH")
-    if options.straighten is not None and (options.pairs or options.per_line):
-        raise ConfigError("--straighten is for running text; lines and pairs are learnt as they are")
-    if options.pairs and options.per_line:
-        raise ConfigError("--per-line goes with --data; in --pairs every line stands by itself anyway")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,13 +68,27 @@ def _add_data(p: argparse.ArgumentParser) -> None:
         help="tokens of the vocabulary (default: the preset's, of lines and pairs at most; words: all)",
     )
     p.add_argument("--straighten", type=_share, help="share of texts given ASCII quotes (default: 0.5)")
+    p.add_argument(
+        "--held-out",
+        type=_small_share,
+        default=0.01,
+        metavar="SHARE",
+        help="documents kept apart and measured (default: 0.01; of fewer than 100 documents the end of the last)",
+    )
+    p.add_argument(
+        "--unseen", nargs="+", metavar="PATH", help="texts never trained on, each measured by itself in the end"
+    )
+    p.add_argument("--text-key", default="text", metavar="KEY", help="under which .jsonl has its texts (default: text)")
 
 
 def _add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--init", metavar="DIR", help="go on from these weights: ours, or a Hugging Face directory with its tokenizer"
     )
-    p.add_argument("--preset", choices=PRESET_NAMES, help=f"shape of the model (default: {_USUAL_PRESET})")
+    p.add_argument(
+        "--preset", type=_preset, metavar="NAME", help=f"{', '.join(PRESET_NAMES)} (default: {_USUAL_PRESET})"
+    )
+    p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
     p.add_argument(
         "--context",
         type=_count,
@@ -190,6 +160,14 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--save-seconds", type=_positive, default=300.0, help="time between snapshots (default: 300)")
 
 
+def _preset(name: str) -> str:
+    if name in PRESET_NAMES:
+        return name
+    near = difflib.get_close_matches(name, PRESET_NAMES, n=1)
+    meant = f", did you mean {near[0]}?" if near else ";"
+    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(PRESET_NAMES)}")
+
+
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
@@ -207,5 +185,6 @@ _count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
 _whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
 _positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
 _not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+_small_share = _number(float, lambda x: 0 < x <= 0.3, "a number above 0 and up to 0.3")
 _decay = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 _share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

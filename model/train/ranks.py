@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.train.batch import Batch
-from model.train.sources import DataError
+from model.train.text_file import DataError
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ import torch
 
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
+from model.train.asked import shape
 from model.train.card import RunFacts, read_about
 from model.train.diverged import Diverged
 from model.train.init import base_of, settle, start_anew
@@ -24,7 +25,6 @@ from model.train.loop import GLANCE, Loop
 from model.train.material import gather
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
-from model.train.options import shape
 from model.train.position import Position
 from model.train.progress import python
 from model.train.ranks import Ranks
@@ -32,8 +32,8 @@ from model.train.report import Outline, Report
 from model.train.result import write_result
 from model.train.schedule import Limits, Schedule
 from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
-from model.train.sources import DataError
 from model.train.stop import Interrupted
+from model.train.text_file import DataError
 from model.transformer import Decoder
 
 _DECISIVE = [

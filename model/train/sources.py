@@ -6,21 +6,47 @@ A document is what two blank lines, a file's end or a line of .jsonl ends.
 from __future__ import annotations
 
 import glob
-import gzip
 import json
+import os
 import re
-import sys
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-_SUFFIXES = (".txt", ".md", ".jsonl")
+from model.train.text_file import STANDARD_INPUT, DataError, lines_of, suffix
+
+SUFFIXES = (".txt", ".md", ".jsonl")
+_BLANK_LINES = 2
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_KEYS_TOLD = 5
 
 
-class DataError(ValueError):
-    """Training data that cannot be used; the message says what to change."""
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the user named, not yet looked at. A source given twice counts twice."""
+
+    names: Sequence[str]
+    """Files, folders, glob patterns, or "-" for standard input; .gz is unpacked."""
+    text_key: str = "text"
+    """Under which a line of .jsonl has its text."""
+    without: Path | None = None
+    """A folder that is passed over: what a run writes must not become what it reads."""
+
+    def paths(self) -> list[Path]:
+        """The files, those of each folder in the order of their names. Raises DataError."""
+        return [path for name in self.names for path in _expand(name, self.without)]
+
+    def documents(self) -> Iterator[tuple[Path, str]]:
+        """Each with its file, one at a time, at least one. Raises DataError."""
+        found = False
+        for path in self.paths():
+            texts = _json_texts(path, self.text_key) if suffix(path) == ".jsonl" else _parted(lines_of(path))
+            for text in texts:
+                found = True
+                yield path, text
+        if not found:
+            raise DataError(f"no text in {', '.join(self.names)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,77 +58,86 @@ class Line:
     text: str
 
 
-def read_documents(sources: Sequence[str]) -> list[str]:
-    """Documents of files, folders, glob patterns or "-" (standard input). Raises DataError.
-
-    A source given twice counts twice. Reads .txt, .md and .jsonl (key "text"), each also as .gz.
-    """
-    documents: list[str] = []
-    for source in sources:
-        paths = _expand(source)
-        for path in paths:
-            documents += _split(path, _read(path))
-    if not documents:
-        raise DataError(f"no text in {', '.join(sources)}")
-    return documents
-
-
-def read_lines(sources: Sequence[str]) -> list[Line]:
-    """Lines of the same sources that are not blank; of a .jsonl the texts. Raises DataError."""
+def read_lines(sources: Sources) -> list[Line]:
+    """Lines that are not blank; of a .jsonl the texts. Raises DataError."""
     lines: list[Line] = []
-    for path in (path for source in sources for path in _expand(source)):
-        for number, line in enumerate(_read(path).split("\n"), start=1):
-            text = _json_text(path, line) if _suffix(path) == ".jsonl" and line.strip() else line
+    for path in sources.paths():
+        for number, line in enumerate(lines_of(path), start=1):
+            text = line.removesuffix("\n")
+            if suffix(path) == ".jsonl" and text.strip():
+                text = _json_text(path, number, text, sources.text_key)
             if text.strip(" "):
                 lines.append(Line(f"{path}, line {number}", text))
     if not lines:
-        raise DataError(f"no text in {', '.join(sources)}")
+        raise DataError(f"no text in {', '.join(sources.names)}")
     return lines
 
 
-def _expand(source: str) -> list[Path]:
+def _expand(source: str, without: Path | None) -> list[Path]:
     path = Path(source)
-    if source == "-" or path.is_file():
+    if path == STANDARD_INPUT:
         return [path]
     if path.is_dir():
-        found = [p for p in path.rglob("*") if p.is_file() and _suffix(p) in _SUFFIXES]
+        found = sorted(_walk(path, without))
         if not found:
-            raise DataError(f"{source}: no {', '.join(_SUFFIXES)} file in this folder")
-        return sorted(found)
+            raise DataError(f"{source}: no {', '.join(SUFFIXES)} file (or .gz of one) in this folder")
+        return found
+    if path.exists():  # also a pipe: --data <(zcat a.gz)
+        return [path]
     matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 (patterns may be absolute)
     if not matches:
         raise DataError(f"{source}: no such file or folder")
-    return [file for match in matches for file in _expand(match)]
+    return [file for match in matches for file in _expand(match, without)]
 
 
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+def _walk(folder: Path, without: Path | None) -> Iterator[Path]:
+    """Text files below `folder`. Hidden ones (.git, ._notes.txt) are not meant; links to folders may go in circles."""
+    skipped = without.resolve() if without else None
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        here = Path(place)
+        folders[:] = [name for name in folders if not name.startswith(".") and (here / name).resolve() != skipped]
+        yield from (here / name for name in names if not name.startswith(".") and suffix(Path(name)) in SUFFIXES)
 
 
-def _read(path: Path) -> str:
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
+
+
+def _parted(lines: Iterable[str]) -> Iterator[str]:
+    held: list[str] = []
+    blank = 0
+    for line in lines:
+        held.append(line)
+        blank = blank + 1 if line == "\n" else 0
+        if blank == _BLANK_LINES:
+            yield from _joined(held)
+            held = []
+    yield from _joined(held)
+
+
+def _joined(lines: list[str]) -> Iterator[str]:
+    if text := "".join(lines).strip("\n"):
+        yield text
+
+
+def _json_texts(path: Path, key: str) -> Iterator[str]:
+    for number, line in enumerate(lines_of(path), start=1):
+        if line.strip() and (text := _json_text(path, number, line, key)):
+            yield text
+
+
+def _json_text(path: Path, number: int, line: str, key: str) -> str:
     try:
-        if str(path) == "-" and sys.stdin is None:
-            raise DataError("-: there is no standard input to read")
-        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8 text; convert it or leave it out") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from None
-
-
-def _split(path: Path, text: str) -> list[str]:
-    if _suffix(path) == ".jsonl":
-        return [document for line in text.split("\n") if line.strip() and (document := _json_text(path, line))]
-    return [document for part in re.split(r"\n{3,}", text) if (document := part.strip("\n"))]
-
-
-def _json_text(path: Path, line: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not isinstance(text, str) or _LONE_SURROGATE.search(text):
-        raise DataError(f'{path}: every line must be a JSON object with a string of whole characters under "text"')
-    return text
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    text = row.get(key) if isinstance(row, dict) else None
+    if isinstance(text, str) and not _LONE_SURROGATE.search(text):
+        return text
+    others = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+    if text is None and others:
+        raise DataError(
+            f'{path}, line {number}: nothing under "{key}"; texts stand under {", ".join(others[:_KEYS_TOLD])} '
+            "(--text-key)"
+        )
+    raise DataError(f'{path}, line {number}: must be a JSON object with a string of whole characters under "{key}"')

@@ -1,11 +1,10 @@
-"""What kind of tokenizer a run trains or is given, and what its end token is called. Knows no data and no model."""
+"""What kind of tokenizer a run trains, and what its end token is called. Knows no data and no model."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -41,60 +40,15 @@ class Vocabulary:
         tokenizer = _train_bpe(texts, self.size, fewer=self.fewer)
         return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
 
-    def started(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The same tokenizer, but it puts the end token in front of a prompt by itself, as rows want.
 
-        encode_many stays as it was: a source gets nothing in front.
-        """
-        rust, end = RustTokenizer.from_str(tokenizer.files()["tokenizer.json"]), self.end_token
-        rust.post_processor = processors.TemplateProcessing(single=[end, "$A"], special_tokens=[(end, END)])
-        return Tokenizer(rust, end)
+def started(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
+    """The same tokenizer, but it puts the end token in front of a prompt by itself, as decoders with an encoder want.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """A tokenizer that is there: that of the model which a run goes on from. Nothing of it changes."""
-
-    tokenizer: Tokenizer = field(repr=False)
-    sha256: str
-    """Of its tokenizer.json: what two of them differ by."""
-    size: None = None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Given:
-        """The vocabulary that this tokenizer has."""
-        return cls(tokenizer=tokenizer, sha256=hashlib.sha256(repr(tokenizer.files()).encode()).hexdigest())
-
-    @property
-    def end_token(self) -> str:
-        """As a text names it; empty where there is none."""
-        return "" if self.tokenizer.eos_id is None else self.tokenizer.piece(self.tokenizer.eos_id)
-
-    def train(self, _texts: list[str]) -> Tokenizer:
-        """The tokenizer, which has learnt already."""
-        return self.tokenizer
-
-    def started(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer as it is."""
-        return tokenizer
-
-
-def separator(tokenizer: Tokenizer) -> list[int]:
-    """What stands before a document: the end of the one before, and the start that the tokenizer gives every text."""
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return [*end, start_of(tokenizer)] if tokenizer.adds_bos and tokenizer.bos_id != tokenizer.eos_id else end
-
-
-def start_of(tokenizer: Tokenizer) -> int:
-    """What a row begins with: the start that the tokenizer gives every text, else the end of another."""
-    return tokenizer.bos_id if tokenizer.adds_bos and tokenizer.bos_id is not None else end_of(tokenizer)
-
-
-def end_of(tokenizer: Tokenizer) -> int:
-    """What a row ends with. Raises TokenizerError."""
-    if tokenizer.eos_id is None:
-        raise TokenizerError("the model has no token that ends a text, and lines need one: leave --per-line out")
-    return tokenizer.eos_id
+    encode_many stays as it was: a source gets nothing in front.
+    """
+    rust = RustTokenizer.from_str(tokenizer.files()["tokenizer.json"])
+    rust.post_processor = processors.TemplateProcessing(single=[end_token, "$A"], special_tokens=[(end_token, END)])
+    return Tokenizer(rust, end_token)
 
 
 def _train_bpe(texts: list[str], size: int, *, fewer: bool) -> Tokenizer:
