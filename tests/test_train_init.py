@@ -107,7 +107,11 @@ def test_a_model_of_ours_goes_on_with_what_it_knows(
     assert _train(base, text, tmp_path / "first", "--steps", "40", "--lr", "0.01") == 0
     first = _bits(capsys.readouterr().out)
     assert _train(tmp_path / "first", text, tmp_path / "second", "--steps", "1", "--lr", "0.0001") == 0
-    assert abs(_bits(capsys.readouterr().out) - first) < 0.1
+    printed = capsys.readouterr().out
+    before = next(line for line in printed.splitlines() if line.startswith("step 0: held-out bits per byte"))
+    assert abs(float(before.split()[6]) - first) < 0.001
+    assert abs(_bits(printed) - first) < 0.1
+    assert "fine-tuned from `first` by" in (tmp_path / "second/README.md").read_text()
     configs = [(tmp_path / name / "config.json").read_bytes() for name in ("base", "first", "second")]
     assert len(set(configs)) == 1
     assert check([str(tmp_path / "second")]) == 0

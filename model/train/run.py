@@ -97,6 +97,8 @@ class Run:
         try:
             with self.loop.stop.caught():
                 with self._report() as report:
+                    if self.base and not self.resumes and self.ranks.is_first:
+                        report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
                     self.loop.run(report)
                 self.loop.save_or_warn()
                 if self.ranks.is_first:
@@ -182,6 +184,7 @@ class Run:
             raise Diverged(f"the {material.measured} loss became {bits}", self.work)
         facts = RunFacts(
             command=self.command,
+            start=f"fine-tuned from `{Path(options.init).name}`" if self.base else "trained from scratch",
             device=describe(self.device),
             seed=options.seed,
             steps=loop.step,
