@@ -55,8 +55,8 @@ class Loop:
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
 
-    def run(self, report: Report) -> None:
-        """Trains to the end. Raises Diverged, and Interrupted between two steps' states."""
+    def run(self, report: Report | None = None) -> None:
+        """Trains to the end; the first rank reports. Raises Diverged, and Interrupted at the state of a step."""
         started = last_save = time.monotonic()
         before, done = self.seconds, self.done
         while done < 1.0:
@@ -68,8 +68,9 @@ class Loop:
             now = time.monotonic()
             self.seconds, signal_number = self.ranks.agree(before + now - started, self.stop.number)
             earlier, done = done, self.done
-            report.step(self._progress(loss, norm, lr_factor))
-            if int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
+            if report:
+                report.step(self._progress(loss, norm, lr_factor))
+            if report and int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
                 self._measure(report)
             if signal_number:
                 raise Interrupted(signal_number)
@@ -144,11 +145,10 @@ class Loop:
     def _measure(self, report: Report) -> None:
         """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
         snapshot has measured what one without a break has."""
-        if self.ranks.is_first:
-            with self.learner.averaged():
-                bits = self.bits_per_byte(GLANCE)
-                self.best.consider(self.learner.decoder, self.step, bits)
-            report.held_out(self.step, bits)
+        with self.learner.averaged():
+            bits = self.bits_per_byte(GLANCE)
+            self.best.consider(self.learner.decoder, self.step, bits)
+        report.held_out(self.step, bits)
 
     def _progress(self, loss: float, norm: float, lr_factor: float) -> Progress:
         return Progress(

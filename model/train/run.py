@@ -35,18 +35,8 @@ from model.train.stop import Interrupted
 from model.train.text_file import DataError
 from model.transformer import Decoder
 
-_DECISIVE = [
-    "seed",
-    "windows",
-    "optimizer",
-    "matrix_lr",
-    "lr",
-    "weight_decay",
-    "schedule",
-    "warm_up",
-    "warm_down",
-    "ema",
-]
+_LEARNING = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
+_DECISIVE = (*_LEARNING, "schedule", "warm_up", "warm_down", "ema")
 """Options that decide what a step does with the tokens it sees."""
 
 
@@ -59,6 +49,7 @@ class Run:
         self.work = self.out / ".training"
         self.about = read_about(options.about)
         self.resumes = self._must_resume()
+        self.ranks.must_share(options.windows)
         self.device = choose_device(options.device)
         asked = shape(options)
         self.material = self.ranks.in_turn(lambda: gather(options, asked.context, self.work))
@@ -90,11 +81,13 @@ class Run:
         print(f"{params} parameters on {describe(self.device)}; {corpus}; step {self.loop.step}", flush=True)
         try:
             with self.loop.stop.caught():
-                with self._report() as report:
-                    self.loop.run(report)
-                self.loop.save_or_warn()
                 if self.ranks.is_first:
+                    with self._report() as report:
+                        self.loop.run(report)
+                    self.loop.save_or_warn()
                     self._finish()
+                else:
+                    self.loop.run()
         except Interrupted:
             self.loop.save()
             self.ranks.wait()  # a launcher ends all ranks as soon as one leaves
