@@ -31,6 +31,18 @@ class History:
         self.records.append({key: _finite(value) for key, value in record.items()})
         self._write()
 
+    def amend(self, more: Mapping[str, Any]) -> None:
+        """Adds to the last record."""
+        self.records[-1] = self.records[-1] | {key: _finite(value) for key, value in more.items()}
+        self._is_whole = False
+        self._write()
+
+    def drop_from(self, step: int) -> None:
+        """Forgets what was told of `step` and later."""
+        kept = [record for record in self.records if record["step"] < step]
+        if len(kept) < len(self.records):
+            self.records, self._is_whole = kept, False
+
     def _write(self) -> None:
         may_append, self._is_whole = self._is_whole, False  # until the line is there
         try:

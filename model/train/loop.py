@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,15 @@ from model.train.material import Material
 from model.train.position import Position
 from model.train.progress import Progress, tell
 from model.train.ranks import Ranks
-from model.train.report import Report
+from model.train.report import Report, Silence
+from model.train.sample import Drawing, Sample, draw_samples
 from model.train.schedule import Limits, Schedule
 from model.train.snapshot import newest_snapshot, save_snapshot
 from model.train.stop import Interrupted, Stop
 
 GLANCE = 40_000
 """Held-out targets of a measurement on the way; the last one takes all there are."""
+_SAMPLE_TOKENS = 48
 _MEASUREMENTS = 20
 """Over the whole run, evenly: which steps they follow depends on nothing but the run's length."""
 
@@ -47,15 +49,16 @@ class Loop:
         start: Position,
         folder: Path,
         save_seconds: float,
+        drawing: Drawing,
     ) -> None:
-        """start: what the snapshots are to say of the run, at step 0. folder: where they go."""
+        """start: what the snapshots are to say of the run, at step 0. folder: where they go. drawing: of samples."""
         self.material, self.learner, self.ranks = material, learner, ranks
         self.schedule, self.limits, self.start = schedule, limits, start
-        self.folder, self.save_seconds = folder, save_seconds
+        self.folder, self.save_seconds, self.drawing = folder, save_seconds, drawing
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
 
-    def run(self, report: Report) -> None:
+    def run(self, report: Report | Silence) -> None:
         """Trains to the end. Raises Diverged, and Interrupted between two steps' states."""
         started = last_save = time.monotonic()
         before, done = self.seconds, self.done
@@ -71,6 +74,7 @@ class Loop:
             report.step(self._progress(loss, norm, lr_factor))
             if int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
                 self._measure(report)
+            report.sample(self._draw_samples)
             if signal_number:
                 raise Interrupted(signal_number)
             if now - last_save >= self.save_seconds:
@@ -91,7 +95,11 @@ class Loop:
 
     def bits_per_byte_of_all(self) -> float:
         """The same of all of it, which may take minutes. Raises Interrupted."""
-        return self.learner.objective.bits_per_byte(self._until_stopped(), self.material.tokenizer.bytes_of)
+        return self.bits_per_byte_of(self.material.held_out)
+
+    def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
+        """The same of any text. Raises Interrupted."""
+        return self.learner.objective.bits_per_byte(self._until_stopped(batches), self.material.tokenizer.bytes_of)
 
     def position(self) -> Position:
         """Where the run stands."""
@@ -141,7 +149,7 @@ class Loop:
             stands = f"{older} stays the last one" if older else "there is no snapshot yet"
             tell(f"warning: no snapshot of step {self.step} ({error}); training goes on, {stands}")
 
-    def _measure(self, report: Report) -> None:
+    def _measure(self, report: Report | Silence) -> None:
         """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
         snapshot has measured what one without a break has."""
         if self.ranks.is_first:
@@ -149,6 +157,12 @@ class Loop:
                 bits = self.bits_per_byte(GLANCE)
                 self.best.consider(self.learner.decoder, self.step, bits)
             report.held_out(self.step, bits)
+
+    def _draw_samples(self) -> list[Sample]:
+        """Of the weights that would be exported."""
+        tokenizer, prompts = self.material.tokenizer, self.material.prompts
+        with self.learner.averaged():
+            return draw_samples(self.learner.decoder, tokenizer, prompts, _SAMPLE_TOKENS, self.drawing)
 
     def _progress(self, loss: float, norm: float, lr_factor: float) -> Progress:
         return Progress(
@@ -171,7 +185,7 @@ class Loop:
         if self.ranks.size == 1:
             self.stop.obey()
 
-    def _until_stopped(self) -> Iterator[Batch]:
-        for batch in self.material.held_out:
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
             self._breathe()
             yield batch

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: weights, tokenizer, sampling defaults, samples and a card, all or nothing."""
+"""What a finished run leaves behind: weights, tokenizer, sampling defaults and a card, all or nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from model.manifest import MANIFEST_FILE, manifest_file
 from model.presence import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
 from model.train.card import RunFacts, model_card
-from model.train.sample import Drawing, Prompt, sample_text
+from model.train.sample import Drawing, Sample
 from model.transformer import Decoder
-
-_LIVELY = Drawing(temperature=0.8, top_p=0.95)
-_GREEDY = Drawing(temperature=0.0)
 
 
 def write_result(
@@ -30,22 +27,18 @@ def write_result(
     facts: RunFacts,
     dtype: torch.dtype,
     *,
-    prompts: Sequence[Prompt],
-    greedy: bool,
+    samples: Sequence[Sample],
+    drawing: Drawing,
 ) -> None:
-    """Writes a directory that serves, and prints the samples. Raises CheckpointError."""
-    drawing = _GREEDY if greedy else _LIVELY
-    generation = {"do_sample": False} if greedy else {"do_sample": True, **asdict(drawing)}
+    """Writes a directory that serves. drawing: becomes its sampling defaults. Raises CheckpointError."""
+    generation = {"do_sample": True, **asdict(drawing)} if drawing.temperature else {"do_sample": False}
     files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
     files |= {name: content.encode() for name, content in tokenizer.files().items()}
-    ids = tokenizer.encode(" ".join(prompt.text for prompt in prompts))
+    ids = tokenizer.encode(" ".join(sample.prompt.text for sample in samples))
     # A vocabulary of few words may know none of the prompts'.
     golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
     files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
-    samples = [(prompt, sample_text(decoder, tokenizer, prompt, 120, seed=1, drawing=drawing)) for prompt in prompts]
-    for prompt, text in samples:
-        print(f"--- {prompt.joined(text)}\n", flush=True)
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
-    card = model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()
+    card = model_card(decoder.config, decoder.n_params, facts, samples, drawing=drawing, sha256=sha256).encode()
     # The manifest comes last: until it is there, whoever looks at the directory sees that it is not whole.
     write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
