@@ -22,7 +22,7 @@ from model.train.material import Material
 from model.train.position import Position
 from model.train.progress import Progress, tell
 from model.train.ranks import Ranks
-from model.train.report import Report, Silence
+from model.train.report import Report
 from model.train.sample import Drawing, Sample, draw_samples
 from model.train.schedule import Limits, Schedule
 from model.train.snapshot import newest_snapshot, save_snapshot
@@ -58,8 +58,8 @@ class Loop:
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
 
-    def run(self, report: Report | Silence) -> None:
-        """Trains to the end. Raises Diverged, and Interrupted between two steps' states."""
+    def run(self, report: Report | None = None) -> None:
+        """Trains to the end; the first rank reports. Raises Diverged, and Interrupted at the state of a step."""
         started = last_save = time.monotonic()
         before, done = self.seconds, self.done
         while done < 1.0:
@@ -71,12 +71,14 @@ class Loop:
             now = time.monotonic()
             self.seconds, signal_number = self.ranks.agree(before + now - started, self.stop.number)
             earlier, done = done, self.done
-            report.step(self._progress(loss, norm, lr_factor))
-            if int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
+            if report:
+                report.step(self._progress(loss, norm, lr_factor))
+            if report and int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
                 self._measure(report)
-            report.sample(self._draw_samples)
             if signal_number:
                 raise Interrupted(signal_number)
+            if report:
+                report.sample(self._draw_samples)
             if now - last_save >= self.save_seconds:
                 self.save_or_warn()
                 last_save = time.monotonic()
@@ -149,14 +151,13 @@ class Loop:
             stands = f"{older} stays the last one" if older else "there is no snapshot yet"
             tell(f"warning: no snapshot of step {self.step} ({error}); training goes on, {stands}")
 
-    def _measure(self, report: Report | Silence) -> None:
+    def _measure(self, report: Report) -> None:
         """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
         snapshot has measured what one without a break has."""
-        if self.ranks.is_first:
-            with self.learner.averaged():
-                bits = self.bits_per_byte(GLANCE)
-                self.best.consider(self.learner.decoder, self.step, bits)
-            report.held_out(self.step, bits)
+        with self.learner.averaged():
+            bits = self.bits_per_byte(GLANCE)
+            self.best.consider(self.learner.decoder, self.step, bits)
+        report.held_out(self.step, bits)
 
     def _draw_samples(self) -> list[Sample]:
         """Of the weights that would be exported."""

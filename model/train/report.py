@@ -106,16 +106,3 @@ class Report:
         if picture is not None:
             write_extra(self._curve, picture)
         self._drawn = time.monotonic()
-
-
-class Silence:
-    """The report of a rank that is not the first, or of a run that nobody watches."""
-
-    def step(self, progress: Progress) -> None:
-        """Says nothing."""
-
-    def held_out(self, step: int, bits: float) -> None:
-        """Says nothing."""
-
-    def sample(self, draw: Callable[[], Sequence[Sample]]) -> None:
-        """Draws nothing."""

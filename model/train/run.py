@@ -28,7 +28,7 @@ from model.train.optimiser import Optimiser
 from model.train.outline import Outline
 from model.train.position import Position
 from model.train.ranks import Ranks
-from model.train.report import Report, Silence
+from model.train.report import Report
 from model.train.result import write_result
 from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Limits, Schedule
@@ -39,18 +39,8 @@ from model.train.text_file import DataError
 from model.transformer import Decoder
 
 _SAMPLE_TOKENS = 120
-_DECISIVE = [
-    "seed",
-    "windows",
-    "optimizer",
-    "matrix_lr",
-    "lr",
-    "weight_decay",
-    "schedule",
-    "warm_up",
-    "warm_down",
-    "ema",
-]
+_LEARNING = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
+_DECISIVE = (*_LEARNING, "schedule", "warm_up", "warm_down", "ema")
 """Options that decide what a step does with the tokens it sees."""
 
 
@@ -66,6 +56,7 @@ class Run:
         self.board = Board(self.out / "tensorboard") if options.tensorboard else None
         self.drawing = GREEDY if options.greedy else LIVELY
         self.resumes = self._must_resume()
+        self.ranks.must_share(options.windows)
         self.device = choose_device(options.device)
         asked = shape(options)
         self.material = self.ranks.in_turn(lambda: gather(options, asked.context, self.work))
@@ -102,13 +93,12 @@ class Run:
         try:
             with self.loop.stop.caught():
                 if self.ranks.is_first:
-                    report = self._report()
-                    with report:
+                    with self._report() as report:
                         self.loop.run(report)
                     self.loop.save_or_warn()
                     self._finish(report)
                 else:
-                    self.loop.run(Silence())
+                    self.loop.run()
         except Interrupted:
             self.loop.save()
             self.ranks.wait()  # a launcher ends all ranks as soon as one leaves

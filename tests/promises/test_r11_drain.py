@@ -54,7 +54,7 @@ def test_streams_run_to_their_end_while_new_requests_are_refused(
         assert _running(server, n)
         server.process.send_signal(number)
         began = time.monotonic()
-        assert server.wait_for(lambda: "ending" in server.log.read_text(), 5)
+        assert server.tells("ending")
         ready = httpx.get(f"{server.url}/health/ready")
         not_ready_after = time.monotonic() - began
         refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"})
@@ -109,7 +109,7 @@ def test_a_second_signal_ends_at_once_with_exit_code_one(tmp_path: Path, weights
     with Background(read_streams, server, _request(30), 5):
         assert _running(server, 5)
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait_for(lambda: "ending" in server.log.read_text(), 5)
+        assert server.tells("ending")
         time.sleep(0.3)
         assert server.process.poll() is None
         began = time.monotonic()
@@ -144,7 +144,7 @@ def test_errors_of_the_drain_have_the_one_shape(tmp_path: Path, weights: Path) -
     with Background(read_streams, server, _request(2), 1), connect(server) as early:
         assert _running(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait_for(lambda: "ending" in server.log.read_text(), 5)
+        assert server.tells("ending")
         early.sendall(post({"prompt": "a"}))
         said = read_all(early)
         assert status_of(said) == 503 and error_of(said)["type"] == "unavailable_error"

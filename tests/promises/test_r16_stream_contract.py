@@ -96,6 +96,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[_
 def _under_way(server: Server, asks: list[Ask]) -> Iterator[list[Answer]]:
     """The answers of a crowd whose streams have begun."""
     with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: server.metric("requests_running") == 4)  # also those that tell nothing yet
         assert server.wait_for(lambda: answers[0].n_events > 5 and answers[2].n_events > 3)
         yield answers
 

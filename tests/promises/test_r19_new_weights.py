@@ -61,7 +61,7 @@ def _reload(server: Server, link: Path, target: Path, outcome: str) -> bool:
 
 
 def _refusals(server: Server) -> list[str]:
-    return [line for line in server.log.read_text().splitlines() if "new weights are refused" in line]
+    return [line for line in server.told().splitlines() if "new weights are refused" in line]
 
 
 @contextmanager
@@ -96,10 +96,12 @@ def test_bad_weights_of_every_kind_are_refused_and_nobody_notices(tmp_path: Path
     said = []
     with _service(tmp_path, good, *_TM) as (server, link):
         first = _engines(server)
-        with SteadyLoad(server.url, clients=promise.size(3, 6), max_tokens=24) as load:
+        pause = 0.0 if promise.full else 0.1
+        with SteadyLoad(server.url, clients=promise.size(3, 6), max_tokens=24, pause=pause) as load:
             for place, (kind, (_, words)) in enumerate(BAD.items()):
                 bad = bad_weights(tmp_path / f"bad-{place}", good, kind)
                 refused = _reload(server, link, bad, "refused")
+                server.wait_for(lambda place=place: len(_refusals(server)) > place)
                 said.append(refused and len(_refusals(server)) == place + 1 and words in _refusals(server)[-1])
                 assert said[-1], (kind, server.log.read_text()[-2000:])
                 _point(link, good)
@@ -116,13 +118,14 @@ def test_an_engine_that_is_killed_while_it_loads_is_not_missed(tmp_path: Path, p
     good, other = good_weights(tmp_path / "good", 0), good_weights(tmp_path / "other", 1)
     with _service(tmp_path, good, *_TM) as (server, link):
         first = _engines(server)
-        with SteadyLoad(server.url, clients=2, max_tokens=24) as load:
+        with SteadyLoad(server.url, clients=2, max_tokens=24, pause=0.1) as load:
             before = _reloads(server, "refused")
             _point(link, other)
             server.process.send_signal(signal.SIGHUP)
             assert server.wait_for(lambda: len(_engines(server)) == 2)
             os.kill(next(pid for pid in _engines(server) if pid not in first), signal.SIGKILL)
             assert server.wait_for(lambda: _reloads(server, "refused") > before)
+            assert server.wait_for(lambda: _refusals(server))
             assert "their engine ended while it was loading" in _refusals(server)[0]
             time.sleep(0.3)
         assert server.wait_for(lambda: _engines(server) == first)
@@ -141,7 +144,7 @@ def test_good_weights_are_switched_under_load(tmp_path: Path, promise: Promise) 
     switches = promise.size(6, 30)
     sizes = []
     with _service(tmp_path, ways[0], fake_ms=5) as (server, link):
-        with SteadyLoad(server.url, clients=promise.size(9, 32), max_tokens=30) as load:
+        with SteadyLoad(server.url, clients=promise.size(6, 32), max_tokens=30) as load:
             for place in range(switches):
                 assert _reload(server, link, ways[(place + 1) % 2], "switched"), server.log.read_text()[-2000:]
                 assert server.wait_for(lambda: len(_engines(server)) == 1), "the old engine stays"
