@@ -12,7 +12,6 @@ from test_curve import draw, records
 from tiny import tiny_config
 
 from model.config import ModelConfig
-from model.presets import preset
 from model.train.card import Labels, RunFacts, model_card, without_places
 from model.train.sample import GREEDY, LIVELY, Drawing, Prompt, Sample
 from model.train.summary import closing
@@ -20,6 +19,7 @@ from model.train.summary import closing
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",
     device="AMD EPYC, 2 threads",
+    start="trained from scratch",
     seed=1,
     steps=2860,
     tokens=23_429_120,
@@ -39,10 +39,10 @@ SAMPLES = [Sample(prompt=Prompt(text="Once", tokens=[1]), text=" upon\n\n# a *ti
 
 
 def card(
-    facts: RunFacts = FACTS, config: ModelConfig | None = None, drawing: Drawing = LIVELY
+    facts: RunFacts = FACTS, config: ModelConfig | None = None, drawing: Drawing = LIVELY, family: str = "llama"
 ) -> tuple[dict[str, Any], str]:
     """(the head, what follows it)."""
-    text = model_card(config or tiny_config(), 4_740_352, facts, SAMPLES, drawing=drawing, sha256="f00d")
+    text = model_card(config or tiny_config(), 4_740_352, facts, SAMPLES, drawing=drawing, sha256="f00d", family=family)
     nothing, head, body = text.split("---\n", 2)
     assert not nothing
     return yaml.safe_load(head), body
@@ -55,7 +55,7 @@ def test_the_head_says_what_the_hub_asks() -> None:
         "language": "en",
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["inkstream", "llama", "trained-from-scratch"],
+        "tags": ["inkstream", "llama"],
     }
 
 
@@ -69,9 +69,9 @@ def test_norwegian_is_a_language_and_no_truth_value() -> None:
     assert head["language"] == "no"
 
 
-@pytest.mark.parametrize(("arch", "library"), [("gpt", "transformers"), ("textbook", "inkstream")])
-def test_a_shape_that_transformers_does_not_have_is_not_said_to_be_its(arch: Any, library: str) -> None:
-    head, body = card(config=preset("nano", arch))
+@pytest.mark.parametrize(("family", "library"), [("gpt2", "transformers"), ("inkstream", "inkstream")])
+def test_a_shape_that_transformers_does_not_have_is_not_said_to_be_its(family: str, library: str) -> None:
+    head, body = card(family=family)
     assert head["library_name"] == library
     assert ("from transformers" in body) == (library == "transformers")
 
@@ -94,7 +94,7 @@ def test_every_figure_of_the_run_stands_there_once() -> None:
 def test_samples_are_quoted_as_they_came_and_say_how_they_were_drawn() -> None:
     _, body = card()
     assert "> Once upon  \n>\n> \\# a \\*time\\*  \n" in body
-    assert "temperature 0.8, top_p 0.95, repetition_penalty 1.05" in body
+    assert "temperature 0.8, top_p 0.95 and repetition_penalty 1.05" in body
     _, body = card(drawing=GREEDY)
     assert "The likeliest token each time, not chosen" in body
 

@@ -77,6 +77,20 @@ def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
     assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3]
 
 
+def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tmp_path: Path) -> None:
+    for _ in range(2):  # the second run forgets the first one's
+        with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60) as report:
+            report.held_out(0, 3.5)
+            report.step(progress(1, of=5000))
+            report.sample(list)
+    with Report(tmp_path, OUTLINE, start_step=1, report_seconds=60):
+        pass
+    assert [(record["step"], record.get("held_out"), record.get("loss")) for record in _records(tmp_path)] == [
+        (0, 3.5, None),
+        (1, None, 2.0),
+    ]
+
+
 def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Path) -> None:
     _tell(tmp_path, 1, 5000, of=5000)
     records = _records(tmp_path)

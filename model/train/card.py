@@ -9,7 +9,6 @@ from pathlib import Path
 
 from model.config import ModelConfig
 from model.describe import describe_size, shape_lines
-from model.families.registry import family_of
 from model.train.progress import duration
 from model.train.quotation import plain, quoted
 from model.train.sample import Drawing, Sample
@@ -44,6 +43,8 @@ class RunFacts:
     """What a finished run knows about itself."""
 
     command: str
+    start: str
+    """What the weights were before: "trained from scratch" or "fine-tuned from ..."."""
     device: str
     seed: int
     steps: int
@@ -68,15 +69,21 @@ class RunFacts:
 
 
 def model_card(
-    config: ModelConfig, n_params: int, facts: RunFacts, samples: Sequence[Sample], *, drawing: Drawing, sha256: str
+    config: ModelConfig,
+    n_params: int,
+    facts: RunFacts,
+    samples: Sequence[Sample],
+    *,
+    family: str,
+    drawing: Drawing,
+    sha256: str,
 ) -> str:
-    """Markdown under a head for the Hugging Face hub. drawing: how the samples came about."""
+    """Markdown under a head for the hub. family: model_type of the config.json. drawing: of the samples."""
     kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
-    family = family_of(config).name
     parts = [
         _front_matter(config, family, facts.labels),
         "# Model card",
-        f"{kind} of {describe_size(n_params)} parameters, trained from scratch by `python -m model.train`.",
+        f"{kind} of {describe_size(n_params)} parameters, {facts.start} by `python -m model.train`.",
         facts.about or _ABOUT,
         _table(_facts(config, facts, sha256)),
         "![Bits per byte over tokens seen: training and held-out](loss.svg)",
@@ -108,7 +115,7 @@ def _front_matter(config: ModelConfig, family: str, labels: Labels) -> str:
     lines += [] if labels.language is None else [f'language: "{labels.language}"']  # else "no" would be false
     lines.append(f"library_name: {'transformers' if family != _OURS else _OURS}")
     lines += [] if config.n_encoder_layers else ["pipeline_tag: text-generation"]
-    tags = dict.fromkeys([_OURS, family, "trained-from-scratch"])
+    tags = dict.fromkeys([_OURS, family])
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 
@@ -152,6 +159,4 @@ def _drawn(drawing: Drawing) -> str:
     if not drawing.temperature:
         return "The likeliest token each time"
     how = f"temperature {drawing.temperature:g}, top_p {drawing.top_p:g}"
-    return (
-        f"Drawn with {how}, repetition_penalty {drawing.repetition_penalty:g} (the defaults in generation_config.json)"
-    )
+    return f"Drawn with {how} and repetition_penalty {drawing.repetition_penalty:g}"

@@ -5,7 +5,7 @@ step, tokens, epoch, fraction (of the run, 0 to 1), seconds (those before a resu
 since the record before), bits_per_byte (the same loss, by the text's mean bytes a target), grad_norm (before clipping,
 the largest since the record before), tokens_per_second (of the last minute), mfu (null: not known), lr and,
 with Muon, matrix_lr; where they were measured, held_out (bits per byte of the first held-out tokens) and
-held_out_whole (of all of them).
+held_out_whole (of all of them). Where a run begins from weights, step 0 has only what was measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Journal:
         self.history = History(path, start_step=start_step)
         self._outline, self._board = outline, board
         records = self.history.records
-        self._mark = _mark(records[-1]["fraction"]) if records else -1
+        self._mark = _mark(records[-1]["fraction"]) if records and records[-1]["step"] else -1
         self._losses: list[float] = []
         self._norms: list[float] = []
 
@@ -56,6 +56,11 @@ class Journal:
         if self._losses:
             self._record(status)
         self.end(measured)
+
+    def begin(self, measured: Mapping[str, float]) -> None:
+        """What was measured before the first step."""
+        self.history.add({"step": 0, "tokens": 0, "epoch": 0.0, "fraction": 0.0, "seconds": 0.0, **measured})
+        self._tell_board(self.records[-1])
 
     def end(self, measured: Mapping[str, float]) -> None:
         """What was measured after the last step of all, which has a record."""

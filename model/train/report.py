@@ -60,10 +60,12 @@ class Report:
             self._draw_curve()
 
     def held_out(self, step: int, bits: float) -> None:
-        """Bits per byte of a part of the held-out text were measured after `step`, the last one told."""
-        assert self._status is not None and self._status.progress.step == step, "measured after a step of this run"
+        """Bits per byte of a part of the held-out text were measured after `step`: the last one told, or 0."""
         self._console.say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f} (a glance)")
         self._held_out = bits
+        if self._status is None:
+            self._journal.begin({"held_out": bits})
+            return
         self._status = self._look(self._status.progress)
         self._journal.measure(self._status, {"held_out": bits})
         self._console.show(self._status)

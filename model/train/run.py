@@ -20,6 +20,7 @@ from model.train.asked import shape
 from model.train.board import Board
 from model.train.card import Labels, RunFacts, read_about, without_places
 from model.train.diverged import Diverged
+from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
 from model.train.material import gather
@@ -58,9 +59,13 @@ class Run:
         self.resumes = self._must_resume()
         self.ranks.must_share(options.windows)
         self.device = choose_device(options.device)
-        asked = shape(options)
-        self.material = self.ranks.in_turn(lambda: gather(options, asked.context, self.work))
-        self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+        self.base = base_of(options, self.work, resumes=self.resumes)
+        if self.base:
+            settle(options, self.base)
+        asked = self.base.shape if self.base else shape(options)
+        window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
+        self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
+        self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = self._first_decoder().to(self.device)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.limits = limits = Limits(
@@ -87,6 +92,7 @@ class Run:
             self._go_on()
         elif self.ranks.is_first:
             remove_snapshots(self.work)
+            start_anew(self.base, self.work)
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
         size = self.decoder.n_params
         print(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step), flush=True)
@@ -94,6 +100,8 @@ class Run:
             with self.loop.stop.caught():
                 if self.ranks.is_first:
                     with self._report() as report:
+                        if self.base and not self.resumes:
+                            report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
                         self.loop.run(report)
                     self.loop.save_or_warn()
                     self._finish(report)
@@ -112,7 +120,9 @@ class Run:
         return found and bool(options.resume)
 
     def _first_decoder(self) -> Decoder:
-        """What the run begins from."""
+        """What the run begins from; for one that goes on, room for what its snapshot holds."""
+        if self.base:
+            return Decoder(self.shape) if self.resumes else self.base.decoder(self.device)
         return Decoder(self.shape).initialise(self.options.seed)
 
     def _learner(self) -> Learner:
@@ -130,6 +140,8 @@ class Run:
     def _start(self, limits: Limits) -> Position:
         """What must be the same when the run goes on, and what may change."""
         flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _DECISIVE}
+        if self.base:
+            flags |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
         return Position(
             step=0,
             seconds=0.0,
@@ -158,8 +170,9 @@ class Run:
     def _report(self) -> Report:
         options, material = self.options, self.material
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
+        model = Path(options.init).name if self.base else options.preset
         outline = Outline(
-            title=f"{options.preset}, {describe_size(self.decoder.n_params)} parameters",
+            title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
             measured=material.measured,
             bytes_per_target=material.bytes_per_target(GLANCE),
             rates=rates,
@@ -182,13 +195,15 @@ class Run:
             print(f"--- {sample.joined}\n", flush=True)
         report.finish(bits, samples)
         facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
-        write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, drawing=drawing)
+        base = self.base
+        write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, drawing=drawing, base=base)
         print(closing(self.out, facts), flush=True)
 
     def _facts(self, exported: str, bits: float, unseen: Mapping[str, float]) -> RunFacts:
         loop, material, options = self.loop, self.material, self.options
         return RunFacts(
             command=self.command,
+            start=f"fine-tuned from `{Path(options.init).name}`" if self.base else "trained from scratch",
             device=describe(self.device),
             seed=options.seed,
             steps=loop.step,
