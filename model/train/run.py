@@ -23,6 +23,7 @@ from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
 from model.train.material import gather
+from model.train.mfu import flops_per_token, peak_flops
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.position import Position
@@ -167,11 +168,14 @@ class Run:
         options, material = self.options, self.material
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
         model = Path(options.init).name if self.base else options.preset
+        peak = peak_flops(self.device, self.objective.dtype)
         outline = Outline(
             title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
             measured=material.measured,
             bytes_per_target=material.bytes_per_target(GLANCE),
             rates=rates,
+            flops_per_token=flops_per_token(self.shape, material.row_tokens),
+            peak_flops=None if peak is None else peak * self.ranks.size,
         )
         return Report(self.out, outline, start_step=self.loop.step, report_seconds=options.report_seconds)
 
