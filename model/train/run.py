@@ -24,6 +24,7 @@ from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
 from model.train.material import gather
+from model.train.mfu import flops_per_token, peak_flops
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.outline import Outline
@@ -171,11 +172,14 @@ class Run:
         options, material = self.options, self.material
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
         model = Path(options.init).name if self.base else options.preset
+        peak = peak_flops(self.device, self.objective.dtype)
         outline = Outline(
             title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
             measured=material.measured,
             bytes_per_target=material.bytes_per_target(GLANCE),
             rates=rates,
+            flops_per_token=flops_per_token(self.shape, material.row_tokens),
+            peak_flops=None if peak is None else peak * self.ranks.size,
         )
         start, seconds = self.loop.step, options.report_seconds
         return Report(self.out, outline, start_step=start, report_seconds=seconds, board=self.board)
