@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +23,14 @@ from model.train.position import Position
 from model.train.progress import Progress, tell
 from model.train.ranks import Ranks
 from model.train.report import Report
+from model.train.sample import Drawing, Sample, draw_samples
 from model.train.schedule import Limits, Schedule
 from model.train.snapshot import newest_snapshot, save_snapshot
 from model.train.stop import Interrupted, Stop
 
 GLANCE = 40_000
 """Held-out targets of a measurement on the way; the last one takes all there are."""
+_SAMPLE_TOKENS = 48
 _MEASUREMENTS = 20
 """Over the whole run, evenly: which steps they follow depends on nothing but the run's length."""
 
@@ -47,11 +49,12 @@ class Loop:
         start: Position,
         folder: Path,
         save_seconds: float,
+        drawing: Drawing,
     ) -> None:
-        """start: what the snapshots are to say of the run, at step 0. folder: where they go."""
+        """start: what the snapshots are to say of the run, at step 0. folder: where they go. drawing: of samples."""
         self.material, self.learner, self.ranks = material, learner, ranks
         self.schedule, self.limits, self.start = schedule, limits, start
-        self.folder, self.save_seconds = folder, save_seconds
+        self.folder, self.save_seconds, self.drawing = folder, save_seconds, drawing
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
         self._is_saved = False
@@ -89,6 +92,8 @@ class Loop:
                 self._measure(report)
             if signal_number:
                 raise Interrupted(signal_number)
+            if report:
+                report.sample(self._draw_samples)
             if now - last_save >= self.save_seconds:
                 self._save_or_warn()
                 last_save = time.monotonic()
@@ -107,7 +112,11 @@ class Loop:
 
     def bits_per_byte_of_all(self) -> float:
         """The same of all of it, which may take minutes. Raises Interrupted."""
-        return self.learner.objective.bits_per_byte(self._until_stopped(), self.material.tokenizer.bytes_of)
+        return self.bits_per_byte_of(self.material.held_out)
+
+    def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
+        """The same of any text. Raises Interrupted."""
+        return self.learner.objective.bits_per_byte(self._until_stopped(batches), self.material.tokenizer.bytes_of)
 
     def position(self) -> Position:
         """Where the run stands."""
@@ -171,6 +180,12 @@ class Loop:
             self.best.consider(self.learner.decoder, self.step, bits)
         report.held_out(self.step, bits)
 
+    def _draw_samples(self) -> list[Sample]:
+        """Of the weights that would be exported."""
+        tokenizer, prompts = self.material.tokenizer, self.material.prompts
+        with self.learner.averaged():
+            return draw_samples(self.learner.decoder, tokenizer, prompts, _SAMPLE_TOKENS, self.drawing)
+
     def _progress(self, loss: float, norm: float, lr_factor: float) -> Progress:
         return Progress(
             step=self.step,
@@ -192,9 +207,9 @@ class Loop:
         if self.ranks.size == 1:
             self.stop.obey()
 
-    def _until_stopped(self) -> Iterator[Batch]:
-        """What is held out. Where the last step could not be saved, a signal would lose it: the result comes first."""
-        for batch in self.material.held_out:
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches. Where the last step could not be saved, a signal would lose it: the result comes first."""
+        for batch in batches:
             if self._is_saved:
                 self._breathe()
             yield batch
