@@ -15,6 +15,8 @@ from model.train.vocabulary import KINDS
 
 LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 """Any of them says how long to train."""
+AUTO = "auto"
+"""The preset that depends on text, device and time."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,7 +76,11 @@ def _add_data(p: argparse.ArgumentParser) -> None:
 
 def _add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "--preset", type=_preset, default="small", metavar="NAME", help=f"{', '.join(PRESET_NAMES)} (default: small)"
+        "--preset",
+        type=_preset,
+        default="small",
+        metavar="NAME",
+        help=f"{', '.join(PRESET_NAMES)}, or auto: by the text, the device and --max-minutes (default: small)",
     )
     p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
     p.add_argument("--context", type=_count, help="longest sequence in tokens (default: the preset's)")
@@ -125,6 +131,7 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the computation")
     p.add_argument("--export-dtype", choices=DTYPES, help=f"of the weights written (default: {told('export_dtype')})")
+    p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")
@@ -133,11 +140,12 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
 
 
 def _preset(name: str) -> str:
-    if name in PRESET_NAMES:
+    names = (*PRESET_NAMES, AUTO)
+    if name in names:
         return name
-    near = difflib.get_close_matches(name, PRESET_NAMES, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     meant = f", did you mean {near[0]}?" if near else ";"
-    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(PRESET_NAMES)}")
+    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
 
 
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
