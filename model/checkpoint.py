@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from model.config import ConfigError, ModelConfig
 from model.families.layout import Family
@@ -80,8 +81,8 @@ def load_config(directory: Path) -> ModelConfig:
 def weights_files(
     decoder: Decoder, *, dtype: torch.dtype, eos_id: int | None, generation: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """The files of a weights directory without its tokenizer: name -> content."""
-    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in decoder.state_dict().items()}
+    """The files of a weights directory without its tokenizer: name -> content. Raises CheckpointError."""
+    state = stored_state(decoder, dtype)
     raw = write_config(decoder.config, str(dtype).removeprefix("torch."), eos_id)
     tokens = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
     return {
@@ -89,6 +90,16 @@ def weights_files(
         "generation_config.json": _json_bytes({**tokens, **generation}),
         WEIGHTS_FILE: save(family_of(decoder.config).save(decoder.config, state), metadata={"format": "pt"}),
     }
+
+
+def stored_state(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The decoder's tensors as a file holds them. Raises CheckpointError where `dtype` has no such numbers."""
+    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in decoder.state_dict().items()}
+    for name, tensor in state.items():
+        if not torch.isfinite(torch.stack(tensor.aminmax())).all():
+            kind = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} has numbers too large for {kind}; write bfloat16 (--export-dtype bfloat16)")
+    return state
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any], Family, ModelConfig]:

@@ -184,7 +184,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` as it continues a text (see `strips_first_space`); bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.bytes_of[token] for token in ids).decode("utf-8", errors="replace")
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def written(self, ids: Iterable[int]) -> bytes:
         """The whole text of `ids`, from its start, with the names of special tokens: what encode() would read again."""

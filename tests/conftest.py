@@ -24,6 +24,7 @@ import pytest
 import torch
 from fake_compiler import compiled
 from hypothesis import HealthCheck, settings
+from longest import LONGEST
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
 from promise import Promise
@@ -52,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--nightly: the tests that repeat something run many times as long."""
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
     parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +136,7 @@ class Server:
         """Whether all these words come to the log behind so many characters: a thread of its own writes it, later."""
         return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 30.0) -> bool:
         """Polls until `condition` holds or the time is over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -80,10 +80,10 @@ def family_name(case: str) -> str:
     return case.partition("-")[0]
 
 
-def their_model(case: str) -> Any:
+def their_model(case: str, **changes: Any) -> Any:
     """Theirs, every parameter loud: biases that are 0 and norms that are 1 would hide a mistake."""
     config_class, model_class = CLASSES[family_name(case)]
-    model = model_class(config_class(**_COMMON, **CASES[case])).eval()
+    model = model_class(config_class(**{**_COMMON, **CASES[case], **changes})).eval()
     generator = torch.Generator().manual_seed(sorted(CASES).index(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,9 +94,9 @@ def their_model(case: str) -> Any:
     return model
 
 
-def save_theirs(case: str, directory: Path) -> Any:
+def save_theirs(case: str, directory: Path, **changes: Any) -> Any:
     """Writes their model to `directory`, and returns it."""
-    model = their_model(case)
+    model = their_model(case, **changes)
     model.save_pretrained(directory)
     return model
 

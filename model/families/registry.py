@@ -23,6 +23,11 @@ def read_config(raw: Raw) -> tuple[Family, ModelConfig]:
     family = _FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(SUPPORTED)}")
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            "the weights are quantised (quantization_config), which is not supported; take the float32, float16 or "
+            "bfloat16 ones"
+        )
     try:
         return family, _read(family, raw)
     except ConfigError:

@@ -20,7 +20,7 @@ _SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
 def shape(options: argparse.Namespace) -> ModelConfig:
     """The preset with the flags' changes; how many tokens the tokenizer really has shows later. Raises ConfigError."""
     base = preset(options.preset, options.arch)
-    _check_sources(options, has_encoder=base.n_encoder_layers > 0)
+    check_sources(options, f"preset {options.preset}", has_encoder=base.n_encoder_layers > 0)
     if not any(getattr(options, name) for name in LIMITS):
         raise ConfigError("say how long to train: --max-minutes, --epochs, --tokens or --steps")
     least, what = (
@@ -51,11 +51,12 @@ def sources(options: argparse.Namespace, names: Sequence[str]) -> Sources:
     return Sources(names, text_key=options.text_key, without=Path(options.out))
 
 
-def _check_sources(options: argparse.Namespace, *, has_encoder: bool) -> None:
+def check_sources(options: argparse.Namespace, model: str, *, has_encoder: bool) -> None:
+    """Whether there is something to learn from in the form that `model` reads. Raises ConfigError."""
     if has_encoder and not options.pairs:
-        raise ConfigError(f"preset {options.preset} has an encoder, which reads sources: use --pairs FILE.tsv")
+        raise ConfigError(f"{model} has an encoder, which reads sources: use --pairs FILE.tsv")
     if options.pairs and not has_encoder:
-        raise ConfigError(f"preset {options.preset} has no encoder to read sources: use --data, or --preset cross")
+        raise ConfigError(f"{model} has no encoder to read sources: use --data, or --preset cross")
     if options.pairs and options.data:
         raise ConfigError("--data and --pairs exclude one another: preset cross learns from --pairs")
     if not options.pairs and not options.data:

@@ -36,7 +36,7 @@ class Choice:
     reason: str
 
 
-def settle(options: argparse.Namespace, *, follows: bool = False) -> None:
+def settle_size(options: argparse.Namespace, *, follows: bool = False) -> None:
     """Puts a size in the place of auto, and says which; of a run that goes on the one that it has.
 
     follows: take what another process of this run has chosen. Raises ConfigError, DataError and TokenizerError.

@@ -18,6 +18,8 @@ class RunFacts:
     """What a finished run knows about itself."""
 
     command: str
+    start: str
+    """What the weights were before: "trained from scratch" or "fine-tuned from ..."."""
     device: str
     seed: int
     steps: int
@@ -45,7 +47,7 @@ def model_card(
     shape = "\n".join(f"| {what} | {text} |" for what, text in shape_lines(config))
     return f"""# Model card
 
-{kind} of {describe_size(n_params)} parameters, trained from scratch by `python -m model.train`.
+{kind} of {describe_size(n_params)} parameters, {facts.start} by `python -m model.train`.
 
 {facts.about or _ABOUT}
 

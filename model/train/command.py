@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.auto import settle
+from model.train.auto import settle_size
 from model.train.diverged import Diverged
 from model.train.forecast import forecast
 from model.train.options import parse
@@ -29,11 +29,11 @@ def run(argv: Sequence[str]) -> int:
     try:
         ranks = join(device=options.device)
         if options.dry_run:
-            settle(options)
+            settle_size(options)
             forecast(options)
             return 0
         with _quiet_unless(ranks.is_first), _alone(options, ranks):
-            ranks.in_turn(lambda: settle(options, follows=not ranks.is_first))
+            ranks.in_turn(lambda: settle_size(options, follows=not ranks.is_first))
             Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
         return _failed(error, 2)

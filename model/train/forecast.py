@@ -13,6 +13,7 @@ from model.describe import Line, describe_bytes, describe_size
 from model.device import choose_device, describe, free_memory
 from model.train.amount import Amount, amount_of
 from model.train.asked import shape
+from model.train.init import base_of, settle
 from model.train.place import free_bytes
 from model.train.sizes import Sizes, parts, sizes
 from model.train.speed import Speed, measure
@@ -28,9 +29,12 @@ class DoesNotFit(ValueError):
 
 def forecast(options: argparse.Namespace) -> None:
     """Prints a table. Raises DoesNotFit after it, and what bad input raises."""
-    device, asked = choose_device(options.device), shape(options)
-    amount = amount_of(options, asked.context)
-    asked = replace(asked, vocab_size=amount.vocab_size)
+    device, base = choose_device(options.device), base_of(options, Path(options.out), resumes=False)
+    if base:
+        settle(options, base)
+    asked = base.shape if base else shape(options)
+    amount = amount_of(options, options.context or asked.context, base.tokenizer if base else None)
+    asked = asked if base else replace(asked, vocab_size=amount.vocab_size)
     with torch.device("meta"):
         decoder = Decoder(asked)
     need = sizes(decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)

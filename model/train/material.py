@@ -72,22 +72,32 @@ class Material:
 def gather(options: argparse.Namespace, context: int, cache: Path, tokenizer: Tokenizer | None = None) -> Material:
     """What the flags name, in the form that they name. cache: where running text keeps its tokens.
 
-    tokenizer: one that is there already, for running text. Raises ConfigError, DataError, TokenizerError and
+    tokenizer: one that is there already. Raises ConfigError, DataError, TokenizerError and
     CheckpointError.
     """
     words, rows, seed = vocabulary(options), options.windows, options.seed
+    most_tokens = words.size if tokenizer is None else None
     read, apart, share = (
         sources(options, options.pairs or options.data),
         sources(options, options.unseen),
         options.held_out,
     )
     if options.pairs:
-        pairs = of_pairs(read, vocabulary=words, context=context, held_out_share=share)
-        return material_of_rows(pairs, words.size, rows=rows, seed=seed)
+        pairs = of_pairs(read, vocabulary=words, context=context, held_out_share=share, tokenizer=tokenizer)
+        return material_of_rows(pairs, most_tokens, rows=rows, seed=seed)
     if options.per_line:
-        lines = of_lines(read, vocabulary=words, from_end=options.lines_from_end, context=context, held_out_share=share)
-        return material_of_rows(lines, words.size, rows=rows, seed=seed)
-    straighten = 0.5 if options.straighten is None else options.straighten
+        lines = of_lines(
+            read,
+            vocabulary=words,
+            from_end=options.lines_from_end,
+            context=context,
+            held_out_share=share,
+            tokenizer=tokenizer,
+        )
+        return material_of_rows(lines, most_tokens, rows=rows, seed=seed)
+    # A model that has read more than this text knows both kinds of quotes, and the text stays as it is.
+    usual = 0.5 if tokenizer is None else 0.0
+    straighten = usual if options.straighten is None else options.straighten
     corpus = prepare(
         read,
         cache,
@@ -97,7 +107,7 @@ def gather(options: argparse.Namespace, context: int, cache: Path, tokenizer: To
         unseen=apart if options.unseen else None,
         tokenizer=tokenizer,
     )
-    return _material_of_text(corpus, words.size, context=context, rows=rows, seed=seed)
+    return _material_of_text(corpus, most_tokens, context=context, rows=rows, seed=seed)
 
 
 def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: int) -> Material:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 
 from model.arguments import OneLineParser
 from model.presets import ARCHS, PRESET_NAMES
-from model.train.recipes import DTYPES, OPTIMIZERS, recipe, told
+from model.train.recipes import DTYPES, FINE_TUNING, OPTIMIZERS, recipe, told
 from model.train.schedule import SHAPES
 from model.train.vocabulary import KINDS
 
+_SHAPE = ("preset", "arch", "n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
+_BROUGHT = (*_SHAPE, "vocab_size", "tokenizer", "end_token")
+_USUAL_PRESET = "small"
 LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 """Any of them says how long to train."""
 AUTO = "auto"
@@ -21,10 +24,16 @@ AUTO = "auto"
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The flags, with the preset's recipe where there are none. Ends the program on unknown ones."""
-    options = _parser().parse_args(arguments)
-    defaults = dataclasses.asdict(recipe(options.preset))
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.init and (given := [name for name in _BROUGHT if getattr(options, name) is not None]):
+        named = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+        flags = ", ".join(named[name] for name in given)
+        parser.error(f"{flags} and --init contradict one another: the model brings its shape and tokenizer")
+    options.preset = options.preset or _USUAL_PRESET
+    defaults = dataclasses.asdict(FINE_TUNING if options.init else recipe(options.preset))
     if any(getattr(options, name) for name in LIMITS):
-        defaults["steps"] = None
+        defaults["steps"] = defaults["epochs"] = None
     if (options.optimizer or defaults["optimizer"]) == "adamw":
         defaults["lr"] = defaults["lr_alone"]
     for name, value in defaults.items():
@@ -76,14 +85,20 @@ def _add_data(p: argparse.ArgumentParser) -> None:
 
 def _add_shape(p: argparse.ArgumentParser) -> None:
     p.add_argument(
+        "--init", metavar="DIR", help="go on from these weights: ours, or a Hugging Face directory with its tokenizer"
+    )
+    p.add_argument(
         "--preset",
         type=_preset,
-        default="small",
         metavar="NAME",
-        help=f"{', '.join(PRESET_NAMES)}, or auto: by the text, the device and --max-minutes (default: small)",
+        help=f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes (default: {_USUAL_PRESET})",
     )
     p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
-    p.add_argument("--context", type=_count, help="longest sequence in tokens (default: the preset's)")
+    p.add_argument(
+        "--context",
+        type=_count,
+        help="longest sequence in tokens (default: the preset's); with --init of training (default: up to 512)",
+    )
     p.add_argument("--layers", dest="n_layers", metavar="N", type=_count, help="blocks; of an encoder as many")
     p.add_argument("--width", type=_count, help="size of the residual stream; the feed-forward follows")
     p.add_argument("--heads", dest="n_heads", metavar="N", type=_count, help="query heads; they share the width")
@@ -93,15 +108,23 @@ def _add_shape(p: argparse.ArgumentParser) -> None:
 
 def _add_schedule(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-minutes", type=_positive, help="train this long; the learning rate follows")
-    p.add_argument("--epochs", type=_positive, help="train this many times over the text")
+    p.add_argument("--epochs", type=_positive, help="train this many times over the text (default with --init: 3)")
     p.add_argument("--tokens", type=_count, help="train on this many tokens")
     p.add_argument("--steps", type=_count, help=f"train this many steps (default: {told('steps')})")
-    p.add_argument("--windows", type=_count, help=f"windows, lines or pairs a step (default: {told('windows')})")
-    p.add_argument("--micro-windows", type=_count, help="how many of them at once (default: about 1,024 tokens)")
-    p.add_argument("--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')})")
-    p.add_argument("--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')})")
     p.add_argument(
-        "--lr", type=_positive, help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')})"
+        "--windows", type=_count, help=f"windows, lines or pairs a step (default: {told('windows')}; --init: 8)"
+    )
+    p.add_argument("--micro-windows", type=_count, help="how many of them at once (default: about 1,024 tokens)")
+    p.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')}; --init: adamw)"
+    )
+    p.add_argument(
+        "--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.002)"
+    )
+    p.add_argument(
+        "--lr",
+        type=_positive,
+        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 0.05 / width)",
     )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
     p.add_argument(
@@ -110,7 +133,7 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
         default="linear",
         help="how the learning rate falls (default: linear)",
     )
-    p.add_argument("--warm-up", metavar="STEPS", type=_whole, default=100, help="until it is whole (default: 100)")
+    p.add_argument("--warm-up", metavar="STEPS", type=_whole, help="until it is whole (default: 100; --init: 10)")
     p.add_argument(
         "--warm-down",
         metavar="SHARE",
@@ -129,8 +152,12 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
 
 def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="of the computation")
-    p.add_argument("--export-dtype", choices=DTYPES, help=f"of the weights written (default: {told('export_dtype')})")
+    p.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the computation")
+    p.add_argument(
+        "--export-dtype",
+        choices=DTYPES,
+        help=f"of the weights written (default: {told('export_dtype')}; --init: as they were)",
+    )
     p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")

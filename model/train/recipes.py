@@ -11,8 +11,9 @@ from model.train.vocabulary import Kind
 
 Optimizer = Literal["muon", "adamw"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+"""Of weights on disk; float16 is none to train in, its smallest numbers are too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +27,18 @@ class Recipe:
     """Whether a line's first token is told from an end token, as one after an empty prompt is; no flag."""
     optimizer: Optimizer = "muon"
     matrix_lr: float = 0.02
-    lr: float = 0.004
+    lr: float | None = 0.004
     """Of the parameters that Muon leaves to AdamW."""
-    lr_alone: float = 0.001
+    lr_alone: float | None = 0.001
     """The default of --lr where AdamW has everything: 0.004 learnt badly after a norm (textbook, width 128)."""
     windows: int = 16
-    export_dtype: Dtype = "bfloat16"
+    warm_up: int = 100
+    """Steps until the learning rate is whole."""
+    export_dtype: Dtype | None = "bfloat16"
     steps: int | None = None
     """Where nothing else says how long to train."""
+    epochs: float | None = None
+    """The same."""
     greedy: bool = False
     """Whether the model's answers have one right form, so that serving takes the likeliest token; no flag."""
 
@@ -54,6 +59,13 @@ _RECIPES = {
     ),
     "cross": Recipe(windows=64, greedy=True, steps=2000),
 }
+
+# AdamW and not Muon: what is good in those weights are a few large directions of each matrix, and Muon moves all
+# directions alike. Rate and number format depend on the model (see Base in init.py).
+FINE_TUNING = Recipe(
+    optimizer="adamw", lr=None, lr_alone=None, matrix_lr=0.002, windows=8, warm_up=10, export_dtype=None, epochs=3.0
+)
+"""Of a run that goes on from weights."""
 
 
 def recipe(preset: str) -> Recipe:

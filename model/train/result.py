@@ -16,6 +16,7 @@ from model.manifest import MANIFEST_FILE, manifest_file
 from model.presence import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
 from model.train.card import RunFacts, model_card
+from model.train.init import Base
 from model.train.sample import Drawing, Prompt, sample_text
 from model.transformer import Decoder
 
@@ -32,12 +33,11 @@ def write_result(
     *,
     prompts: Sequence[Prompt],
     greedy: bool,
+    base: Base | None,
 ) -> None:
     """Writes a directory that serves, and prints the samples. Raises CheckpointError."""
     drawing = _GREEDY if greedy else _LIVELY
-    generation = {"do_sample": False} if greedy else {"do_sample": True, **asdict(drawing)}
-    files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
-    files |= {name: content.encode() for name, content in tokenizer.files().items()}
+    files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, drawing)
     ids = tokenizer.encode(" ".join(prompt.text for prompt in prompts))
     # A vocabulary of few words may know none of the prompts'.
     golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
@@ -49,3 +49,10 @@ def write_result(
     card = model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()
     # The manifest comes last: until it is there, whoever looks at the directory sees that it is not whole.
     write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
+
+
+def _new_files(decoder: Decoder, tokenizer: Tokenizer, dtype: torch.dtype, drawing: Drawing) -> dict[str, bytes]:
+    """Weights, tokenizer and sampling defaults of a model that had none."""
+    generation = {"do_sample": True, **asdict(drawing)} if drawing.temperature else {"do_sample": False}
+    files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
+    return files | {name: content.encode() for name, content in tokenizer.files().items()}

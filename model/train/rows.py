@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model.tokenizer import Tokenizer
+from model.tokenizer import Tokenizer, TokenizerError
 from model.train.batch import Example
 from model.train.hold_out import held_out_rows
 from model.train.sample import Prompt
 from model.train.sources import Line, Sources, read_lines
 from model.train.text_file import DataError
-from model.train.vocabulary import END, Vocabulary, started
+from model.train.token_cache import separator
+from model.train.vocabulary import Vocabulary, started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,31 +40,49 @@ class Rows:
 
 
 def of_lines(
-    sources: Sources, *, vocabulary: Vocabulary, from_end: bool, context: int, held_out_share: float = 0.01
+    sources: Sources,
+    *,
+    vocabulary: Vocabulary,
+    from_end: bool,
+    context: int,
+    held_out_share: float = 0.01,
+    tokenizer: Tokenizer | None = None,
 ) -> Rows:
     """Every line is a text, up to an end token and, where the decoder is to begin one, from an end token.
 
+    tokenizer: one that is there already; it stays as it is, and what it begins and ends a text with does so.
     Raises DataError and TokenizerError.
     """
     lines = read_lines(sources)
     keys = [_key(line.text) for line in lines]
     held_out = held_out_rows(keys, held_out_share)
-    tokenizer = vocabulary.train([line.text for line, key in zip(lines, keys, strict=True) if key not in held_out])
-    found = []
-    for line, key, ids in zip(lines, keys, tokenizer.encode_many([line.text for line in lines]), strict=True):
-        _require(ids != [END], line, "nothing stands before the end token")
+    learnt = [line.text for line, key in zip(lines, keys, strict=True) if key not in held_out]
+    used = tokenizer or vocabulary.train(learnt)
+    (first, last), found = _marks(used), []
+    for line, key, ids in zip(lines, keys, used.encode_many([line.text for line in lines]), strict=True):
+        _require(ids not in ([], [last]), line, "nothing stands before the end token")
         # None twice, as Tokenizer.encode() puts none before a text that has its own.
-        start, end = [END] * (from_end and ids[0] != END), [END] * (ids[-1] != END)
+        start, end = [first] * (from_end and ids[0] != first), [last] * (ids[-1] != last)
         tokens = [*start, *ids, *end]
         _require_room(len(tokens), context, line, "line with its start and end" if from_end else "line with its end")
-        found.append(Row(key=key, example=Example(tokens), prompt=_opening(tokenizer, tokens, vocabulary.end_token)))
-    if from_end:
-        tokenizer = started(tokenizer, vocabulary.end_token)
-    return Rows(noun="lines", found=found, held_out=held_out, tokenizer=tokenizer)
+        found.append(Row(key=key, example=Example(tokens), prompt=_opening(used, tokens, last)))
+    if from_end and tokenizer is None:
+        used = started(used, vocabulary.end_token)
+    return Rows(noun="lines", found=found, held_out=held_out, tokenizer=used)
 
 
-def of_pairs(sources: Sources, *, vocabulary: Vocabulary, context: int, held_out_share: float = 0.01) -> Rows:
-    """Every line is a source, a tab and its target. Raises DataError and TokenizerError."""
+def of_pairs(
+    sources: Sources,
+    *,
+    vocabulary: Vocabulary,
+    context: int,
+    held_out_share: float = 0.01,
+    tokenizer: Tokenizer | None = None,
+) -> Rows:
+    """Every line is a source, a tab and its target. tokenizer: as in of_lines().
+
+    Raises DataError and TokenizerError.
+    """
     lines = read_lines(sources)
     for line in lines:
         _require(line.text.count("\t") == 1, line, "a pair is a source, one tab and a target")
@@ -72,29 +91,36 @@ def of_pairs(sources: Sources, *, vocabulary: Vocabulary, context: int, held_out
     keys = list(map(_key, asked))
     held_out = held_out_rows(keys, held_out_share)
     learnt = [text for texts in (asked, told) for text, key in zip(texts, keys, strict=True) if key not in held_out]
-    tokenizer = vocabulary.train(learnt)
-    found = []
-    encoded = zip(tokenizer.encode_many(asked), tokenizer.encode_many(told), strict=True)
+    used = tokenizer or vocabulary.train(learnt)
+    (first, last), found = _marks(used), []
+    encoded = zip(used.encode_many(asked), used.encode_many(told), strict=True)
     for line, key, text, (source, target) in zip(lines, keys, asked, encoded, strict=True):
-        tokens = [END, *target, END]
+        tokens = [first, *target, last]
         _require_room(len(source), context, line, "source")
         _require_room(len(tokens), context, line, "target with its start and end")
-        prompt = Prompt(text=text, tokens=[END], source=source)
+        prompt = Prompt(text=text, tokens=[first], source=source)
         found.append(Row(key=key, example=Example(tokens, source), prompt=prompt))
-    tokenizer = started(tokenizer, vocabulary.end_token)
-    return Rows(noun="pairs", found=found, held_out=held_out, tokenizer=tokenizer)
+    used = used if tokenizer else started(used, vocabulary.end_token)
+    return Rows(noun="pairs", found=found, held_out=held_out, tokenizer=used)
 
 
 def _key(text: str) -> str:
     return " ".join(text.split())
 
 
-def _opening(tokenizer: Tokenizer, tokens: list[int], end_token: str) -> Prompt:
+def _marks(tokenizer: Tokenizer) -> tuple[int, int]:
+    """What a row begins with (what the tokenizer begins every text with, or else the end of another), and ends with."""
+    if tokenizer.eos_id is None:
+        raise TokenizerError("the model has no token that ends a text, and lines need one: leave --per-line out")
+    return separator(tokenizer)[-1], tokenizer.eos_id
+
+
+def _opening(tokenizer: Tokenizer, tokens: list[int], end: int) -> Prompt:
     """The question of a line "question <end> answer <end>", or the first half of one without such a middle."""
-    question = tokens.index(END, 1) + 1
+    question = tokens.index(end, 1) + 1
     if question < len(tokens):
         opening = tokens[:question]
-        return Prompt(text=f"{tokenizer.decode(opening).strip()} {end_token}", tokens=opening)
+        return Prompt(text=f"{tokenizer.decode(opening).strip()} {tokenizer.piece(end)}", tokens=opening)
     opening = tokens[: len(tokens) // 2]
     return Prompt(text=tokenizer.decode(opening).strip(), tokens=opening)
 

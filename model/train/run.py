@@ -19,17 +19,20 @@ from model.device import choose_device, choose_dtype, describe
 from model.train.asked import shape
 from model.train.card import RunFacts, read_about
 from model.train.diverged import Diverged
+from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
 from model.train.material import gather
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
+from model.train.place import require_room
 from model.train.position import Position
 from model.train.progress import python
 from model.train.ranks import Ranks
 from model.train.report import Outline, Report
 from model.train.result import write_result
 from model.train.schedule import Limits, Schedule
+from model.train.sizes import sizes
 from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
 from model.train.stop import Interrupted
 from model.train.text_file import DataError
@@ -60,10 +63,16 @@ class Run:
         self.about = read_about(options.about)
         self.resumes = self._must_resume()
         self.device = choose_device(options.device)
-        asked = shape(options)
-        self.material = self.ranks.in_turn(lambda: gather(options, asked.context, self.work))
-        self.shape = replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+        self.base = base_of(options, self.work, resumes=self.resumes)
+        if self.base:
+            settle(options, self.base)
+        asked = self.base.shape if self.base else shape(options)
+        window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
+        self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
+        self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = self._first_decoder().to(self.device)
+        need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+        require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         limits = Limits(steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes)
         self.loop = Loop(
@@ -86,11 +95,14 @@ class Run:
             self._go_on()
         elif self.ranks.is_first:
             remove_snapshots(self.work)
+            start_anew(self.base, self.work)
         params, corpus = describe_size(self.decoder.n_params), self.material.corpus
         print(f"{params} parameters on {describe(self.device)}; {corpus}; step {self.loop.step}", flush=True)
         try:
             with self.loop.stop.caught():
                 with self._report() as report:
+                    if self.base and not self.resumes and self.ranks.is_first:
+                        report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
                     self.loop.run(report)
                 self.loop.save_or_warn()
                 if self.ranks.is_first:
@@ -108,7 +120,9 @@ class Run:
         return found and bool(options.resume)
 
     def _first_decoder(self) -> Decoder:
-        """What the run begins from."""
+        """What the run begins from; for one that goes on, room for what its snapshot holds."""
+        if self.base:
+            return Decoder(self.shape) if self.resumes else self.base.decoder(self.device)
         return Decoder(self.shape).initialise(self.options.seed)
 
     def _learner(self) -> Learner:
@@ -126,6 +140,8 @@ class Run:
     def _start(self, limits: Limits) -> Position:
         """What must be the same when the run goes on, and what may change."""
         flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _DECISIVE}
+        if self.base:
+            flags |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
         return Position(
             step=0,
             seconds=0.0,
@@ -154,8 +170,9 @@ class Run:
     def _report(self) -> Report:
         options, material = self.options, self.material
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
+        model = Path(options.init).name if self.base else options.preset
         outline = Outline(
-            title=f"{options.preset}, {describe_size(self.decoder.n_params)} parameters",
+            title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
             measured=material.measured,
             bytes_per_target=material.bytes_per_target(GLANCE),
             rates=rates,
@@ -171,6 +188,7 @@ class Run:
             raise Diverged(f"the {material.measured} loss became {bits}", self.work)
         facts = RunFacts(
             command=self.command,
+            start=f"fine-tuned from `{Path(options.init).name}`" if self.base else "trained from scratch",
             device=describe(self.device),
             seed=options.seed,
             steps=loop.step,
@@ -186,6 +204,7 @@ class Run:
         )
         dtype = getattr(torch, options.export_dtype)
         prompts, greedy = material.prompts, options.greedy
-        write_result(self.out, self.decoder, material.tokenizer, facts, dtype, prompts=prompts, greedy=greedy)
+        tokenizer, base = material.tokenizer, self.base
+        write_result(self.out, self.decoder, tokenizer, facts, dtype, prompts=prompts, greedy=greedy, base=base)
         print(f"{material.measured} bits per byte {bits:.4f} after {loop.step} steps, {loop.seconds / 60:.1f} minutes")
         print(f"serve it: {python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)

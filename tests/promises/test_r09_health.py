@@ -121,7 +121,7 @@ def test_no_load_makes_health_flip(tmp_path: Path, weights: Path, promise: Promi
     """Ten times as many requests as run at once, prompts long and short, and the shortest silence there is."""
     flags = ("--engine-silence", "1", "--max-running", "16")
     server = start_server(tmp_path, weights, *flags, fake_ms=5)
-    seconds = promise.size(10, 600)
+    seconds = promise.size(6, 600)
     deadline = time.monotonic() + seconds
     try:
         flips, looks = [], 0

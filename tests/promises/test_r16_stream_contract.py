@@ -226,7 +226,7 @@ def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, wei
         time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)
     good = _is_error(answers, "unavailable_error")
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
 
 

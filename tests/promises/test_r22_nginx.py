@@ -44,7 +44,7 @@ def _nginx(folder: Path, server: Server, extra: str = "") -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _answers(url: str) -> bool:
