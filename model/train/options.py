@@ -18,6 +18,8 @@ _BROUGHT = (*_SHAPE, "vocab_size", "tokenizer", "end_token")
 _USUAL_PRESET = "small"
 LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 """Any of them says how long to train."""
+AUTO = "auto"
+"""The preset that depends on text, device and time."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +88,10 @@ def _add_shape(p: argparse.ArgumentParser) -> None:
         "--init", metavar="DIR", help="go on from these weights: ours, or a Hugging Face directory with its tokenizer"
     )
     p.add_argument(
-        "--preset", type=_preset, metavar="NAME", help=f"{', '.join(PRESET_NAMES)} (default: {_USUAL_PRESET})"
+        "--preset",
+        type=_preset,
+        metavar="NAME",
+        help=f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes (default: {_USUAL_PRESET})",
     )
     p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
     p.add_argument(
@@ -153,6 +158,7 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help=f"of the weights written (default: {told('export_dtype')}; --init: as they were)",
     )
+    p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")
@@ -164,11 +170,12 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
 
 
 def _preset(name: str) -> str:
-    if name in PRESET_NAMES:
+    names = (*PRESET_NAMES, AUTO)
+    if name in names:
         return name
-    near = difflib.get_close_matches(name, PRESET_NAMES, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     meant = f", did you mean {near[0]}?" if near else ";"
-    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(PRESET_NAMES)}")
+    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
 
 
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:

@@ -28,12 +28,14 @@ from model.train.mfu import flops_per_token, peak_flops
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.outline import Outline
+from model.train.place import require_room
 from model.train.position import Position
 from model.train.ranks import Ranks
 from model.train.report import Report
 from model.train.result import write_result
 from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Limits, Schedule
+from model.train.sizes import sizes
 from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
 from model.train.stop import Interrupted
 from model.train.summary import closing, opening
@@ -68,6 +70,8 @@ class Run:
         self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
         self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = self._first_decoder().to(self.device)
+        need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+        require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.limits = limits = Limits(
             steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes
