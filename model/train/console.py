@@ -35,13 +35,17 @@ class Console:
 
     def show(self, status: Status) -> None:
         """How far the run is; called after each step, shown when it is time to."""
-        self._newest = status
-        if self._bar:
-            self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
+        self.redraw(status)
         now = time.monotonic()
         if self._is_plain and now - self._said >= self._every:
             self._said = now
             self.say(plain_line(status))
+
+    def redraw(self, status: Status) -> None:
+        """The bar alone: the step was shown, and more is known of it."""
+        self._newest = status
+        if self._bar:
+            self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
 
     def say(self, text: str) -> None:
         """A line of its own. Whoever read them may have gone: the run goes on."""
