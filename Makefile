@@ -60,9 +60,10 @@ serve: install
 
 # JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
 # each other's way, and those that spin would starve the others. Tests of what threads change ask for their number.
+# The longest files come first, as tests/longest.py says; xdist itself would begin with those of the most tests.
 # JOBS=0: all in one process, as --pdb needs it.
 test: install
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 train: install
 	@test -n "$(DATA)" || { echo 'error: say what to train on: make train DATA="path ..."'; exit 2; }

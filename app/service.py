@@ -74,11 +74,6 @@ class Service:
         return self.served.tokenizer
 
     @property
-    def guides(self) -> GuideChecker:
-        """Of what is served now."""
-        return self.served.guides
-
-    @property
     def chat_template(self) -> ChatTemplate | None:
         """Of what is served now, where its weights bring one."""
         return self.served.chat_template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -23,6 +24,7 @@ import pytest
 import torch
 from fake_compiler import compiled
 from hypothesis import HealthCheck, settings
+from longest import LONGEST
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
 from promise import Promise
@@ -51,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--nightly: the tests that repeat something run many times as long."""
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
     parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +128,15 @@ class Server:
         assert found, f"no metric {name}"
         return float(found.group(1))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    def told(self) -> str:
+        """The whole lines of the log: the last one may be half written."""
+        return _whole_lines(self.log)
+
+    def tells(self, *words: str, since: int = 0) -> bool:
+        """Whether all these words come to the log behind so many characters: a thread of its own writes it, later."""
+        return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 30.0) -> bool:
         """Polls until `condition` holds or the time is over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -128,6 +144,22 @@ class Server:
                 return True
             time.sleep(0.02)
         return condition()
+
+
+_STARTED: list[subprocess.Popen[str]] = []
+"""Every service that start_server() has started and nobody has seen the end of."""
+
+
+@pytest.fixture(autouse=True)
+def servers_end_with_their_test() -> Iterator[None]:
+    """A test that fails between start_server() and stop_server() must not take the next one with it.
+
+    Services of modules and of the session were started before this fixture is, and end with their own.
+    """
+    before = list(_STARTED)
+    yield
+    for process in [process for process in _STARTED if process not in before]:
+        _kill(process)
 
 
 def start_server(
@@ -165,15 +197,30 @@ def start_server(
             text=True,
             preexec_fn=None if terminal is None else lambda: _hang_on(terminal),
         )
+    _STARTED.append(process)
+    try:
+        return _ready_server(process, log, wait=wait)
+    except BaseException:
+        _kill(process)
+        raise
+
+
+def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:
+    """As soon as it listens; with `wait`, as soon as it completes texts."""
     deadline = time.monotonic() + 60
-    while not (found := re.search(r"listening on (http://[^\s\"]+)", log.read_text())):
+    while not (found := re.search(r"listening on (http://[^\s\"]+)", _whole_lines(log))):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     server = Server(found.group(1), process, log)
     while wait and _status(server.url) != 200:
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+        time.sleep(0.02)
     return server
+
+
+def _whole_lines(log: Path) -> str:
+    whole, newline, _ = log.read_bytes().rpartition(b"\n")
+    return (whole + newline).decode()
 
 
 def _hang_on(terminal: int) -> None:
@@ -186,7 +233,24 @@ def stop_server(server: Server) -> int:
     """SIGTERM, and the exit code."""
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
-    return server.process.wait(timeout=60)
+    try:
+        return server.process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        _kill(server.process)
+        raise
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With its engines, of which one may be stopped."""
+    if process.poll() is None:
+        tasks = Path(f"/proc/{process.pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        process.kill()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+    process.wait()
+    _STARTED.remove(process)
 
 
 def is_clean(server: Server, seconds: float) -> bool:

@@ -351,4 +351,4 @@ def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: Played) -> None
             else:
                 process.send_signal(signal.SIGINT)
             assert process.stderr.read() == b""
-            assert process.wait(20) == (141 if leaves else 130)
+            assert process.wait(60) == (141 if leaves else 130)

@@ -62,11 +62,11 @@ def _fill(url: str, count: int) -> None:
 def test_a_log_that_nobody_reads_holds_neither_requests_nor_the_end(weights: Path) -> None:
     with _served(weights) as (process, url, _):
         _fill(url, BEFORE_FULL)
-        answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=5)
+        answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=30)
         assert answer.status_code == 200
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
         assert time.monotonic() - began < 5
 
 
@@ -76,7 +76,7 @@ def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, w
         _fill(url, BEFORE_FULL)
         faults.arm("engine.step", "raise", times=1)
         body = {"prompt": "x", "max_tokens": 3, "stream": False}
-        assert httpx.post(f"{url}/complete", json=body, timeout=15).status_code == 200  # by the next engine
+        assert httpx.post(f"{url}/complete", json=body, timeout=60).status_code == 200  # by the next engine
         assert not faults.is_armed("engine.step")
 
 
@@ -91,7 +91,7 @@ def test_a_second_signal_ends_at_once_although_nobody_reads(weights: Path) -> No
             process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=3) == 1
+            assert process.wait(timeout=10) == 1
 
 
 def test_a_reader_that_comes_back_gets_every_line(weights: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_reader_that_comes_back_gets_every_line(weights: Path) -> None:
         text = b""
         while part := os.read(log, 65536):
             text += part
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
         assert text.count(b'"/health/live"') == BEFORE_FULL
         assert all(line.startswith(b"{") and line.endswith(b"}") for line in text.splitlines())
 

@@ -128,14 +128,15 @@ def test_nothing_is_said_of_a_pace_that_nobody_knows_yet() -> None:
 def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(1000))
-    monkeypatch.setattr("model.train.report.time.monotonic", lambda: float(next(clock)))
+    now = [0.0]
+    monkeypatch.setattr("model.train.console.time.monotonic", lambda: now[0])
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
         for step in range(1, 21):
+            now[0] += 1
             report.step(progress(step))
         report.held_out(20, 1.5)
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert "\r" not in out and "\x1b" not in out
-    assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15 s left"
+    assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15s left"
     assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (a glance)"

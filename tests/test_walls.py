@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from longest import LONGEST
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
@@ -171,3 +172,8 @@ def test_every_public_thing_says_what_it_does() -> None:
         for node in (node for owner in owners for node in owner.body):
             if isinstance(node, kinds) and not node.name.startswith("_") and node.name not in ("forward", "collect"):
                 assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+
+
+def test_the_files_that_are_begun_first_are_there_once() -> None:
+    names = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [names.count(name) for name in LONGEST] == [1] * len(set(LONGEST))

@@ -60,7 +60,6 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             blocks_active=blocks.active,
-            blocks_cached=blocks.cached,
             blocks_total=self.pool.total,
             preemptions=self.preemptions,
             block_violations=self.block_violations,

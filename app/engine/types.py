@@ -110,7 +110,6 @@ class Counters(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     running: int = 0
     waiting: int = 0
     blocks_active: int = 0
-    blocks_cached: int = 0
     blocks_total: int = 0
     preemptions: int = 0
     block_violations: int = 0

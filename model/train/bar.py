@@ -50,16 +50,18 @@ class Bar:
         if now - self._last < _SECONDS or self._line_is_open or not _is_in_front(self.terminal):
             return
         self._last = now
-        with contextlib.suppress(OSError, ValueError):  # the window is gone: the run goes on
-            left, bar, right = line(os.get_terminal_size(self.terminal.fileno()).columns - 1)
-            self._write(f"{_ERASE}{left}{_BLUE}{bar}{_PLAIN}{right}\r")
-            self._is_drawn = True
+        try:
+            width = os.get_terminal_size(self.terminal.fileno()).columns - 1
+        except (OSError, ValueError):  # the window is gone: the run goes on
+            return
+        left, bar, right = line(width)
+        self._write(f"{_ERASE}{left}{_BLUE}{bar}{_PLAIN}{right}\r")
+        self._is_drawn = True
 
     def erase(self) -> None:
         """Leaves the line empty; the next drawing comes at once."""
         if self._is_drawn and _is_in_front(self.terminal):
-            with contextlib.suppress(OSError, ValueError):
-                self._write(_ERASE)
+            self._write(_ERASE)
         self._is_drawn, self._last = False, 0.0
 
     def write_above(self, stream: TextIO, text: str) -> int:
@@ -69,8 +71,9 @@ class Bar:
         return stream.write(text)
 
     def _write(self, text: str) -> None:
-        self.terminal.write(text)
-        self.terminal.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self.terminal.write(text)
+            self.terminal.flush()
 
 
 class _Above:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WIDEST_BAR = 30
-_NARROWEST_BAR = 8
+_NARROWEST_BAR = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def bar_line(status: Status, width: int, *, filled: str, empty: str) -> tuple[st
         if room >= _NARROWEST_BAR or not parts:
             break
         parts.remove(min(parts))
-    columns = max(0, min(room, _WIDEST_BAR))
+    columns = max(0, min(room, _WIDEST_BAR)) // 5 * 5  # so that it does not jump with every figure's length
     done = math.floor(columns * p.fraction)
     return percent[:width], filled * done + empty * (columns - done), text
 
@@ -94,9 +94,9 @@ def duration(seconds: float | None) -> str:
         return "?"
     whole = round(seconds)
     if whole < 60:
-        return f"{whole} s"
+        return f"{whole}s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes}m" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
 def tell(text: str) -> None:

@@ -5,21 +5,22 @@ The run tells each step and each measurement; what is shown where and when is de
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.train.bar import Bar, blocks, find_terminal
+from model.train.console import Console
+from model.train.curve import loss_curve
+from model.train.extra import write_extra
 from model.train.history import History
 from model.train.pace import Pace
-from model.train.progress import Progress, Status, bar_line, plain_line
+from model.train.progress import Progress, Status
 
 _RECORDS = 1000
+_CURVE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,63 +53,58 @@ class Report:
 
     def __init__(self, out: Path, outline: Outline, *, start_step: int, report_seconds: float) -> None:
         """start_step: the step of the snapshot that the run goes on from, or 0."""
-        self.outline = outline
+        self.outline, self.out = outline, out
         self.history = History(out / "log.jsonl", start_step=start_step)
-        self._every, self._said = report_seconds, time.monotonic()
+        self.console = Console(every=report_seconds)
         self._pace = Pace()
         self._status: Status | None = None
-        self._held_out = next((r["held_out"] for r in reversed(self.history.records) if r.get("held_out")), None)
+        records = self.history.records
+        self._held_out = next((r["held_out"] for r in reversed(records) if r.get("held_out")), None)
+        self._mark = self._marked(records[-1]["fraction"]) if records else -1
         self._losses: list[float] = []
         self._norms: list[float] = []
-        self._mark = self._marked(self.history.records[-1]["fraction"]) if self.history.records else -1
-        terminal = find_terminal()
-        self._bar = None if terminal is None else Bar(terminal)
-        self._blocks = ("#", ".") if terminal is None else blocks(terminal)
-        self._is_plain = self._bar is None or not (sys.stdout and sys.stdout.isatty())
+        self._drawn = time.monotonic()
 
     def __enter__(self) -> Report:
-        if self._bar:
-            self._bar.__enter__()
+        self.console.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.__exit__()
-            if self._status:
-                self.say(plain_line(self._status))
+        self.console.__exit__()
+        self.draw_curve()
 
     def step(self, progress: Progress) -> None:
         """One step of the optimiser is done."""
         self._pace.add(progress)
         self._losses.append(progress.loss)
         self._norms.append(progress.grad_norm)
-        self._status = status = self._look(progress)
+        self._status = self._look(progress)
         if self._marked(progress.fraction) > self._mark:
-            self._record(status)
-        if self._bar:
-            filled, empty = self._blocks
-            self._bar.draw(lambda width: bar_line(status, width, filled=filled, empty=empty))
-        now = time.monotonic()
-        if self._is_plain and now - self._said >= self._every:
-            self._said = now
-            self.say(plain_line(status))
+            self._record(self._status)
+        self.console.show(self._status)
+        if time.monotonic() - self._drawn >= _CURVE_SECONDS:
+            self.draw_curve()
 
     def held_out(self, step: int, bits: float, *, is_whole: bool = False) -> None:
         """Bits per byte were measured after `step`. is_whole: on all of the held-out text, not on a part."""
         of = "" if is_whole else " (a glance)"
-        self.say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f}{of}")
+        self.console.say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f}{of}")
         self._held_out = bits
         measured, records = {"held_out_whole" if is_whole else "held_out": bits}, self.history.records
         if self._status is not None:
             self._status = self._look(self._status.progress)
             self._record(self._status, **measured)
+            self.console.show(self._status)
         elif records and records[-1]["step"] == step:  # gone on from a snapshot of the very end
             self.history.add(records[-1] | measured)
 
-    def say(self, text: str) -> None:
-        """A line of its own. Whoever read them may have gone: the run goes on."""
-        with contextlib.suppress(OSError):
-            print(text, flush=True)
+    def draw_curve(self) -> None:
+        """loss.svg as of now."""
+        outline = self.outline
+        picture = loss_curve(self.history.records, title=outline.title, measured=outline.measured)
+        if picture is not None:
+            write_extra(self.out / "loss.svg", picture)
+        self._drawn = time.monotonic()
 
     def _look(self, progress: Progress) -> Status:
         pace, outline = self._pace, self.outline

@@ -80,8 +80,8 @@ def status_of(answer: bytes) -> int:
 
 
 def log_lines(server: Server) -> list[dict[str, Any]]:
-    """The lines of a log in JSON; fails where one is no JSON object."""
-    lines = server.log.read_text().splitlines()
+    """The lines of a log in JSON so far; fails where one is no JSON object."""
+    lines = server.told().splitlines()
     parsed = [json.loads(line) for line in lines]
     assert all(isinstance(line, dict) and {"time", "level", "message"} <= line.keys() for line in parsed)
     return parsed
@@ -90,6 +90,14 @@ def log_lines(server: Server) -> list[dict[str, Any]]:
 def request_lines(server: Server) -> list[dict[str, Any]]:
     """Those that tell of a request."""
     return [line for line in log_lines(server) if line["message"] == "request"]
+
+
+def line_of(server: Server, answer: httpx.Response) -> dict[str, Any]:
+    """The one line of this request, once it is written."""
+    request_id = answer.headers["x-request-id"]
+    assert server.tells(request_id)
+    (line,) = [line for line in request_lines(server) if line["request_id"] == request_id]
+    return line
 
 
 def is_alive(server: Server) -> bool:

@@ -1,4 +1,4 @@
-"""Clients that ask without a pause, through three doors, and keep what they were told."""
+"""Clients that ask again and again, through three doors, and keep what they were told."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ class Answer(NamedTuple):
 
 
 class SteadyLoad:
-    """`with SteadyLoad(url, clients=6) as load:` and look at `load.answers` and `load.failures` behind it."""
+    """`with SteadyLoad(url, clients=6) as load:` and look at `load.answers` and `load.failures` behind it.
 
-    def __init__(self, url: str, *, clients: int, max_tokens: int) -> None:
-        self._url = url
+    pause: seconds that each client takes between two requests, for engines that load beside it on few cores.
+    """
+
+    def __init__(self, url: str, *, clients: int, max_tokens: int, pause: float = 0.0) -> None:
+        self._url, self._pause = url, pause
         self._body = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "seed": 1}
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(place,)) for place in range(clients)]
@@ -55,6 +58,7 @@ class SteadyLoad:
                 try:
                     version, text = ask(client, {**self._body, "prompt": prompt})
                     self.answers.append(Answer(version[:16], prompt, text))
+                    self._over.wait(self._pause)
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     self._over.wait(0.05)

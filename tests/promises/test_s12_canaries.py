@@ -20,7 +20,7 @@ import httpx
 import pytest
 from arming import Faults
 from conftest import Server, stop_server
-from keyed import Keyring, exchange, keyed_server, log_lines, raw
+from keyed import Keyring, exchange, keyed_server, line_of, log_lines, raw
 from promise import Promise
 
 from app import logs
@@ -155,6 +155,8 @@ def test_no_canary_is_found_where_it_was_not_sent(watched: tuple[Server, Keyring
     for path in _DOORS:
         for body in _bodies(bobs):
             seen.append(httpx.post(f"{server.url}{path}", headers=ring.headers("bob"), json=body, timeout=60).text)
+    assert server.tells("InjectedFault")
+    line_of(server, httpx.get(f"{server.url}/v1/models", headers=ring.headers("bob")))  # what came before it is written
     log = server.log.read_text()
     found = canary.found_in(log) + bobs.found_in(log) + canary.found_in("".join(seen))
     lines = log_lines(server)
