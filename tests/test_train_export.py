@@ -45,7 +45,7 @@ def test_these_presets_have_a_family_that_others_know() -> None:
 def test_transformers_reads_the_result_as_we_do(
     tmp_path: Path, flags: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.train.result.sample_text", lambda *_, **__: "")
+    monkeypatch.setattr("model.train.sample.sample_text", lambda *_, **__: "")
     (tmp_path / "text.txt").write_text(TEXT * 3)
     size = ["--layers", "2", "--width", "64", "--heads", "4", "--steps", "8", "--export-dtype", dtype]
     assert main(["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *SMALL, *flags, *size]) == 0
