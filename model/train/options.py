@@ -124,7 +124,7 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--lr",
         type=_positive,
-        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 0.05 / width)",
+        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 4 / width^1.5)",
     )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
     p.add_argument(
