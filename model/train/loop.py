@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +23,14 @@ from model.train.position import Position
 from model.train.progress import Progress, tell
 from model.train.ranks import Ranks
 from model.train.report import Report
+from model.train.sample import Drawing, Sample, draw_samples
 from model.train.schedule import Limits, Schedule
 from model.train.snapshot import newest_snapshot, save_snapshot
 from model.train.stop import Interrupted, Stop
 
 GLANCE = 40_000
 """Held-out targets of a measurement on the way; the last one takes all there are."""
+_SAMPLE_TOKENS = 48
 _MEASUREMENTS = 20
 """Over the whole run, evenly: which steps they follow depends on nothing but the run's length."""
 
@@ -47,16 +49,32 @@ class Loop:
         start: Position,
         folder: Path,
         save_seconds: float,
+        drawing: Drawing,
     ) -> None:
-        """start: what the snapshots are to say of the run, at step 0. folder: where they go."""
+        """start: what the snapshots are to say of the run, at step 0. folder: where they go. drawing: of samples."""
         self.material, self.learner, self.ranks = material, learner, ranks
         self.schedule, self.limits, self.start = schedule, limits, start
-        self.folder, self.save_seconds = folder, save_seconds
+        self.folder, self.save_seconds, self.drawing = folder, save_seconds, drawing
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
+        self._is_saved = False
 
-    def run(self, report: Report) -> None:
-        """Trains to the end. Raises Diverged, and Interrupted between two steps' states."""
+    def run(self, report: Report | None = None) -> None:
+        """Trains to the end and saves; the first rank reports.
+
+        Raises Diverged, Interrupted once the state of the last whole step is saved, and CheckpointError where it
+        cannot be.
+        """
+        try:
+            self._learn(report)
+        except Interrupted:
+            self.save()
+            self.ranks.wait()  # a launcher ends all ranks as soon as one leaves
+            raise
+        self._save_or_warn()
+
+    def _learn(self, report: Report | None) -> None:
+        """From step to step: this is what training is."""
         started = last_save = time.monotonic()
         before, done = self.seconds, self.done
         while done < 1.0:
@@ -68,13 +86,16 @@ class Loop:
             now = time.monotonic()
             self.seconds, signal_number = self.ranks.agree(before + now - started, self.stop.number)
             earlier, done = done, self.done
-            report.step(self._progress(loss, norm, lr_factor))
-            if int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
+            if report:
+                report.step(self._progress(loss, norm, lr_factor))
+            if report and int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
                 self._measure(report)
             if signal_number:
                 raise Interrupted(signal_number)
+            if report:
+                report.sample(self._draw_samples)
             if now - last_save >= self.save_seconds:
-                self.save_or_warn()
+                self._save_or_warn()
                 last_save = time.monotonic()
 
     @property
@@ -91,7 +112,11 @@ class Loop:
 
     def bits_per_byte_of_all(self) -> float:
         """The same of all of it, which may take minutes. Raises Interrupted."""
-        return self.learner.objective.bits_per_byte(self._until_stopped(), self.material.tokenizer.bytes_of)
+        return self.bits_per_byte_of(self.material.held_out)
+
+    def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
+        """The same of any text. Raises Interrupted."""
+        return self.learner.objective.bits_per_byte(self._until_stopped(batches), self.material.tokenizer.bytes_of)
 
     def position(self) -> Position:
         """Where the run stands."""
@@ -126,29 +151,40 @@ class Loop:
 
     def save(self) -> None:
         """Raises CheckpointError where the disk is full, and Diverged where there is nothing worth saving."""
-        if self.ranks.is_first:
-            if not self.learner.is_finite() or not math.isfinite(self.bits_per_byte(1)):
-                raise Diverged(f"the weights are of no use after step {self.step}", self.folder)
-            best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
+        if not self.ranks.is_first:
+            return
+        if not self.learner.is_finite() or not math.isfinite(self.bits_per_byte(1)):
+            raise Diverged(f"the weights are of no use after step {self.step}", self.folder)
+        best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
+        self._is_saved = False
+        try:
             save_snapshot(self.folder, self.position(), self.learner.tensors() | best)
+        except CheckpointError as error:
+            older = newest_snapshot(self.folder)
+            stands = f"{older} stays the last one" if older else "there is none yet"
+            raise CheckpointError(f"no snapshot of step {self.step}, {stands}: {error}") from None
+        self._is_saved = True
 
-    def save_or_warn(self) -> None:
+    def _save_or_warn(self) -> None:
         """A full disk may have room again later, and hours of training are worth going on."""
         try:
             self.save()
         except CheckpointError as error:
-            older = newest_snapshot(self.folder)
-            stands = f"{older} stays the last one" if older else "there is no snapshot yet"
-            tell(f"warning: no snapshot of step {self.step} ({error}); training goes on, {stands}")
+            tell(f"warning: {error}; the run goes on")
 
     def _measure(self, report: Report) -> None:
         """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
         snapshot has measured what one without a break has."""
-        if self.ranks.is_first:
-            with self.learner.averaged():
-                bits = self.bits_per_byte(GLANCE)
-                self.best.consider(self.learner.decoder, self.step, bits)
-            report.held_out(self.step, bits)
+        with self.learner.averaged():
+            bits = self.bits_per_byte(GLANCE)
+            self.best.consider(self.learner.decoder, self.step, bits)
+        report.held_out(self.step, bits)
+
+    def _draw_samples(self) -> list[Sample]:
+        """Of the weights that would be exported."""
+        tokenizer, prompts = self.material.tokenizer, self.material.prompts
+        with self.learner.averaged():
+            return draw_samples(self.learner.decoder, tokenizer, prompts, _SAMPLE_TOKENS, self.drawing)
 
     def _progress(self, loss: float, norm: float, lr_factor: float) -> Progress:
         return Progress(
@@ -171,7 +207,9 @@ class Loop:
         if self.ranks.size == 1:
             self.stop.obey()
 
-    def _until_stopped(self) -> Iterator[Batch]:
-        for batch in self.material.held_out:
-            self._breathe()
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches. Where the last step could not be saved, a signal would lose it: the result comes first."""
+        for batch in batches:
+            if self._is_saved:
+                self._breathe()
             yield batch

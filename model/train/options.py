@@ -18,6 +18,8 @@ _BROUGHT = (*_SHAPE, "vocab_size", "tokenizer", "end_token")
 _USUAL_PRESET = "small"
 LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 """Any of them says how long to train."""
+AUTO = "auto"
+"""The preset that depends on text, device and time."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +88,10 @@ def _add_shape(p: argparse.ArgumentParser) -> None:
         "--init", metavar="DIR", help="go on from these weights: ours, or a Hugging Face directory with its tokenizer"
     )
     p.add_argument(
-        "--preset", type=_preset, metavar="NAME", help=f"{', '.join(PRESET_NAMES)} (default: {_USUAL_PRESET})"
+        "--preset",
+        type=_preset,
+        metavar="NAME",
+        help=f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes (default: {_USUAL_PRESET})",
     )
     p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
     p.add_argument(
@@ -119,7 +124,7 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--lr",
         type=_positive,
-        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 0.05 / width)",
+        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 4 / width^1.5)",
     )
     p.add_argument("--weight-decay", type=_not_negative, default=0.05, help="of the matrices (default: 0.05)")
     p.add_argument(
@@ -153,19 +158,24 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help=f"of the weights written (default: {told('export_dtype')}; --init: as they were)",
     )
+    p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")
+    p.add_argument("--license", metavar="ID", help="of the model, for the card's head: mit, cc0-1.0, ...")
+    p.add_argument("--language", metavar="CODE", help="of the text, for the card's head: en, pt-BR, ...")
+    p.add_argument("--tensorboard", action="store_true", help="also write event files into OUT/tensorboard")
     p.add_argument("--report-seconds", type=_positive, default=10.0, help="time between progress lines (default: 10)")
     p.add_argument("--save-seconds", type=_positive, default=300.0, help="time between snapshots (default: 300)")
 
 
 def _preset(name: str) -> str:
-    if name in PRESET_NAMES:
+    names = (*PRESET_NAMES, AUTO)
+    if name in names:
         return name
-    near = difflib.get_close_matches(name, PRESET_NAMES, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     meant = f", did you mean {near[0]}?" if near else ";"
-    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(PRESET_NAMES)}")
+    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
 
 
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
