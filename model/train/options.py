@@ -119,7 +119,7 @@ def _add_schedule(p: argparse.ArgumentParser) -> None:
         "--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')}; --init: adamw)"
     )
     p.add_argument(
-        "--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.002)"
+        "--matrix-lr", type=_positive, help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.01)"
     )
     p.add_argument(
         "--lr",
