@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
+from model.train.board import Board
 from model.train.history import History, read_records
+from model.train.outline import Outline
 from model.train.pace import Pace
 from model.train.progress import Progress
-from model.train.report import Outline, Report
+from model.train.report import Report
 
 OUTLINE = Outline(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
 
@@ -70,6 +75,20 @@ def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
     _tell(tmp_path, 1, 20)
     _tell(tmp_path, 1, 3)
     assert [record["step"] for record in _records(tmp_path)] == [1, 2, 3]
+
+
+def test_what_weights_knew_before_they_are_trained_on_is_the_record_of_step_0(tmp_path: Path) -> None:
+    for _ in range(2):  # the second run forgets the first one's
+        with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60) as report:
+            report.held_out(0, 3.5)
+            report.step(progress(1, of=5000))
+            report.sample(list)
+    with Report(tmp_path, OUTLINE, start_step=1, report_seconds=60):
+        pass
+    assert [(record["step"], record.get("held_out"), record.get("loss")) for record in _records(tmp_path)] == [
+        (0, 3.5, None),
+        (1, None, 2.0),
+    ]
 
 
 def test_a_long_run_has_about_a_thousand_records_that_miss_no_step(tmp_path: Path) -> None:
@@ -140,3 +159,42 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     assert "\r" not in out and "\x1b" not in out
     assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15s left"
     assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (a glance)"
+
+
+class FakeWriter:
+    """What torch.utils.tensorboard has, as far as it is used."""
+
+    told: ClassVar[list[tuple[str, float, int]]] = []
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.told.append((folder, 0.0, purge_step))
+
+    def add_scalar(self, key: str, value: float, step: int) -> None:
+        self.told.append((key, value, step))
+
+    def flush(self) -> None:
+        """Writes nothing."""
+
+    close = flush
+
+
+def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=FakeWriter))
+    board = Board(tmp_path / "tensorboard")
+    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, board=board) as report:
+        report.step(progress(1))
+        report.held_out(1, 1.5)
+        report.finish(1.25, [])
+    told = FakeWriter.told
+    assert told[0] == (str(tmp_path / "tensorboard"), 0.0, 1)
+    assert ("loss", 2.0, 1) in told and ("held_out", 1.5, 1) in told and told[-1] == ("held_out_whole", 1.25, 1)
+    assert len(set(told)) == len(told), "nothing is told twice"
+    assert not [key for key, _, _ in told if key == "mfu"], "what nobody knows is not drawn"
+
+
+def test_tensorboard_that_is_not_installed_is_said_in_one_line_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"--tensorboard: .*pip install tensorboard"):
+        Board(tmp_path)

@@ -19,9 +19,12 @@ class History:
     """The records of one run, in memory and in a file. A file that cannot be written is told once and ends no run."""
 
     def __init__(self, path: Path, *, start_step: int) -> None:
-        """Keeps what the file has of steps up to `start_step`: later ones, and a torn line, are computed again."""
+        """Keeps what the file has of steps up to `start_step`: later ones, and a torn line, are computed again.
+
+        start_step: the step of the snapshot that the run goes on from; 0 begins a new run.
+        """
         self.path = path
-        self.records = [record for record in read_records(path) if record["step"] <= start_step]
+        self.records = [record for record in read_records(path) if record["step"] <= start_step] if start_step else []
         self._is_whole, self._told = False, False
         if path.exists():
             self._write()
@@ -30,6 +33,18 @@ class History:
         """One more, at the end."""
         self.records.append({key: _finite(value) for key, value in record.items()})
         self._write()
+
+    def amend(self, more: Mapping[str, Any]) -> None:
+        """Adds to the last record."""
+        self.records[-1] = self.records[-1] | {key: _finite(value) for key, value in more.items()}
+        self._is_whole = False
+        self._write()
+
+    def drop_from(self, step: int) -> None:
+        """Forgets what was told of `step` and later."""
+        kept = [record for record in self.records if record["step"] < step]
+        if len(kept) < len(self.records):
+            self.records, self._is_whole = kept, False
 
     def _write(self) -> None:
         may_append, self._is_whole = self._is_whole, False  # until the line is there

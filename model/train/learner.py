@@ -92,11 +92,12 @@ class Learner:
         """Adds up the gradients of a share, micro-batch after micro-batch. Returns its part of the mean loss."""
         self.decoder.zero_grad(set_to_none=True)
         losses = []
-        for part in share.split(self.rows_at_once(share)):
-            breathe()
-            loss = self.objective.loss_sum(part) / n_targets
-            loss.backward()
-            losses.append(loss.detach())
+        with self.objective.at_once():
+            for part in share.split(self.rows_at_once(share)):
+                breathe()
+                loss = self.objective.loss_sum(part, 1 / n_targets)
+                loss.backward()
+                losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def _shrink(self, rows: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +23,14 @@ from model.train.position import Position
 from model.train.progress import Progress, tell
 from model.train.ranks import Ranks
 from model.train.report import Report
+from model.train.sample import Drawing, Sample, draw_samples
 from model.train.schedule import Limits, Schedule
 from model.train.snapshot import newest_snapshot, save_snapshot
 from model.train.stop import Interrupted, Stop
 
 GLANCE = 40_000
 """Held-out targets of a measurement on the way; the last one takes all there are."""
+_SAMPLE_TOKENS = 48
 _MEASUREMENTS = 20
 """Over the whole run, evenly: which steps they follow depends on nothing but the run's length."""
 
@@ -47,16 +49,17 @@ class Loop:
         start: Position,
         folder: Path,
         save_seconds: float,
+        drawing: Drawing,
     ) -> None:
-        """start: what the snapshots are to say of the run, at step 0. folder: where they go."""
+        """start: what the snapshots are to say of the run, at step 0. folder: where they go. drawing: of samples."""
         self.material, self.learner, self.ranks = material, learner, ranks
         self.schedule, self.limits, self.start = schedule, limits, start
-        self.folder, self.save_seconds = folder, save_seconds
+        self.folder, self.save_seconds, self.drawing = folder, save_seconds, drawing
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
 
-    def run(self, report: Report) -> None:
-        """Trains to the end. Raises Diverged, and Interrupted between two steps' states."""
+    def run(self, report: Report | None = None) -> None:
+        """Trains to the end; the first rank reports. Raises Diverged, and Interrupted at the state of a step."""
         started = last_save = time.monotonic()
         before, done = self.seconds, self.done
         while done < 1.0:
@@ -68,11 +71,14 @@ class Loop:
             now = time.monotonic()
             self.seconds, signal_number = self.ranks.agree(before + now - started, self.stop.number)
             earlier, done = done, self.done
-            report.step(self._progress(loss, norm, lr_factor))
-            if int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
+            if report:
+                report.step(self._progress(loss, norm, lr_factor))
+            if report and int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
                 self._measure(report)
             if signal_number:
                 raise Interrupted(signal_number)
+            if report:
+                report.sample(self._draw_samples)
             if now - last_save >= self.save_seconds:
                 self.save_or_warn()
                 last_save = time.monotonic()
@@ -91,7 +97,11 @@ class Loop:
 
     def bits_per_byte_of_all(self) -> float:
         """The same of all of it, which may take minutes. Raises Interrupted."""
-        return self.learner.objective.bits_per_byte(self._until_stopped(), self.material.tokenizer.bytes_of)
+        return self.bits_per_byte_of(self.material.held_out)
+
+    def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
+        """The same of any text. Raises Interrupted."""
+        return self.learner.objective.bits_per_byte(self._until_stopped(batches), self.material.tokenizer.bytes_of)
 
     def position(self) -> Position:
         """Where the run stands."""
@@ -144,11 +154,16 @@ class Loop:
     def _measure(self, report: Report) -> None:
         """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
         snapshot has measured what one without a break has."""
-        if self.ranks.is_first:
-            with self.learner.averaged():
-                bits = self.bits_per_byte(GLANCE)
-                self.best.consider(self.learner.decoder, self.step, bits)
-            report.held_out(self.step, bits)
+        with self.learner.averaged():
+            bits = self.bits_per_byte(GLANCE)
+            self.best.consider(self.learner.decoder, self.step, bits)
+        report.held_out(self.step, bits)
+
+    def _draw_samples(self) -> list[Sample]:
+        """Of the weights that would be exported."""
+        tokenizer, prompts = self.material.tokenizer, self.material.prompts
+        with self.learner.averaged():
+            return draw_samples(self.learner.decoder, tokenizer, prompts, _SAMPLE_TOKENS, self.drawing)
 
     def _progress(self, loss: float, norm: float, lr_factor: float) -> Progress:
         return Progress(
@@ -171,7 +186,7 @@ class Loop:
         if self.ranks.size == 1:
             self.stop.obey()
 
-    def _until_stopped(self) -> Iterator[Batch]:
-        for batch in self.material.held_out:
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
             self._breathe()
             yield batch

@@ -21,7 +21,12 @@ from model.train.rows import Rows, of_lines, of_pairs
 from model.train.sample import Prompt
 from model.train.token_cache import Tokens
 
-_PROMPTS = ("Once upon a time", "It was a dark and stormy night,", '"Where have you been?" she asked.')
+_PROMPTS = (
+    "Once upon a time",
+    "It was a dark and stormy night,",
+    '"Where have you been?" she asked.',
+    "\u201cI don\u2019t believe you,\u201d said the old man.",
+)
 _MEASURED_AT_ONCE = 64
 
 

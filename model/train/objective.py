@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
+from model.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
 from model.train.batch import IGNORED, Batch
+from model.train.causal import TrainingAttend
+from model.train.cross_entropy import cross_entropy
 from model.transformer import Decoder
 
 
@@ -24,24 +26,33 @@ class Objective:
         self.device = device
         self.dtype = dtype
 
-    def loss_sum(self, batch: Batch) -> Tensor:
-        """Nats, summed over the targets that count."""
-        inputs_T, targets_T = (x_RN.flatten().to(self.device) for x_RN in (batch.inputs_RN, batch.targets_RN))
-        attend = CausalAttend(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
-        with self._autocast():
-            hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
-            logits_TV = self.decoder.head(hidden_TD)
-        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORED)
+    def loss_sum(self, batch: Batch, weight: float = 1.0) -> Tensor:
+        """Nats, summed over the targets that count, times `weight`."""
+        targets_T = batch.targets_RN.flatten().to(self.device)
+        return cross_entropy(self._logits(batch, TrainingAttend), targets_T, weight=weight, ignored=IGNORED)
+
+    def at_once(self) -> AbstractContextManager[Any]:
+        """Within the block the weights do not change: each is made bfloat16 once, not for every micro-batch."""
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
 
     @torch.no_grad()
     def bits_per_byte(self, batches: Iterable[Batch], bytes_of: Sequence[bytes]) -> float:
         """Bits needed per byte of the targets' text."""
         nats, n_bytes = 0.0, 0
         for batch in batches:
-            nats += float(self.loss_sum(batch))
+            targets_T = batch.targets_RN.flatten().to(self.device)
+            logits_TV = self._logits(batch, CausalAttend).float()
+            nats += float(F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED))
             counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)]
             n_bytes += sum(len(bytes_of[token]) for token in counted.tolist())
         return nats / math.log(2) / max(n_bytes, 1)
+
+    def _logits(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
+        attend = attend_for(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
+        inputs_T = batch.inputs_RN.flatten().to(self.device)
+        with self.at_once():
+            hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
+            return self.decoder.head(hidden_TD)
 
     def _read_source(self, batch: Batch) -> CrossAttend | None:
         if batch.sources is None:
@@ -52,6 +63,3 @@ class Objective:
 
     def _positions(self, tokens_RN: Tensor) -> Tensor:
         return torch.arange(tokens_RN.shape[1], device=self.device).repeat(len(tokens_RN))
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)

@@ -162,6 +162,9 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     p.add_argument("--resume", action="store_true", help="continue the run in --out")
     p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run")
     p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")
+    p.add_argument("--license", metavar="ID", help="of the model, for the card's head: mit, cc0-1.0, ...")
+    p.add_argument("--language", metavar="CODE", help="of the text, for the card's head: en, pt-BR, ...")
+    p.add_argument("--tensorboard", action="store_true", help="also write event files into OUT/tensorboard")
     p.add_argument("--report-seconds", type=_positive, default=10.0, help="time between progress lines (default: 10)")
     p.add_argument("--save-seconds", type=_positive, default=300.0, help="time between snapshots (default: 300)")
 

@@ -37,12 +37,14 @@ class Ranks:
         """Whether this process is the one that writes and speaks."""
         return self.number == 0
 
-    def share(self, batch: Batch) -> Batch:
-        """This rank's rows of a batch. Raises DataError where they cannot be shared out evenly."""
-        rows = len(batch.inputs_RN)
+    def must_share(self, rows: int) -> None:
+        """Raises DataError where so many rows a step cannot be shared out evenly."""
         if rows % self.size:
             raise DataError(f"--windows {rows} cannot be shared by {self.size} processes; give a multiple of them")
-        return batch if self.size == 1 else batch.split(rows // self.size)[self.number]
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's rows of a batch."""
+        return batch if self.size == 1 else batch.split(len(batch.inputs_RN) // self.size)[self.number]
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """First the first rank does `work`, then the others, who find the files that it left."""

@@ -1,110 +1,90 @@
-"""All that a person sees of a run while it runs: a line on the terminal, log.jsonl, loss.svg. Knows no weights.
+"""All that a person sees of a run while it runs: console, log.jsonl, loss.svg, samples.md. Knows no weights.
 
 The run tells each step and each measurement; what is shown where and when is decided here.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from model.train.board import Board
 from model.train.console import Console
 from model.train.curve import loss_curve
 from model.train.extra import write_extra
-from model.train.history import History
+from model.train.gallery import Gallery
+from model.train.journal import Journal
+from model.train.outline import Outline
 from model.train.pace import Pace
 from model.train.progress import Progress, Status
+from model.train.sample import Sample
 
-_RECORDS = 1000
 _CURVE_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """What does not change while a run goes on."""
-
-    title: str
-    """The model in a few words."""
-    measured: str
-    """What is measured beside the training loss: "held-out" or "training" text."""
-    bytes_per_target: float
-    """Of the text, on average: makes bits per byte of nats per target."""
-    rates: Mapping[str, float]
-    """Full learning rates, by the names that the log gives them."""
-    flops_per_token: float = 0.0
-    peak_flops: float | None = None
-    """Of the device in a second; None where nobody knows."""
-
-
 class Report:
-    """A context manager: what is drawn on a terminal is gone when it is left, however that happens.
+    """A context manager: what is drawn on a terminal is gone when it is left, however that happens."""
 
-    log.jsonl has about a thousand records, whatever the run's length, and one for each measurement:
-    step, tokens, epoch, fraction (of the run, 0 to 1), seconds (those before a resume too), loss (nats a target, mean
-    since the record before), bits_per_byte (the same loss, by the text's mean bytes a target), grad_norm (before
-    clipping, the largest since the record before), tokens_per_second (of the last minute), mfu (null: unknown), lr
-    and, with Muon, matrix_lr; held_out (bits per byte of the first held-out tokens) and held_out_whole (of all of them)
-    where they were measured.
-    """
-
-    def __init__(self, out: Path, outline: Outline, *, start_step: int, report_seconds: float) -> None:
-        """start_step: the step of the snapshot that the run goes on from, or 0."""
-        self.outline, self.out = outline, out
-        self.history = History(out / "log.jsonl", start_step=start_step)
-        self.console = Console(every=report_seconds)
-        self._pace = Pace()
+    def __init__(
+        self, out: Path, outline: Outline, *, start_step: int, report_seconds: float, board: Board | None = None
+    ) -> None:
+        """start_step: the step of the snapshot that the run goes on from, or 0. board: is told what the log is."""
+        self.outline, self.board, self.start_step = outline, board, start_step
+        self._curve = out / "loss.svg"
+        self._journal = Journal(out / "log.jsonl", outline, start_step=start_step, board=board)
+        store = out / ".training" / "samples.jsonl"
+        self._gallery = Gallery(out / "samples.md", store, title=outline.title, start_step=start_step)
+        self._console, self._pace = Console(every=report_seconds), Pace()
+        self._held_out = self._journal.newest("held_out")
         self._status: Status | None = None
-        records = self.history.records
-        self._held_out = next((r["held_out"] for r in reversed(records) if r.get("held_out")), None)
-        self._mark = self._marked(records[-1]["fraction"]) if records else -1
-        self._losses: list[float] = []
-        self._norms: list[float] = []
         self._drawn = time.monotonic()
 
     def __enter__(self) -> Report:
-        self.console.__enter__()
+        self._console.__enter__()
+        if self.board:
+            self.board.start(self.start_step)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.console.__exit__()
-        self.draw_curve()
+        self._console.__exit__()
+        self._draw_curve()
 
     def step(self, progress: Progress) -> None:
         """One step of the optimiser is done."""
         self._pace.add(progress)
-        self._losses.append(progress.loss)
-        self._norms.append(progress.grad_norm)
-        self._status = self._look(progress)
-        if self._marked(progress.fraction) > self._mark:
-            self._record(self._status)
-        self.console.show(self._status)
+        self._status = status = self._look(progress)
+        self._journal.step(status)
+        self._console.show(status)
         if time.monotonic() - self._drawn >= _CURVE_SECONDS:
-            self.draw_curve()
+            self._draw_curve()
 
-    def held_out(self, step: int, bits: float, *, is_whole: bool = False) -> None:
-        """Bits per byte were measured after `step`. is_whole: on all of the held-out text, not on a part."""
-        of = "" if is_whole else " (a glance)"
-        self.console.say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f}{of}")
+    def held_out(self, step: int, bits: float) -> None:
+        """Bits per byte of a part of the held-out text were measured after `step`: the last one told, or 0."""
+        self._console.say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f} (a glance)")
         self._held_out = bits
-        measured, records = {"held_out_whole" if is_whole else "held_out": bits}, self.history.records
-        if self._status is not None:
-            self._status = self._look(self._status.progress)
-            self._record(self._status, **measured)
-            self.console.show(self._status)
-        elif records and records[-1]["step"] == step:  # gone on from a snapshot of the very end
-            self.history.add(records[-1] | measured)
+        if self._status is None:
+            self._journal.begin({"held_out": bits})
+            return
+        self._status = self._look(self._status.progress)
+        self._journal.measure(self._status, {"held_out": bits})
+        self._console.show(self._status)
 
-    def draw_curve(self) -> None:
-        """loss.svg as of now."""
-        outline = self.outline
-        picture = loss_curve(self.history.records, title=outline.title, measured=outline.measured)
-        if picture is not None:
-            write_extra(self.out / "loss.svg", picture)
-        self._drawn = time.monotonic()
+    def sample(self, draw: Callable[[], Sequence[Sample]]) -> None:
+        """Called after each step: texts are drawn where it is time for some."""
+        p = None if self._status is None else self._status.progress
+        if p is not None and self._gallery.is_due(p):
+            told = self._journal.records[-1] | {"step": p.step, "tokens": p.tokens, "fraction": p.fraction}
+            self._gallery.add(told, self._bits(self._held_out), draw)
+
+    def finish(self, bits: float, samples: Sequence[Sample]) -> None:
+        """The run is over; its result was measured on all of the held-out text."""
+        if self._journal.records:
+            self._journal.end({"held_out_whole": bits})
+            self._gallery.add(self._journal.records[-1], self._bits(bits), lambda: samples)
+            self._draw_curve()
+        if self.board:
+            self.board.stop()
 
     def _look(self, progress: Progress) -> Status:
         pace, outline = self._pace, self.outline
@@ -118,26 +98,13 @@ class Report:
             seconds_left=pace.seconds_left,
         )
 
-    def _record(self, status: Status, **more: float) -> None:
-        p = status.progress
-        self._mark = self._marked(p.fraction)
-        loss = math.fsum(self._losses) / len(self._losses) if self._losses else self.history.records[-1]["loss"]
-        record: dict[str, Any] = {
-            "step": p.step,
-            "tokens": p.tokens,
-            "epoch": round(p.epoch, 4),
-            "fraction": p.fraction,
-            "seconds": round(p.seconds, 3),
-            "loss": loss,
-            "bits_per_byte": loss / math.log(2) / self.outline.bytes_per_target,
-            "grad_norm": max(self._norms, default=p.grad_norm),
-            "tokens_per_second": round(status.tokens_per_second, 1),
-            "mfu": status.mfu,
-        }
-        rates = {name: rate * p.lr_factor for name, rate in self.outline.rates.items()}
-        self.history.add(record | rates | more)
-        self._losses.clear()
-        self._norms.clear()
+    def _bits(self, held_out: float | None) -> dict[str, float]:
+        """Bits per byte by what they are of."""
+        training = {"training": self._journal.records[-1]["bits_per_byte"]}
+        return training if held_out is None else training | {self.outline.measured: held_out}
 
-    def _marked(self, fraction: float) -> int:
-        return math.floor(fraction * _RECORDS)
+    def _draw_curve(self) -> None:
+        picture = loss_curve(self._journal.records, title=self.outline.title, measured=self.outline.measured)
+        if picture is not None:
+            write_extra(self._curve, picture)
+        self._drawn = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: weights, tokenizer, sampling defaults, samples and a card, all or nothing."""
+"""What a finished run leaves behind: weights, tokenizer, sampling defaults and a card, all or nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from pathlib import Path
 import torch
 
 from model.checkpoint import weights_files
-from model.files import write_files
+from model.files import parse_object, write_files
 from model.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
 from model.manifest import MANIFEST_FILE, manifest_file
 from model.presence import WEIGHTS_FILE
 from model.tokenizer import Tokenizer
 from model.train.card import RunFacts, model_card
 from model.train.init import Base
-from model.train.sample import Drawing, Prompt, sample_text
+from model.train.sample import Drawing, Sample
 from model.transformer import Decoder
-
-_LIVELY = Drawing(temperature=0.8, top_p=0.95)
-_GREEDY = Drawing(temperature=0.0)
 
 
 def write_result(
@@ -31,22 +28,22 @@ def write_result(
     facts: RunFacts,
     dtype: torch.dtype,
     *,
-    prompts: Sequence[Prompt],
-    greedy: bool,
+    samples: Sequence[Sample],
+    drawing: Drawing,
     base: Base | None,
 ) -> None:
-    """Writes a directory that serves, and prints the samples. Raises CheckpointError."""
-    drawing = _GREEDY if greedy else _LIVELY
+    """Writes a directory that serves. Raises CheckpointError.
+
+    drawing: of the samples, and the sampling defaults of a model that has no `base` to keep them from.
+    """
     files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, drawing)
-    ids = tokenizer.encode(" ".join(prompt.text for prompt in prompts))
+    ids = tokenizer.encode(" ".join(sample.prompt.text for sample in samples))
     # A vocabulary of few words may know none of the prompts'.
     golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
     files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
-    samples = [(prompt, sample_text(decoder, tokenizer, prompt, 120, seed=1, drawing=drawing)) for prompt in prompts]
-    for prompt, text in samples:
-        print(f"--- {prompt.joined(text)}\n", flush=True)
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
-    card = model_card(decoder.config, decoder.n_params, facts, samples, sha256).encode()
+    family, n_params = parse_object(files["config.json"])["model_type"], decoder.n_params
+    card = model_card(decoder.config, n_params, facts, samples, family=family, drawing=drawing, sha256=sha256).encode()
     # The manifest comes last: until it is there, whoever looks at the directory sees that it is not whole.
     write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
 

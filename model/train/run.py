@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,39 +17,34 @@ import torch
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
 from model.train.asked import shape
-from model.train.card import RunFacts, read_about
+from model.train.board import Board
+from model.train.card import Labels, RunFacts, read_about, without_places
 from model.train.diverged import Diverged
 from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
 from model.train.material import gather
+from model.train.mfu import flops_per_token, peak_flops
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
+from model.train.outline import Outline
 from model.train.place import require_room
 from model.train.position import Position
-from model.train.progress import python
 from model.train.ranks import Ranks
-from model.train.report import Outline, Report
+from model.train.report import Report
 from model.train.result import write_result
+from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Limits, Schedule
 from model.train.sizes import sizes
 from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
 from model.train.stop import Interrupted
+from model.train.summary import closing, opening
 from model.train.text_file import DataError
 from model.transformer import Decoder
 
-_DECISIVE = [
-    "seed",
-    "windows",
-    "optimizer",
-    "matrix_lr",
-    "lr",
-    "weight_decay",
-    "schedule",
-    "warm_up",
-    "warm_down",
-    "ema",
-]
+_SAMPLE_TOKENS = 120
+_LEARNING = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
+_DECISIVE = (*_LEARNING, "schedule", "warm_up", "warm_down", "ema")
 """Options that decide what a step does with the tokens it sees."""
 
 
@@ -61,7 +56,11 @@ class Run:
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = read_about(options.about)
+        self.labels = Labels(license=options.license, language=options.language)
+        self.board = Board(self.out / "tensorboard") if options.tensorboard else None
+        self.drawing = GREEDY if options.greedy else LIVELY
         self.resumes = self._must_resume()
+        self.ranks.must_share(options.windows)
         self.device = choose_device(options.device)
         self.base = base_of(options, self.work, resumes=self.resumes)
         if self.base:
@@ -74,7 +73,9 @@ class Run:
         need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
         require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
-        limits = Limits(steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes)
+        self.limits = limits = Limits(
+            steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes
+        )
         self.loop = Loop(
             self.material,
             self._learner(),
@@ -84,6 +85,7 @@ class Run:
             start=self._start(limits),
             folder=self.work,
             save_seconds=options.save_seconds,
+            drawing=self.drawing,
         )
 
     def train(self) -> None:
@@ -96,17 +98,20 @@ class Run:
         elif self.ranks.is_first:
             remove_snapshots(self.work)
             start_anew(self.base, self.work)
-        params, corpus = describe_size(self.decoder.n_params), self.material.corpus
-        print(f"{params} parameters on {describe(self.device)}; {corpus}; step {self.loop.step}", flush=True)
+        machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
+        size = self.decoder.n_params
+        print(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step), flush=True)
         try:
             with self.loop.stop.caught():
-                with self._report() as report:
-                    if self.base and not self.resumes and self.ranks.is_first:
-                        report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
-                    self.loop.run(report)
-                self.loop.save_or_warn()
                 if self.ranks.is_first:
-                    self._finish()
+                    with self._report() as report:
+                        if self.base and not self.resumes:
+                            report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
+                        self.loop.run(report)
+                    self.loop.save_or_warn()
+                    self._finish(report)
+                else:
+                    self.loop.run()
         except Interrupted:
             self.loop.save()
             self.ranks.wait()  # a launcher ends all ranks as soon as one leaves
@@ -171,22 +176,40 @@ class Run:
         options, material = self.options, self.material
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
         model = Path(options.init).name if self.base else options.preset
+        peak = peak_flops(self.device, self.objective.dtype)
         outline = Outline(
             title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
             measured=material.measured,
             bytes_per_target=material.bytes_per_target(GLANCE),
             rates=rates,
+            flops_per_token=flops_per_token(self.shape, material.row_tokens),
+            peak_flops=None if peak is None else peak * self.ranks.size,
         )
-        return Report(self.out, outline, start_step=self.loop.step, report_seconds=options.report_seconds)
+        start, seconds = self.loop.step, options.report_seconds
+        return Report(self.out, outline, start_step=start, report_seconds=seconds, board=self.board)
 
-    def _finish(self) -> None:
+    def _finish(self, report: Report) -> None:
         """The result into the output directory."""
         loop, material, options = self.loop, self.material, self.options
         exported = loop.settle(keep_best=options.keep == "best" and material.measured == "held-out")
         bits = loop.bits_per_byte_of_all()
         if not math.isfinite(bits):
             raise Diverged(f"the {material.measured} loss became {bits}", self.work)
-        facts = RunFacts(
+        names = without_places(list(material.unseen))
+        unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, material.unseen.values(), strict=True)}
+        tokenizer, drawing = material.tokenizer, self.drawing
+        samples = draw_samples(self.decoder, tokenizer, material.prompts, _SAMPLE_TOKENS, drawing)
+        for sample in samples:
+            print(f"--- {sample.joined}\n", flush=True)
+        report.finish(bits, samples)
+        facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
+        base = self.base
+        write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, drawing=drawing, base=base)
+        print(closing(self.out, facts), flush=True)
+
+    def _facts(self, exported: str, bits: float, unseen: Mapping[str, float]) -> RunFacts:
+        loop, material, options = self.loop, self.material, self.options
+        return RunFacts(
             command=self.command,
             start=f"fine-tuned from `{Path(options.init).name}`" if self.base else "trained from scratch",
             device=describe(self.device),
@@ -194,17 +217,14 @@ class Run:
             steps=loop.step,
             tokens=material.tokens(loop.step),
             epochs=material.epochs(loop.step),
-            minutes=loop.seconds / 60,
+            seconds=loop.seconds,
             corpus=material.corpus,
+            sources=without_places(options.pairs or options.data),
             measured=material.measured,
             bits_per_byte=bits,
+            unseen=unseen,
             date=datetime.now(UTC).date().isoformat(),
             about=self.about,
             exported=exported,
+            labels=self.labels,
         )
-        dtype = getattr(torch, options.export_dtype)
-        prompts, greedy = material.prompts, options.greedy
-        tokenizer, base = material.tokenizer, self.base
-        write_result(self.out, self.decoder, tokenizer, facts, dtype, prompts=prompts, greedy=greedy, base=base)
-        print(f"{material.measured} bits per byte {bits:.4f} after {loop.step} steps, {loop.seconds / 60:.1f} minutes")
-        print(f"serve it: {python()} -m app serve --weights {shlex.quote(str(self.out))}", flush=True)

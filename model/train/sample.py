@@ -1,7 +1,8 @@
-"""Short texts drawn from a decoder, to be looked at after training. Serving samples with app/engine/sampler.py."""
+"""Short texts drawn from a decoder, to be looked at. Serving samples with app/engine/sampler.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from model.reference import generate
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
+
+_SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +32,60 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """How tokens are chosen; temperature 0 takes the likeliest."""
+    """How tokens are chosen; temperature 0 takes the likeliest. The fields are those of generation_config.json."""
 
     temperature: float
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    """CTRL's (Keskar et al., 2019), over prompt and text."""
+
+
+LIVELY = Drawing(temperature=0.8, top_p=0.95, repetition_penalty=1.05)
+GREEDY = Drawing(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A prompt, and the text that came."""
+
+    prompt: Prompt
+    text: str
+
+    @property
+    def joined(self) -> str:
+        """Both, for people."""
+        return self.prompt.joined(self.text)
+
+
+def draw_samples(
+    decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, drawing: Drawing
+) -> list[Sample]:
+    """One for each prompt, from a fixed seed: the same weights give the same texts."""
+    texts = [sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, drawing=drawing) for prompt in prompts]
+    return [Sample(prompt=prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, *, seed: int, drawing: Drawing
 ) -> str:
     """The text that follows `prompt`, up to the context or the end of the document."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, seen = torch.Generator().manual_seed(seed), list(prompt.tokens)
 
     def choose(logits_V: Tensor, _position: int) -> int:
-        ordered_V, ids_V = (logits_V.cpu() / drawing.temperature).softmax(-1).sort(descending=True)
+        penalised_V = _penalised(logits_V.cpu(), seen, drawing.repetition_penalty)
+        ordered_V, ids_V = (penalised_V / drawing.temperature).softmax(-1).sort(descending=True)
         ordered_V[ordered_V.cumsum(-1) - ordered_V >= drawing.top_p] = 0.0
-        return int(ids_V[torch.multinomial(ordered_V, 1, generator=generator)])
+        seen.append(int(ids_V[torch.multinomial(ordered_V, 1, generator=generator)]))
+        return seen[-1]
 
     room = min(max_tokens, decoder.config.context - len(prompt.tokens))
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     chosen = choose if drawing.temperature else None
     ids = generate(decoder, prompt.tokens, room, source=prompt.source, choose=chosen, eos_ids=eos)
     return tokenizer.decode(ids)
+
+
+def _penalised(logits_V: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
+    ids = torch.tensor(sorted(set(seen)), dtype=torch.long)
+    repeated = logits_V[ids]
+    return logits_V.index_copy(0, ids, torch.where(repeated > 0, repeated / penalty, repeated * penalty))

@@ -1,0 +1,140 @@
+"""The model card: what it says of a run, and a head that the hub reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_curve import draw, records
+from tiny import tiny_config
+
+from model.config import ModelConfig
+from model.train.card import Labels, RunFacts, model_card, without_places
+from model.train.sample import GREEDY, LIVELY, Drawing, Prompt, Sample
+from model.train.summary import closing
+
+FACTS = RunFacts(
+    command="python -m model.train --data books --out out",
+    device="AMD EPYC, 2 threads",
+    start="trained from scratch",
+    seed=1,
+    steps=2860,
+    tokens=23_429_120,
+    seconds=6600.0,
+    epochs=0.8,
+    corpus="7250 documents, 29307208 training and 181836 held-out tokens",
+    sources=["books"],
+    measured="held-out",
+    bits_per_byte=1.41577,
+    unseen={"emma_*.txt": 1.48123, "kim.txt": 1.5},
+    date="2026-11-22",
+    about="",
+    exported="weights after the last step",
+    labels=Labels(license="cc0-1.0", language="en"),
+)
+SAMPLES = [Sample(prompt=Prompt(text="Once", tokens=[1]), text=" upon\n\n# a *time*")]
+
+
+def card(
+    facts: RunFacts = FACTS, config: ModelConfig | None = None, drawing: Drawing = LIVELY, family: str = "llama"
+) -> tuple[dict[str, Any], str]:
+    """(the head, what follows it)."""
+    text = model_card(config or tiny_config(), 4_740_352, facts, SAMPLES, drawing=drawing, sha256="f00d", family=family)
+    nothing, head, body = text.split("---\n", 2)
+    assert not nothing
+    return yaml.safe_load(head), body
+
+
+def test_the_head_says_what_the_hub_asks() -> None:
+    head, _ = card()
+    assert head == {
+        "license": "cc0-1.0",
+        "language": "en",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["inkstream", "llama"],
+    }
+
+
+def test_nobody_s_licence_or_language_is_made_up() -> None:
+    head, _ = card(replace(FACTS, labels=Labels()))
+    assert "license" not in head and "language" not in head
+
+
+def test_norwegian_is_a_language_and_no_truth_value() -> None:
+    head, _ = card(replace(FACTS, labels=Labels(language="no")))
+    assert head["language"] == "no"
+
+
+@pytest.mark.parametrize(("family", "library"), [("gpt2", "transformers"), ("inkstream", "inkstream")])
+def test_a_shape_that_transformers_does_not_have_is_not_said_to_be_its(family: str, library: str) -> None:
+    head, body = card(family=family)
+    assert head["library_name"] == library
+    assert ("from transformers" in body) == (library == "transformers")
+
+
+def test_every_figure_of_the_run_stands_there_once() -> None:
+    _, body = card()
+    for row in (
+        "| held-out bits per byte | **1.4158** |",
+        r"| never seen: emma\_\*.txt | 1.4812 bits per byte |",
+        "| never seen: kim.txt | 1.5000 bits per byte |",
+        "| corpus | books; 7250 documents, 29307208 training and 181836 held-out tokens |",
+        "| tokens seen | 23,429,120 (0.80 epochs) in 2860 steps |",
+        "| time and device | 1h 50m on AMD EPYC, 2 threads, 3,550 tokens/s |",
+        "| SHA-256 of model.safetensors | `f00d` |",
+    ):
+        assert body.count(row) == 1
+    assert "](loss.svg)" in body and "](samples.md)" in body and "4.74 M parameters" in body
+
+
+def test_samples_are_quoted_as_they_came_and_say_how_they_were_drawn() -> None:
+    _, body = card()
+    assert "> Once upon  \n>\n> \\# a \\*time\\*  \n" in body
+    assert "temperature 0.8, top_p 0.95 and repetition_penalty 1.05" in body
+    _, body = card(drawing=GREEDY)
+    assert "The likeliest token each time, not chosen" in body
+
+
+def test_the_card_says_plainly_what_the_model_cannot_do() -> None:
+    _, body = card(replace(FACTS, about="These are the books of a person."))
+    assert "These are the books of a person." in body
+    assert "knows no facts" in body and "follows no instructions" in body.replace("\n", " ")
+
+
+@pytest.mark.parametrize("license", ["MIT License", "", "Apache-2.0", "mit\nx: y"])
+def test_a_license_is_an_identifier(license: str) -> None:  # noqa: A002
+    with pytest.raises(ValueError, match="--license"):
+        Labels(license=license)
+
+
+@pytest.mark.parametrize("language", ["English", "", "EN", "en\n"])
+def test_a_language_is_a_code(language: str) -> None:
+    with pytest.raises(ValueError, match="--language"):
+        Labels(language=language)
+
+
+def test_where_files_lie_is_nobody_s_business_unless_only_that_tells_them_apart() -> None:
+    assert without_places(["/home/me/a.txt", "b/*.md", "-"]) == ["a.txt", "*.md", "standard input"]
+    assert without_places(["/one/a.txt", "/two/a.txt"]) == ["/one/a.txt", "/two/a.txt"]
+    assert without_places(["same.txt", "same.txt"]) == ["same.txt", "same.txt"]
+
+
+def test_the_last_line_is_the_command_that_serves(tmp_path: Path) -> None:
+    out = tmp_path / "my model"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"x" * 2_500_000)
+    lines = closing(out, FACTS).splitlines()
+    assert lines[0] == "held-out bits per byte 1.4158 after 2860 steps, 1h 50m"
+    assert lines[1] == "unseen emma_*.txt: 1.4812 bits per byte"
+    assert "(2.5 MB)" in lines[-2]
+    assert lines[-1].endswith(f" -m app serve --weights '{out}'")
+
+
+def test_the_picture_that_the_card_shows_is_one_that_github_may_show() -> None:
+    """As an image it may load nothing, run nothing, and must say how large it is."""
+    svg = draw(records(50))
+    assert svg.attrib["viewBox"] and not [e for e in svg.iter() if e.tag.endswith(("script", "image", "foreignObject"))]

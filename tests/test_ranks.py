@@ -1,0 +1,178 @@
+"""Several processes that train together: they learn what one learns, one of them writes, and they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from training import EXACT, SMALL, TINY, state_of, train, weights_of, write_text
+
+from model.train.batch import Batch
+from model.train.ranks import Ranks, join
+from model.train.sources import DataError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9", "--optimizer", "adamw"]
+
+
+@dataclass
+class Rank:
+    """A process of the run: a fork of this one, which has imported torch already."""
+
+    pid: int
+    log: Path
+
+    def ended(self) -> int:
+        """Its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def printed(self) -> str:
+        """What it wrote to stdout."""
+        return self.log.with_suffix(".out").read_text()
+
+    def complained(self) -> str:
+        """What it wrote to stderr."""
+        return self.log.with_suffix(".err").read_text()
+
+
+def _start(text: Path, out: Path, *flags: str, size: int = 2) -> list[Rank]:
+    """What torchrun does."""
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    together = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    out.mkdir(exist_ok=True)
+
+    def learn(number: int, log: Path) -> int:
+        os.environ |= {**together, "RANK": str(number), "LOCAL_RANK": str(number)}
+        sys.stdout, sys.stderr = log.with_suffix(".out").open("w"), log.with_suffix(".err").open("w")
+        return train(text, out, *FLAGS, *flags)
+
+    return [_fork(learn, number, out / f"rank-{number}") for number in range(size)]
+
+
+def _fork(work: Callable[[int, Path], int], number: int, log: Path) -> Rank:
+    pid = os.fork()
+    if pid:
+        return Rank(pid, log)
+    code = 99
+    try:
+        code = work(number, log)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _wait_for_snapshot(out: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not any((out / ".training").glob("step-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to learn from."""
+    return write_text(tmp_path)
+
+
+def test_two_ranks_learn_what_one_learns_and_one_of_them_writes(tmp_path: Path, text: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    ranks = _start(text, two, "--steps", "8")
+    assert [rank.ended() for rank in ranks] == [0, 0], [rank.complained() for rank in ranks]
+    assert "serve it:" in ranks[0].printed() and (ranks[1].printed(), ranks[1].complained()) == ("", "")
+    assert train(text, one, *FLAGS, "--steps", "8") == 0
+    logged = [json.loads(line) for line in (two / "log.jsonl").read_text().splitlines()]
+    assert len(logged) == len({(record["step"], "held_out" in record) for record in logged}) > 0
+    (step, state), (step_of_two, state_of_two) = state_of(one), state_of(two)
+    assert step == step_of_two == 8
+    assert all(torch.allclose(state[name], state_of_two[name], atol=1e-6) for name in state)
+    weights, weights_of_two = weights_of(one), weights_of(two)
+    assert all(torch.allclose(weights[name], weights_of_two[name], atol=1e-6) for name in weights)
+
+
+@pytest.mark.parametrize("heard_by", [0, 1])
+def test_a_signal_to_either_rank_saves_and_ends_both(tmp_path: Path, text: Path, heard_by: int) -> None:
+    out, flags = tmp_path / "out", ["--max-minutes", "5"]
+    ranks = _start(text, out, *flags, "--save-seconds", "0.001")
+    _wait_for_snapshot(out)
+    os.kill(ranks[heard_by].pid, signal.SIGTERM)
+    assert [rank.ended() for rank in ranks] == [143, 143]
+    assert ["everything is saved" in rank.complained() for rank in ranks] == [True, False]
+    step, _ = state_of(out)
+    assert train(text, out, *FLAGS, "--steps", str(step + 2), "--resume") == 0
+    assert state_of(out)[0] == step + 2
+
+
+def test_who_is_left_alone_ends_in_one_line(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    first, second = _start(text, out, "--max-minutes", "5", "--save-seconds", "0.001")
+    _wait_for_snapshot(out)
+    os.kill(first.pid, signal.SIGKILL)
+    assert (first.ended(), second.ended()) == (-signal.SIGKILL, 1)
+    assert "another process of this run has ended" in second.complained()
+    assert second.complained().count("\n") == 1
+
+
+def test_a_fault_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    ranks = _start(text, out, "--steps", "40", "--lr", "1e30")
+    assert [rank.ended() for rank in ranks] == [3, 3]
+    assert [rank.complained().count("\n") for rank in ranks] == [1, 0]
+
+
+def test_torchrun_starts_and_ends_them(tmp_path: Path, text: Path, nightly: bool) -> None:
+    """The launcher itself, whose SIGTERM becomes one to each rank; three times the import of torch."""
+    if not nightly:
+        pytest.skip("--nightly")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*launcher, "model.train", "--data", str(text), "--out", str(tmp_path / "out"), *SMALL, *FLAGS]
+    limits = ["--max-minutes", "5", "--save-seconds", "0.001"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, *limits], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    _wait_for_snapshot(tmp_path / "out")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert errors.count("everything is saved") == 1
+    assert state_of(tmp_path / "out")[0] > 0
+
+
+def test_windows_that_cannot_be_shared_are_refused(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.train.command.join", lambda **_: Ranks(number=0, size=2))
+    assert train(text, tmp_path / "out", "--steps", "1", "--windows", "5") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--windows 5 cannot be shared by 2 processes" in error
+
+
+def test_ranks_share_rows_without_losing_one() -> None:
+    rows = torch.arange(12).view(6, 2)
+    batch = Batch(inputs_RN=rows, targets_RN=rows)
+    shares = [Ranks(number=number, size=3).share(batch).inputs_RN for number in range(3)]
+    assert torch.equal(torch.cat(shares), rows)
+    assert Ranks().share(batch) is batch
+    with pytest.raises(DataError, match="multiple"):
+        Ranks(number=0, size=4).must_share(6)
+
+
+def test_one_process_alone_exchanges_nothing() -> None:
+    alone = join({}, device="cpu")
+    assert alone.is_first and alone.size == 1
+    assert alone.agree(2.5, 15) == (2.5, 15)
+    assert alone.in_turn(lambda: "done") == "done"
+    tensor = torch.ones(2)
+    alone.add_up([tensor])
+    assert tensor.tolist() == [1.0, 1.0]

@@ -1,0 +1,91 @@
+"""Gradients that are written out equal those of plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import CausalAttend
+from model.presets import preset, reshaped
+from model.train.batch import IGNORED, Batch, of_windows
+from model.train.causal import TrainingAttend
+from model.train.cross_entropy import cross_entropy
+from model.train.objective import Objective
+from model.transformer import Decoder
+
+
+def _heads(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (7, None), (128, None), (300, None), (300, 40), (300, 200)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 6)])
+def test_attention_of_training_is_that_of_the_reference_with_its_gradient(
+    length: int, window: int | None, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    n_tokens = 2 * length
+    qkv = _heads((n_tokens, heads, head_dim), (n_tokens, kv_heads, head_dim), (n_tokens, kv_heads, head_dim))
+    weight = torch.randn(n_tokens, heads, head_dim, generator=torch.Generator().manual_seed(2))
+    found = []
+    for attend in (CausalAttend(length, window), TrainingAttend(length, window)):
+        out = attend(0, *qkv)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), qkv)])
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 37])
+@pytest.mark.parametrize("n_words", [6, 20_000])
+def test_cross_entropy_is_that_of_torch_with_its_gradient(n_tokens: int, n_words: int) -> None:
+    (logits,) = _heads((n_tokens, n_words))
+    targets = torch.arange(n_tokens) * 5 % n_words
+    targets[1::3] = IGNORED
+    plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED) * 0.25
+    used_up = logits * 1.0
+    ours = cross_entropy(used_up, targets, weight=0.25, ignored=IGNORED)
+    torch.testing.assert_close(ours, plain)
+    gradients = [torch.autograd.grad(3 * loss, logits)[0] for loss in (ours, plain)]
+    torch.testing.assert_close(*gradients)
+
+
+def _plain_loss(decoder: Decoder, batch: Batch) -> Tensor:
+    rows, length = batch.inputs_RN.shape
+    attend = CausalAttend(length, decoder.config.sliding_window)
+    hidden_TD = decoder(batch.inputs_RN.flatten(), torch.arange(length).repeat(rows), attend)
+    return F.cross_entropy(decoder.head(hidden_TD), batch.targets_RN.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("name", ["nano", "gpt", "textbook"])
+def test_a_decoder_learns_from_the_gradient_of_plain_autograd(name: str) -> None:
+    config = reshaped(preset(name), n_layers=2, width=64, n_heads=4)
+    decoder = Decoder(config).initialise(3)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in decoder.parameters():  # outputs that begin as zeros would hide what is behind them
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    batch = of_windows(torch.randint(0, config.vocab_size, (2, 141), generator=generator))
+    parameters = list(decoder.parameters())
+    ours = Objective(decoder, torch.device("cpu"), torch.float32).loss_sum(batch, 0.5)
+    plain = 0.5 * _plain_loss(decoder, batch)
+    torch.testing.assert_close(ours, plain)
+    for a, b in zip(*(torch.autograd.grad(loss, parameters) for loss in (ours, plain)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_made_bfloat16_once_a_step_and_learn_all_the_same() -> None:
+    decoder = Decoder(reshaped(preset("nano"), n_layers=1, width=64, n_heads=2)).initialise(3)
+    objective = Objective(decoder, torch.device("cpu"), torch.bfloat16)
+    batch = of_windows(torch.randint(0, 1024, (4, 33), generator=torch.Generator().manual_seed(4)))
+    found = []
+    for at_once in (4, 2):
+        decoder.zero_grad()
+        with objective.at_once():
+            for part in batch.split(at_once):
+                objective.loss_sum(part, 0.01).backward()
+        found.append([p.grad.clone() for p in decoder.parameters() if p.grad is not None])
+    assert len(found[0]) == len(list(decoder.parameters()))
+    for whole, parts in zip(*found, strict=True):
+        assert whole.dtype == torch.float32
+        torch.testing.assert_close(parts, whole, rtol=0.05, atol=2e-3)
