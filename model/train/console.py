@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 
 from model.train.bar import Bar, blocks, find_terminal
-from model.train.progress import Status, bar_line, plain_line
+from model.train.progress import Status, bar_line, plain_line, say
 
 
 class Console:
@@ -48,6 +47,5 @@ class Console:
             self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
 
     def say(self, text: str) -> None:
-        """A line of its own. Whoever read them may have gone: the run goes on."""
-        with contextlib.suppress(OSError):
-            print(text, flush=True)
+        """A line of its own."""
+        say(text)
