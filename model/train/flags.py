@@ -134,13 +134,13 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
         "--matrix-lr",
         metavar="RATE",
         type=positive,
-        help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.002)",
+        help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.01)",
     )
     p.add_argument(
         "--lr",
         metavar="RATE",
         type=positive,
-        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 0.05 / width)",
+        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 4 / width^1.5)",
     )
     p.add_argument(
         "--weight-decay", metavar="SHARE", type=not_negative, default=0.05, help="of the matrices (default: 0.05)"
