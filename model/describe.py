@@ -31,14 +31,22 @@ def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
     lines = [("parameters", describe_size(n_params))]
     for name, size in _DTYPES.items():
         token = config.kv_numbers_per_token * size
-        cache = f"{_size(token)} of KV cache a token, {_size(token * config.context)} a full context"
-        lines.append((name, f"{_size(n_params * size)} of weights, {cache}"))
+        cache = f"{describe_bytes(token)} of KV cache a token, {describe_bytes(token * config.context)} a full context"
+        lines.append((name, f"{describe_bytes(n_params * size)} of weights, {cache}"))
     return lines
 
 
 def describe_size(n_params: int) -> str:
     """Parameters in millions, where there are that many."""
     return f"{n_params / 1e6:.2f} M" if n_params >= 10_000 else str(n_params)
+
+
+def describe_bytes(n_bytes: int) -> str:
+    """In the largest unit that leaves a number above 1."""
+    value, unit = float(n_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.4g} {_UNITS[unit]}"
 
 
 def _attention(config: ModelConfig) -> str:
@@ -78,10 +86,3 @@ def _feed_forward(config: ModelConfig) -> str:
 def _head(config: ModelConfig) -> str:
     cap = "" if config.logit_soft_cap is None else f", soft cap {config.logit_soft_cap:g}"
     return f"{'tied' if config.tied_head else 'untied'}, {'bias' if config.head_bias else 'no bias'}{cap}"
-
-
-def _size(n_bytes: int) -> str:
-    value, unit = float(n_bytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.4g} {_UNITS[unit]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -22,14 +23,29 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device has left; of a CPU those of the machine, or of the container where it has fewer."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    fields = dict(line.split(":", 1) for line in _lines("/proc/meminfo"))
+    if "MemAvailable" not in fields:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = 1024 * int(fields["MemAvailable"].split()[0])
+    limits = [int(line) for line in _lines("/sys/fs/cgroup/memory.max") if line.isdigit()]
+    return min([available, *limits])
+
+
 def describe(device: torch.device) -> str:
     """The device's name for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    name = next(named, platform.machine())
     return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 def _native_bfloat16(device: torch.device) -> bool:

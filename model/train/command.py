@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shlex
@@ -9,8 +10,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from model.files import one_line
+from model.train.auto import settle_size
 from model.train.diverged import Diverged
+from model.train.forecast import forecast
 from model.train.options import parse
+from model.train.place import held
 from model.train.progress import python, tell
 from model.train.ranks import LeftAlone, Ranks, join
 from model.train.run import Run
@@ -23,7 +28,12 @@ def run(argv: Sequence[str]) -> int:
     ranks = Ranks()
     try:
         ranks = join(device=options.device)
-        with _quiet_unless(ranks.is_first):
+        if options.dry_run:
+            settle_size(options)
+            forecast(options)
+            return 0
+        with _quiet_unless(ranks.is_first), _alone(options, ranks):
+            ranks.in_turn(lambda: settle_size(options, follows=not ranks.is_first))
             Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
         return _failed(error, 2)
@@ -45,8 +55,15 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _failed(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {one_line(str(error))}", file=sys.stderr)
     return code
+
+
+def _alone(options: argparse.Namespace, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+    """The output directory belongs to this run; of several ranks the first one says so for all."""
+    if not ranks.is_first:
+        return contextlib.nullcontext()
+    return held(Path(options.out), overwrite=options.overwrite)
 
 
 @contextlib.contextmanager

@@ -80,24 +80,25 @@ class Learner:
         if self._may_shrink and kept != "auto":
             self.micro_windows = int(kept)
 
-    def _accumulate(self, share: Batch, n_targets: int, breathe: Callable[[], None]) -> Tensor:
-        """Adds up the gradients of a share, micro-batch after micro-batch. Returns its part of the mean loss."""
-        self.decoder.zero_grad(set_to_none=True)
-        losses = []
-        with self.objective.at_once():
-            for part in share.split(self._rows_at_once(share)):
-                breathe()
-                loss = self.objective.loss_sum(part, 1 / n_targets)
-                loss.backward()
-                losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _rows_at_once(self, share: Batch) -> int:
+    def rows_at_once(self, share: Batch) -> int:
+        """How many of these rows make a micro-batch."""
         if self.micro_windows is not None:
             return self.micro_windows
         if self.objective.device.type == "cuda":
             return len(share.inputs_RN)
         return max(2, _AT_ONCE // share.row_tokens)
+
+    def _accumulate(self, share: Batch, n_targets: int, breathe: Callable[[], None]) -> Tensor:
+        """Adds up the gradients of a share, micro-batch after micro-batch. Returns its part of the mean loss."""
+        self.decoder.zero_grad(set_to_none=True)
+        losses = []
+        with self.objective.at_once():
+            for part in share.split(self.rows_at_once(share)):
+                breathe()
+                loss = self.objective.loss_sum(part, 1 / n_targets)
+                loss.backward()
+                losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     def _shrink(self, rows: int) -> None:
         """Half as many rows at once, as the device has not enough memory for more."""

@@ -57,9 +57,24 @@ class Loop:
         self.folder, self.save_seconds, self.drawing = folder, save_seconds, drawing
         self.best, self.stop = Best(), Stop()
         self.step, self.seconds = 0, 0.0
+        self._is_saved = False
 
     def run(self, report: Report | None = None) -> None:
-        """Trains to the end; the first rank reports. Raises Diverged, and Interrupted at the state of a step."""
+        """Trains to the end and saves; the first rank reports.
+
+        Raises Diverged, Interrupted once the state of the last whole step is saved, and CheckpointError where it
+        cannot be.
+        """
+        try:
+            self._learn(report)
+        except Interrupted:
+            self.save()
+            self.ranks.wait()  # a launcher ends all ranks as soon as one leaves
+            raise
+        self._save_or_warn()
+
+    def _learn(self, report: Report | None) -> None:
+        """From step to step: this is what training is."""
         started = last_save = time.monotonic()
         before, done = self.seconds, self.done
         while done < 1.0:
@@ -80,7 +95,7 @@ class Loop:
             if report:
                 report.sample(self._draw_samples)
             if now - last_save >= self.save_seconds:
-                self.save_or_warn()
+                self._save_or_warn()
                 last_save = time.monotonic()
 
     @property
@@ -136,20 +151,26 @@ class Loop:
 
     def save(self) -> None:
         """Raises CheckpointError where the disk is full, and Diverged where there is nothing worth saving."""
-        if self.ranks.is_first:
-            if not self.learner.is_finite() or not math.isfinite(self.bits_per_byte(1)):
-                raise Diverged(f"the weights are of no use after step {self.step}", self.folder)
-            best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
+        if not self.ranks.is_first:
+            return
+        if not self.learner.is_finite() or not math.isfinite(self.bits_per_byte(1)):
+            raise Diverged(f"the weights are of no use after step {self.step}", self.folder)
+        best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
+        self._is_saved = False
+        try:
             save_snapshot(self.folder, self.position(), self.learner.tensors() | best)
+        except CheckpointError as error:
+            older = newest_snapshot(self.folder)
+            stands = f"{older} stays the last one" if older else "there is none yet"
+            raise CheckpointError(f"no snapshot of step {self.step}, {stands}: {error}") from None
+        self._is_saved = True
 
-    def save_or_warn(self) -> None:
+    def _save_or_warn(self) -> None:
         """A full disk may have room again later, and hours of training are worth going on."""
         try:
             self.save()
         except CheckpointError as error:
-            older = newest_snapshot(self.folder)
-            stands = f"{older} stays the last one" if older else "there is no snapshot yet"
-            tell(f"warning: no snapshot of step {self.step} ({error}); training goes on, {stands}")
+            tell(f"warning: {error}; the run goes on")
 
     def _measure(self, report: Report) -> None:
         """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
@@ -187,6 +208,8 @@ class Loop:
             self.stop.obey()
 
     def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches. Where the last step could not be saved, a signal would lose it: the result comes first."""
         for batch in batches:
-            self._breathe()
+            if self._is_saved:
+                self._breathe()
             yield batch

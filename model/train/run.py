@@ -28,14 +28,15 @@ from model.train.mfu import flops_per_token, peak_flops
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.outline import Outline
+from model.train.place import require_room
 from model.train.position import Position
 from model.train.ranks import Ranks
 from model.train.report import Report
 from model.train.result import write_result
 from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Limits, Schedule
+from model.train.sizes import sizes
 from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
-from model.train.stop import Interrupted
 from model.train.summary import closing, opening
 from model.train.text_file import DataError
 from model.transformer import Decoder
@@ -68,6 +69,8 @@ class Run:
         self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
         self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = self._first_decoder().to(self.device)
+        need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+        require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.limits = limits = Limits(
             steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes
@@ -97,21 +100,15 @@ class Run:
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
         size = self.decoder.n_params
         print(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step), flush=True)
-        try:
-            with self.loop.stop.caught():
-                if self.ranks.is_first:
-                    with self._report() as report:
-                        if self.base and not self.resumes:
-                            report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
-                        self.loop.run(report)
-                    self.loop.save_or_warn()
-                    self._finish(report)
-                else:
-                    self.loop.run()
-        except Interrupted:
-            self.loop.save()
-            self.ranks.wait()  # a launcher ends all ranks as soon as one leaves
-            raise
+        with self.loop.stop.caught():
+            if not self.ranks.is_first:
+                self.loop.run()
+                return
+            with self._report() as report:
+                if self.base and not self.resumes:
+                    report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
+                self.loop.run(report)
+            self._finish(report)
 
     def _must_resume(self) -> bool:
         """Whether to go on with a run. Raises DataError where there is one and nobody said what to do with it."""

@@ -1,0 +1,70 @@
+"""A disk that gets full while a model is trained: what was learnt is not thrown away, and nobody is left to guess."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from disk import SPACE, Operations, no_space, watched
+from training import EXACT, TINY, signal_after, state_of, train, train_until, write_text
+
+from model.checkpoint import load_config
+from model.files import CheckpointError
+from model.train.snapshot import load_snapshot, newest_snapshot
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to learn from."""
+    return write_text(tmp_path)
+
+
+def _full(*_: object) -> None:
+    raise CheckpointError("cannot be written (No space left on device)")
+
+
+def test_a_run_goes_on_without_room_for_snapshots_and_says_so(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.train.loop.save_snapshot", _full)
+    out = tmp_path / "out"
+    assert train(text, out, *TINY, "--steps", "3", "--save-seconds", "0.0001") == 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 4 and warnings[0].startswith("warning: no snapshot of step 1, there is none yet: ")
+    assert warnings[-1].endswith("No space left on device); the run goes on")
+    assert load_config(out).width == 32
+
+
+def test_a_signal_without_room_for_a_snapshot_names_the_one_that_stands(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, flags = tmp_path / "out", [*TINY, *EXACT, "--steps", "4"]
+    train_until(2, text, out, *flags)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("model.train.loop.save_snapshot", _full)
+        signal_after(3, patch)
+        assert train(text, out, *flags, "--resume") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert f"no snapshot of step 3, {out}/.training/step-00000002 stays the last one" in errors[0]
+    assert train(text, out, *flags, "--resume") == 0
+    assert state_of(out)[0] == 4
+
+
+@pytest.mark.parametrize("share", [i / 10 for i in range(10)])
+def test_a_disk_full_from_any_operation_on_ends_in_a_result_or_in_one_line(
+    tmp_path: Path, text: Path, share: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, counting = [*TINY, "--steps", "2", "--save-seconds", "0.0001"], Operations()
+    with watched(counting):
+        assert train(text, tmp_path / "dry", *flags) == 0
+    capsys.readouterr()
+    out, needing = tmp_path / "out", [number for number, what in enumerate(counting.seen) if what != "rmtree"]
+    at = needing[int(share * len(needing))]
+    with watched(Operations(no_space, at, SPACE)):
+        code = train(text, out, *flags)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert (code, len(errors)) in ((0, 0), (2, 1))
+    assert newest_snapshot(out / ".training") is None or load_snapshot(out / ".training")
+    assert train(text, out, *flags, "--resume") == 0
