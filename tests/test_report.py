@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from conftest import ROOT
 
 from model.train.board import Board
 from model.train.history import History, read_records
@@ -48,11 +50,13 @@ def _records(out: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
 
 
-def test_every_record_has_every_key_and_each_measurement_stands_where_it_was_made(tmp_path: Path) -> None:
+def test_every_record_has_every_documented_key_and_each_measurement_stands_where_it_was_made(tmp_path: Path) -> None:
     _tell(tmp_path, 1, 20, measure=(10,))
     records = _records(tmp_path)
-    keys = {"step", "tokens", "epoch", "fraction", "seconds", "loss", "bits_per_byte", "grad_norm"}
-    keys |= {"tokens_per_second", "mfu", "lr", "matrix_lr"}
+    table = [line for line in (ROOT / "docs/train-log.md").read_text().splitlines() if line.startswith("| `")]
+    keys = {key for line in table for key in re.findall(r"`(\w+)`", line.split("|")[1])}
+    keys -= {"held_out", "held_out_whole"}
+    assert len(keys) == 12
     assert all(keys <= set(record) <= {*keys, "held_out"} for record in records)
     assert [record["step"] for record in records if "held_out" in record] == [10]
     assert records[0]["bits_per_byte"] == pytest.approx(2.01 / math.log(2) / 2.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from disk import SPACE, Operations, no_space, watched
-from training import EXACT, TINY, signal_after, state_of, train, train_until, write_text
+from training import EXACT, SMALL, TINY, signal_after, state_of, train, train_until, write_text
 
 from model.checkpoint import load_config
 from model.files import CheckpointError
@@ -50,6 +53,23 @@ def test_a_signal_without_room_for_a_snapshot_names_the_one_that_stands(
     assert f"no snapshot of step 3, {out}/.training/step-00000002 stays the last one" in errors[0]
     assert train(text, out, *flags, "--resume") == 0
     assert state_of(out)[0] == 4
+
+
+def test_a_reader_of_the_output_that_goes_away_ends_no_run(tmp_path: Path, text: Path) -> None:
+    """... | head, or a log on a full disk."""
+    command = [sys.executable, "-m", "model.train", "--data", str(text), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [*command, *SMALL, *TINY, "--steps", "2", "--report-seconds", "0.001"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    process.stdout.close()
+    _, errors = process.communicate(timeout=100)
+    assert (process.returncode, errors) == (0, "")
+    assert load_config(tmp_path / "out").width == 32
 
 
 @pytest.mark.parametrize("share", [i / 10 for i in range(10)])

@@ -59,8 +59,8 @@ def at_micro_batch(number: int, patch: pytest.MonkeyPatch, deed: Callable[[Tenso
     """Does something to the loss of micro-batch `number` (from 1; counts what is learnt from, not what is measured)."""
     seen, loss_sum = [0], Objective.loss_sum
 
-    def loss_and_deed(objective: Objective, batch: Batch) -> Tensor:
-        loss = loss_sum(objective, batch)
+    def loss_and_deed(objective: Objective, batch: Batch, *scale: float) -> Tensor:
+        loss = loss_sum(objective, batch, *scale)
         if torch.is_grad_enabled():
             seen[0] += 1
             if seen[0] == number and (changed := deed(loss)) is not None:

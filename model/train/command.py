@@ -28,6 +28,7 @@ def run(argv: Sequence[str]) -> int:
     ranks = Ranks()
     try:
         ranks = join(device=options.device)
+        ranks.must_share(options.windows)
         if options.dry_run:
             settle_size(options)
             forecast(options)
@@ -51,12 +52,22 @@ def run(argv: Sequence[str]) -> int:
         return 130
     finally:
         ranks.leave()
+        _let_go_of_stdout()
     return 0
 
 
 def _failed(error: Exception, code: int) -> int:
     print(f"error: {one_line(str(error))}", file=sys.stderr)
     return code
+
+
+def _let_go_of_stdout() -> None:
+    """Where whoever read it has gone, the interpreter must not try to flush it at its end."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _alone(options: argparse.Namespace, ranks: Ranks) -> contextlib.AbstractContextManager[None]:

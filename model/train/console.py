@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 
 from model.train.bar import Bar, blocks, find_terminal
-from model.train.progress import Status, bar_line, plain_line
+from model.train.progress import Status, bar_line, plain_line, say
 
 
 class Console:
@@ -35,15 +34,18 @@ class Console:
 
     def show(self, status: Status) -> None:
         """How far the run is; called after each step, shown when it is time to."""
-        self._newest = status
-        if self._bar:
-            self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
+        self.redraw(status)
         now = time.monotonic()
         if self._is_plain and now - self._said >= self._every:
             self._said = now
             self.say(plain_line(status))
 
+    def redraw(self, status: Status) -> None:
+        """The bar alone: the step was shown, and more is known of it."""
+        self._newest = status
+        if self._bar:
+            self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
+
     def say(self, text: str) -> None:
-        """A line of its own. Whoever read them may have gone: the run goes on."""
-        with contextlib.suppress(OSError):
-            print(text, flush=True)
+        """A line of its own."""
+        say(text)

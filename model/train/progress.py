@@ -99,6 +99,12 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
+def say(text: str) -> None:
+    """To stdout. Whoever read there may have gone (| head), or its disk may be full: hours of training go on."""
+    with contextlib.suppress(OSError, RuntimeError):
+        print(text, flush=True)
+
+
 def tell(text: str) -> None:
     """To a terminal that may have gone with the same signal (| tee): the run must be saved all the same."""
     with contextlib.suppress(OSError, RuntimeError):

@@ -68,7 +68,7 @@ class Report:
             return
         self._status = self._look(self._status.progress)
         self._journal.measure(self._status, {"held_out": bits})
-        self._console.show(self._status)
+        self._console.redraw(self._status)
 
     def sample(self, draw: Callable[[], Sequence[Sample]]) -> None:
         """Called after each step: texts are drawn where it is time for some."""

@@ -30,6 +30,7 @@ from model.train.optimiser import Optimiser
 from model.train.outline import Outline
 from model.train.place import require_room
 from model.train.position import Position
+from model.train.progress import say
 from model.train.ranks import Ranks
 from model.train.report import Report
 from model.train.result import write_result
@@ -59,7 +60,6 @@ class Run:
         self.board = Board(self.out / "tensorboard") if options.tensorboard else None
         self.drawing = GREEDY if options.greedy else LIVELY
         self.resumes = self._must_resume()
-        self.ranks.must_share(options.windows)
         self.device = choose_device(options.device)
         self.base = base_of(options, self.work, resumes=self.resumes)
         if self.base:
@@ -69,8 +69,9 @@ class Run:
         self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
         self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
         self.decoder = self._first_decoder().to(self.device)
-        need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
-        require_room(self.out, need.on_disk)
+        if self.ranks.is_first and not self.resumes:
+            need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+            require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.limits = limits = Limits(
             steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes
@@ -99,7 +100,7 @@ class Run:
             start_anew(self.base, self.work)
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
         size = self.decoder.n_params
-        print(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step), flush=True)
+        say(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step))
         with self.loop.stop.caught():
             if not self.ranks.is_first:
                 self.loop.run()
@@ -162,7 +163,7 @@ class Run:
         self.loop.learner.take_micro_windows(position.rounding.get("--micro-windows", "auto"))
         position.must_be_of(self.loop.position(), self.work)
         for note in position.notes(self.loop.position()):
-            print(f"note: {note}", flush=True)
+            say(f"note: {note}")
         self.loop.go_on_from(position, tensors)
 
     def _report(self) -> Report:
@@ -193,12 +194,12 @@ class Run:
         tokenizer, drawing = material.tokenizer, self.drawing
         samples = draw_samples(self.decoder, tokenizer, material.prompts, _SAMPLE_TOKENS, drawing)
         for sample in samples:
-            print(f"--- {sample.joined}\n", flush=True)
+            say(f"--- {sample.joined}\n")
         report.finish(bits, samples)
         facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
         base = self.base
         write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, drawing=drawing, base=base)
-        print(closing(self.out, facts), flush=True)
+        say(closing(self.out, facts))
 
     def _facts(self, exported: str, bits: float, unseen: Mapping[str, float]) -> RunFacts:
         loop, material, options = self.loop, self.material, self.options

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.files import CheckpointError, sync_directory, write_files
 from model.train.position import Position, parse_position
+from model.train.progress import say
 
 State = tuple[Position, dict[str, Tensor]]
 
@@ -57,7 +58,7 @@ def load_snapshot(folder: Path) -> State | None:
     for path in _snapshots(folder):
         if (found := _load(path)) is not None:
             return found
-        print(f"warning: {path} is damaged and passed over", flush=True)
+        say(f"warning: {path} is damaged and passed over")
     return None
 
 

@@ -119,18 +119,19 @@ def test_a_save_in_place_is_found_out(tmp_path: Path) -> None:
 
 
 def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise) -> None:
-    """A tmpfs that somebody else fills after the first snapshot: later saves and the result fail, one loads."""
+    """A tmpfs that something else fills once there is a snapshot: what comes then fails, and that snapshot loads."""
     (tmp_path / "text.txt").write_text(TEXT * 5)
     small = tmp_path / "small"
     small.mkdir()
     train = f"{sys.executable} -m model.train --data {tmp_path}/text.txt --out {small}/out --preset nano --device cpu"
-    train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --max-minutes 0.05"
+    train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --max-minutes 0.1"
+    fill = f"until ls {small}/out/.training/step-* >/dev/null 2>&1 || ! kill -0 $pid; do sleep 0.01; done; "
+    fill += f"while kill -0 $pid 2>/dev/null; do cat /dev/zero >> {small}/other 2>/dev/null; sleep 0.02; done"
     load = "from pathlib import Path; from model.train.snapshot import load_snapshot"
     check = f"{sys.executable} -c '{load}; "
     check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
-    fill = f"until ls -d {small}/out/.training/step-*; do sleep 0.02; done; cat /dev/zero > {small}/filler"
-    run = f"{train} & {fill}; wait $!; echo code $?; df {small} | tail -1; {check}"
-    script = f"mount -t tmpfs -o size=8m tmpfs {small} && {{ {run}; }}"
+    run = f"{{ {train} & pid=$!; {fill}; wait $pid; echo code $?; df {small} | tail -1; {check}; }}"
+    script = f"mount -t tmpfs -o size=20m tmpfs {small} && {run}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
     try:
