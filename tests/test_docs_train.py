@@ -55,6 +55,10 @@ class Newcomer:
 
     def train(self, flags: list[str]) -> None:
         out = flags[flags.index("--out") + 1]
+        if "--dry-run" in flags:
+            assert inkstream(["train", *flags, "--device", "cpu"]) == 0
+            assert not (self.folder / out).exists()
+            return
         if "--resume" in flags:
             self.steps += 1
         elif (self.folder / out).exists():
