@@ -123,7 +123,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """A gauge or counter; labels belong to the name."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found.group(1))

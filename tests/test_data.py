@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,14 @@ import numpy as np
 import pytest
 from tiny import TEXT
 
-from model.tokenizer import SEPARATOR
+from model.tokenizer import SEPARATOR, Tokenizer
+from model.train.__main__ import main
 from model.train.data import Corpus, Order, prepare
+from model.train.hold_out import Document, document_key, split_documents
 from model.train.sources import Sources
 from model.train.text_file import DataError
+from model.train.ticker import Ticker
+from model.train.token_cache import pieces
 from model.train.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
@@ -138,3 +145,141 @@ def test_too_little_text_for_a_window_is_refused() -> None:
 def test_json_lines_with_line_separators_inside_stay_whole(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
     assert _documents(tmp_path) == ["a\u2028b"]
+
+
+def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path) -> None:
+    """Runs that stand on somebody's disk must go on with the next version."""
+    documents = [f"Document {i} says \u201chello\u201d." for i in range(400)]
+    (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
+    corpus = _prepare([tmp_path / "a.txt"], tmp_path / "cache", straighten=0.5)
+    held_out = corpus.tokenizer.decode(corpus.held_out.tolist())
+    assert [int(part.split()[0]) for part in held_out.split("Document ")[1:]] == [75, 102, 158, 378]
+    assert corpus.digest == "bd984c072f50a6b32b497627f7692f4b6feb3010eb3c00860c91e185f0cce065"
+
+
+def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
+    documents = [Document(text, document_key(text)) for text in (f"Document {i}.".encode() for i in range(1000))]
+    small, large = (set(split_documents(documents, share)[0]) for share in (0.01, 0.1))
+    assert small < large
+    assert 70 <= len(large) <= 130
+    few = documents[:3]
+    assert [len(split_documents(few, share)[0][0]) for share in (0.01, 0.3)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b"\xef\xbb\xbfOne.\r\n\r\n\r\nTwo.\r\n", ["One.", "Two."]),
+        ("Uno, dos \U0001f98a.\n\n\n\n\n\n日本語".encode(), ["Uno, dos \U0001f98a.", "日本語"]),
+        (b"\n\n\n\nA\n\nB\n \n\nC", ["A\n\nB\n \n\nC"]),
+        (b"old\rMac\rends", ["old\rMac\rends"]),
+    ],
+)
+def test_line_ends_marks_and_scripts_of_all_kinds(tmp_path: Path, content: bytes, documents: list[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert _documents(tmp_path) == documents
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(content))
+    assert _documents(tmp_path) == documents
+
+
+def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp_path: Path) -> None:
+    for name in ("a.txt", ".git/b.txt", "._c.txt", "out/README.md", "deep/er/d.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+    (tmp_path / "deep/circle").symlink_to("..")
+    assert _documents(tmp_path, without=tmp_path / "deep/../out") == ["a.txt", "deep/er/d.md"]
+    assert _documents(tmp_path) == ["a.txt", "deep/er/d.md", "out/README.md"]
+
+
+def test_thousands_of_small_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for i in range(2000):
+        (tmp_path / f"{i:04}.txt").write_text(str(i))
+    assert _documents(tmp_path) == [str(i) for i in range(2000)]
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("One.\n\n\nTwo."))
+    writer.start()
+    assert _documents(pipe) == ["One.", "Two."]
+    writer.join()
+
+
+def test_another_key_of_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "One."}\n')
+    assert _documents(tmp_path, text_key="body") == ["One."]
+
+
+@pytest.mark.parametrize("text", [TEXT * 5, "word " * 3000, "a \n\n  b! \t c.\n" * 900, "x" * 9999, "日本語" * 3333])
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(text: str) -> None:
+    tokenizer = VOCABULARY.train([TEXT, "word " * 100])
+    parts = list(pieces(text, 5000))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= 5000 and len(parts) > 1
+    ids = [token for part in tokenizer.encode_many(parts) for token in part]
+    if " " in text:
+        assert ids == tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_cache_that_is_not_whole_is_made_anew_and_old_ones_go(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text(TEXT)
+    first = _prepare([path], cache)
+    (folder,) = cache.iterdir()
+    whole = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").unlink()
+    (cache / ".tokens-torn").mkdir()
+    (cache / "step-00000001").mkdir()
+    assert _prepare([path], cache).digest == first.digest
+    assert (folder / "train.bin").read_bytes() == whole
+    for i in range(4):
+        path.write_text(TEXT + str(i))
+        last = _prepare([path], cache)
+    names = {path.name for path in cache.iterdir()}
+    assert len(names) == 3 and {"step-00000001", last.digest[:16]} <= names
+
+
+def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 300 + "\n\n\nTHE END")
+    sources = Sources([str(tmp_path / "a.txt")])
+    unseen = Sources([str(tmp_path / "[bc].txt")])
+    corpus = prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen)
+    assert corpus.digest == _prepare([tmp_path / "a.txt"], tmp_path / "cache").digest
+    names = [str(tmp_path / "b.txt"), str(tmp_path / "c.txt")]
+    assert list(corpus.unseen) == names
+    assert corpus.tokenizer.decode(corpus.unseen[names[0]].tolist()) == "b " * 300 + "THE END"
+    assert corpus.unseen[names[0]].tolist().count(0) == 2
+    with (tmp_path / "a.txt").open("a") as file:
+        file.write("\n\n\nTHE END\n\n\n")
+    assert prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen).unseen
+    with (tmp_path / "a.txt").open("a") as file:
+        file.write("c " * 300)
+    with pytest.raises(DataError, match=r"c\.txt: 2 of its 2 documents also stand in --data"):
+        prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen)
+
+
+def test_slow_reading_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ticker = Ticker()
+    told = []
+    for now in (101.0, 102.9, 103.0, 104.0, 107.9, 108.0):
+        ticker.tick(f"at {now}")
+        told += capsys.readouterr().err.splitlines()
+    assert told == ["at 103.0", "at 108.0"]
+
+
+def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    flags = ["--data", str(tmp_path / "a.txt"), "--preset", "nano", "--context", "16", "--steps", "1", "--windows", "1"]
+    assert main([*flags, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    size = Tokenizer.load(tmp_path / "out").vocab_size
+    assert 257 < size < 1024
+    assert f"a vocabulary of {size}, the text supports no more" in capsys.readouterr().out

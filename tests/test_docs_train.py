@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ PAGE = (ROOT / "docs/train.md").read_text()
 README = (ROOT / "README.md").read_text()
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
 SHORT = ["--context", "32", "--windows", "4", "--device", "cpu", "--report-seconds", "0.001"]
-NEW = ["--vocab-size", "300", "--layers", "1"]
+NEW = ["--vocab-size", "300", "--layers", "1", "--width", "32", "--heads", "2"]
 
 
 class Newcomer:
@@ -94,8 +95,14 @@ def test_the_commands_of_the_page_work_in_their_order(
     for folder in ("my-writing", "texts"):  # the first two commands stand before "get text in"
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "diary.txt").write_text(TEXT * 3)
+    words = TEXT.split()
+    (tmp_path / "poems.txt").write_text("\n".join(f"{a} {b}" for a, b in pairwise(words)))
+    (tmp_path / "translations.tsv").write_text("".join(f"{a} {b}\t{b} {a}\n" for a, b in pairwise(words)))
+    (tmp_path / "statquest.txt").write_text("what is statquest <EOS> awesome <EOS>\n" * 2)
     tiny_weights(tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
+    # Drawing long samples takes longer than the training here.
+    monkeypatch.setattr("model.train.run._SAMPLE_TOKENS", 8)
     newcomer = Newcomer(tmp_path)
     for line in COMMANDS:
         newcomer.types(line)
@@ -105,7 +112,7 @@ def test_the_commands_of_the_page_work_in_their_order(
     table = PAGE[PAGE.index("| file in `mine/` |") : PAGE.index("**Bits per byte**")]
     named = {name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([\w./]+)`", row.split("|")[1])}
     assert named == {path.name + "/" * path.is_dir() for path in (tmp_path / "mine").iterdir()}
-    for name in ("mine2", "tuned"):
+    for name in ("mine2", "tuned", "lines", "pairs", "toy"):
         assert (tmp_path / name / "model.safetensors").exists()
 
 

@@ -70,16 +70,19 @@ def _half_a_stream(client: httpx.Client, server: Server, faults: Faults) -> tupl
     return response, lines
 
 
-def test_the_port_answers_while_the_engine_loads(tmp_path: Path, weights: Path) -> None:
-    server = start_server(tmp_path, weights, wait=False)
+def test_the_port_answers_while_the_engine_loads(tmp_path: Path, weights: Path, faults: Faults) -> None:
+    faults.arm("fake.load", "sleep", seconds=600)
+    server = start_server(tmp_path, weights, wait=False, fake_ms=1, environment=faults.environment)
     try:
-        assert server.wait_for(lambda: _get(server, "/health/live") == 200, 5)
+        assert server.wait_for(lambda: _get(server, "/health/live") == 200)
         response = httpx.get(f"{server.url}/health/ready")
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert response.json()["phase"] != "ready"
         refused = httpx.post(f"{server.url}/complete", json={"prompt": "a"})
         assert refused.status_code == 503
         assert refused.json()["error"]["type"] == "unavailable_error"
+        faults.disarm("fake.load")
+        os.kill(_engine_pid(server), signal.SIGKILL)  # the next one loads at once
         assert server.wait_for(lambda: _get(server, "/health") == 200, 30)
     finally:
         assert stop_server(server) == 0

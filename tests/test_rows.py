@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tiny import TEXT, tiny_decoder
 
 from model.config import ModelConfig
 from model.presets import preset, reshaped
-from model.train.batch import IGNORED, Example, Examples, padded, up_to
+from model.train.batch import IGNORED, Example, Examples, padded, spread
 from model.train.hold_out import held_out_rows
 from model.train.material import material_of_rows
 from model.train.objective import Objective
@@ -95,9 +96,14 @@ def test_the_order_of_examples_is_a_function_of_seed_and_step_and_an_epoch_sees_
     assert not torch.equal(Examples(examples, rows=4, seed=2).batch(0).inputs_RN, batches[0])
 
 
-def test_a_glance_takes_as_many_batches_as_the_targets_need() -> None:
-    batches = [padded([Example([1, 2, 3])])] * 5
-    assert [len(list(up_to(batches, n))) for n in (0, 1, 2, 3, 1000)] == [0, 1, 1, 2, 5]
+def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:
+    batches = [padded([Example([i, i, i])]) for i in range(6)]
+
+    def glance(n_targets: float) -> list[int]:
+        return [int(batch.inputs_RN[0, 0]) for batch in spread(batches, n_targets)]
+
+    assert glance(0) == [0] and glance(4) == [0, 3] and glance(6) == [0, 2, 4]
+    assert glance(12) == glance(math.inf) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("answer", ["ba", " ba"])

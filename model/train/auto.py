@@ -15,9 +15,9 @@ from model.files import write_file
 from model.presets import SIZES
 from model.train.amount import Texts, read_texts
 from model.train.asked import shape, vocabulary
-from model.train.options import AUTO
 from model.train.speed import measure
 from model.train.text_file import STANDARD_INPUT
+from model.train.values import AUTO
 from model.transformer import Decoder
 
 _PER_PARAMETER = 5

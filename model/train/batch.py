@@ -96,14 +96,16 @@ def of_windows(windows_RN: Tensor) -> Batch:
     return Batch(inputs_RN=windows_RN[:, :-1], targets_RN=windows_RN[:, 1:])
 
 
-def up_to(batches: Iterable[Batch], n_targets: float) -> Iterator[Batch]:
-    """As many of them as it takes to have so many targets."""
-    seen = 0
-    for batch in batches:
-        if seen >= n_targets:
-            return
-        yield batch
-        seen += batch.n_targets
+def spread(batches: Sequence[Batch], n_targets: float) -> Iterator[Batch]:
+    """Batches from all over, as many as it takes to have about so many targets, at least one.
+
+    The first ones alone would be of the first few texts: they were 0.12 bits per byte easier than all of them.
+    """
+    share = n_targets / sum(batch.n_targets for batch in batches)
+    if share >= 1.0:
+        return iter(batches)
+    n = max(1, round(share * len(batches)))
+    return (batches[i * len(batches) // n] for i in range(n))
 
 
 def _matrix(rows: Sequence[list[int]], padding: int) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from model.files import CheckpointError
-from model.train.batch import Batch, up_to
+from model.train.batch import Batch, spread
 from model.train.best import Best
 from model.train.clock import Clock, Interval
 from model.train.diverged import Diverged
@@ -99,9 +99,9 @@ class Loop:
         return self.limits.done(step=self.step, epochs=epochs, tokens=tokens, seconds=self.seconds)
 
     def bits_per_byte(self, n_targets: float = math.inf) -> float:
-        """Of what the result is measured on, or of the first so many targets of it, by the weights that stand there."""
+        """Of what the result is measured on, or of so many targets from all over it, by the weights that stand there."""
         return self.learner.objective.bits_per_byte(
-            up_to(self.material.held_out, n_targets), self.material.tokenizer.bytes_of
+            spread(self.material.held_out, n_targets), self.material.tokenizer.bytes_of
         )
 
     def bits_per_byte_of_all(self) -> float:

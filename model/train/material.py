@@ -15,7 +15,7 @@ import torch
 
 from model.tokenizer import Tokenizer
 from model.train.asked import sources, vocabulary
-from model.train.batch import IGNORED, Batch, Examples, of_windows, padded, up_to
+from model.train.batch import IGNORED, Batch, Examples, of_windows, padded, spread
 from model.train.data import Corpus, Order, prepare
 from model.train.rows import Rows, of_lines, of_pairs
 from model.train.sample import Prompt
@@ -62,9 +62,9 @@ class Material:
         return round(step * self.rows * self.row_tokens)
 
     def bytes_per_target(self, n_targets: float) -> float:
-        """Mean length of a token in what is measured, or in the first so many targets of it."""
+        """Mean length of a token in what is measured, or in so many targets from all over it."""
         bytes_of, n_bytes, seen = self.tokenizer.bytes_of, 0, 0
-        for batch in up_to(self.held_out, n_targets):
+        for batch in spread(self.held_out, n_targets):
             counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)].tolist()
             n_bytes, seen = n_bytes + sum(len(bytes_of[token]) for token in counted), seen + len(counted)
         return max(n_bytes, 1) / max(seen, 1)

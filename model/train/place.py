@@ -47,8 +47,11 @@ def held(out: Path, *, overwrite: bool) -> Iterator[None]:
 
 
 def require_room(out: Path, n_bytes: int) -> None:
-    """Whether the disk has so much room, before hours of training and not after. Raises PlaceError."""
-    free = free_bytes(out)
+    """Whether the disk has so much room, before hours of training and not after. Raises PlaceError.
+
+    Snapshots that stand there are part of it: the run takes their place.
+    """
+    free = free_bytes(out) + sum(path.stat().st_size for path in (out / ".training").glob("step-*/*"))
     if free < n_bytes:
         raise PlaceError(
             f"--out {out}: the run needs {describe_bytes(n_bytes)} for snapshots and result, its disk has "

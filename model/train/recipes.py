@@ -61,9 +61,10 @@ _RECIPES = {
 }
 
 # AdamW and not Muon: what is good in those weights are a few large directions of each matrix, and Muon moves all
-# directions alike. Rate and number format depend on the model (see Base in init.py).
+# directions alike. 80 kB of plays brought our model, which Muon had trained, from 3.040 held-out bits per byte to 1.715
+# by AdamW, to 1.744 by Muon at 0.01, to 2.184 at 0.002. Rate and number format depend on the model (see init.py).
 FINE_TUNING = Recipe(
-    optimizer="adamw", lr=None, lr_alone=None, matrix_lr=0.002, windows=8, warm_up=10, export_dtype=None, epochs=3.0
+    optimizer="adamw", lr=None, lr_alone=None, matrix_lr=0.01, windows=8, warm_up=10, export_dtype=None, epochs=3.0
 )
 """Of a run that goes on from weights."""
 

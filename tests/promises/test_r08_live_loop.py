@@ -83,7 +83,7 @@ def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, 
 
 def test_long_prompts_and_a_full_batch_leave_the_loop_live(server: Server, promise: Promise) -> None:
     lag, n, health = promise.measured(
-        lambda: _measure(server, promise.size(16, 64), promise.size(4, 30)),
+        lambda: _measure(server, promise.size(10, 64), promise.size(4, 30)),
         lambda found: found[0] <= 0.05 and found[2].p99 <= 0.1,
     )
     promise.at_most("R8", "event loop lag p99 (upper bound of its bucket)", lag, target=0.02, floor=0.05, unit="s", n=n)

@@ -1,0 +1,44 @@
+"""What can stand behind a flag: kinds of numbers, the name of a preset. Knows no flag."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable
+
+from model.presets import PRESET_NAMES
+
+AUTO = "auto"
+"""The preset that depends on text, device and time."""
+
+
+def preset_name(name: str) -> str:
+    """A preset that there is; of one that is not, the message names the nearest."""
+    names = (*PRESET_NAMES, AUTO)
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f", did you mean {near[0]}?" if near else ";"
+    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
+
+
+def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return parse
+
+
+count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
+whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
+positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
+not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+small_share = _number(float, lambda x: 0 < x <= 0.3, "a number above 0 and up to 0.3")
+decay = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

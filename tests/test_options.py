@@ -1,0 +1,76 @@
+"""The flags of training: grouped, every one with its sentence and its default, readable in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+
+import pytest
+from conftest import ROOT
+
+from model.train.flags import parser
+from model.train.options import parse
+from model.train.values import count, small_share
+
+NO_DEFAULT = {"out", "data", "pairs", "unseen", "init", "max_minutes", "tokens", "about", "license", "language", "help"}
+
+
+def test_every_flag_has_its_sentence_and_tells_its_default() -> None:
+    for action in parser()._actions:
+        assert action.help, action.option_strings
+        if action.dest not in NO_DEFAULT and action.nargs != 0:
+            assert "default" in action.help, action.option_strings
+        if isinstance(action.default, str | float | int) and action.nargs != 0 and action.dest != "help":
+            told = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+            assert re.search(rf"default: {re.escape(told)}\b", action.help), action.option_strings
+
+
+def test_the_help_is_grouped_and_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = parser().format_help()
+    assert max(map(len, printed.splitlines())) <= 80
+    assert len(re.findall(r"^\w.*:$", printed, re.MULTILINE)) == 7
+    assert len(printed.splitlines()) < 140
+
+
+def test_every_option_that_the_code_reads_is_a_flag_or_of_the_recipe() -> None:
+    """And no flag is there that nobody reads."""
+    read: set[str] = set()
+    for path in sorted((ROOT / "model/train").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+                owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
+                read |= {node.attr} if owner in ("options", "asked") else set()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.add(node.value)  # getattr(options, name)
+    flags = {action.dest for action in parser()._actions} - {"help"}
+    assert flags <= read, flags - read
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"), [(count, "3", "0"), (count, "3", "3.5"), (small_share, "0.3", "0.31")]
+)
+def test_numbers_out_of_range_are_refused(kind: object, good: str, bad: str) -> None:
+    assert callable(kind)
+    assert kind(good) == float(good)
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(bad))):
+        kind(bad)
+
+
+@pytest.mark.parametrize("wrong", ["smal", "Base", "mediun", "autoo"])
+def test_a_preset_written_wrong_is_told_with_the_one_that_was_meant(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--out", "x", "--preset", wrong])
+    assert ended.value.code == 2
+    meant = {"smal": "small", "Base": "base", "mediun": "medium", "autoo": "auto"}[wrong]
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_the_readme_names_only_flags_that_there_are() -> None:
+    flags = {name for action in parser()._actions for name in action.option_strings}
+    section = (ROOT / "README.md").read_text().partition("## Train your own")[2].partition("\n## ")[0]
+    named = set(re.findall(r"--[a-z][a-z-]+", section))
+    assert {"--resume", "--preset"} <= named <= flags

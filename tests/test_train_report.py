@@ -1,0 +1,86 @@
+"""What a whole run leaves for people: log, curve, samples, card, and what it prints first and last."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from training import EXACT, TINY, signal_after, train, train_until, write_text
+
+from model.train.history import read_records
+
+FLAGS = ["--steps", "12", *EXACT, *TINY]
+
+
+def _log(out: Path) -> list[dict[str, Any]]:
+    timed = ("seconds", "tokens_per_second", "mfu")
+    return [{k: v for k, v in record.items() if k not in timed} for record in read_records(out / "log.jsonl")]
+
+
+def test_a_run_leaves_what_a_person_wants_to_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = write_text(tmp_path), tmp_path / "out"
+    unseen = tmp_path / "unseen_1.txt"
+    unseen.write_text("It was never seen that a fox could read what nobody had written. " * 20)
+    assert train(text, out, *FLAGS, "--license", "mit", "--unseen", str(unseen)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[:3]] == ["model:", "data:", "plan:"]
+    assert "12 steps, 1,536 tokens" in printed[2]
+    assert [line.split()[0] for line in printed[-4:]] == ["held-out", "unseen", "written:", "serve"]
+    assert [record["step"] for record in _log(out)] == list(range(1, 13))
+    assert ElementTree.parse(out / "loss.svg").getroot().tag.endswith("svg")
+    page, card = (out / "samples.md").read_text(), (out / "README.md").read_text()
+    assert page.count("\n## ") == page.count("**100 %**, step 12:") == 4
+    assert "\n## \u201c" in page and '\n## "' in page, "prompts with curly quotes and with straight ones"
+    assert card.startswith('---\nlicense: "mit"\n') and r"| never seen: unseen\_1.txt | " in card
+    assert str(tmp_path) not in card.partition("Command:")[0]
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert (generation["temperature"], generation["top_p"], generation["repetition_penalty"]) == (0.8, 0.95, 1.05)
+
+
+def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    assert train(text, tmp_path / "whole", *FLAGS) == 0
+    train_until(5, text, tmp_path / "halves", *FLAGS)
+    assert [record["step"] for record in _log(tmp_path / "halves")] == [1, 2, 3, 4, 5]
+    assert ElementTree.parse(tmp_path / "halves/loss.svg"), "there is a picture of a run that was interrupted"
+    assert train(text, tmp_path / "halves", *FLAGS, "--resume") == 0
+    assert _log(tmp_path / "halves") == _log(tmp_path / "whole")
+    for name in ("samples.md", "generation_config.json", "golden.json"):
+        assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["--license", "MIT License"], "--license"), (["--language", "English"], "--language")],
+)
+def test_what_cannot_stand_in_a_card_is_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert train(write_text(tmp_path), tmp_path / "out", *FLAGS, *flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and words in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_samples_in_the_middle_of_a_run_change_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes chances of its own, and what it computes leaves nothing behind."""
+    text = write_text(tmp_path)
+    assert train(text, tmp_path / "without", *FLAGS) == 0
+    monkeypatch.setattr("model.train.gallery._FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("model.train.gallery._MOST_TIME", 1e6)
+    assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
+    stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl")]
+    assert stages == [1, 3, 6, 12]
+    losses = [[record["loss"] for record in _log(tmp_path / name)] for name in ("with", "without")]
+    assert losses[0] == losses[1]
+
+
+def test_a_signal_ends_a_run_without_drawing_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.train.gallery._FIRST_SECONDS", 0.0)
+    signal_after(1, monkeypatch, signal.SIGINT)
+    assert train(write_text(tmp_path), tmp_path / "out", *FLAGS) == 130
+    assert not (tmp_path / "out/samples.md").exists()
