@@ -1,6 +1,6 @@
 """The test files that take longest: they are begun first, so that no core waits for the other one at the end.
 
-Measured with `--durations=0` on two cores; the order need not be exact. All others follow in the order of their names.
+By `--durations=0`; the order need not be exact. All others follow in the order of their names.
 """
 
 LONGEST = (
@@ -19,6 +19,8 @@ LONGEST = (
     "test_native_service",
     "test_native_build",
     "test_processes",
+    "test_presets_served",
+    "test_parity",
     "test_page",
     "test_train",
     "test_train_presets",
@@ -29,8 +31,6 @@ LONGEST = (
     "test_r03_timeouts_http",
     "test_cli_compile",
     "test_docs_bring",
-    "test_presets_served",
-    "test_parity",
     "test_parity_prompts",
     "test_parity_switches",
     "test_families",

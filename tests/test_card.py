@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from test_curve import draw, records
-from tiny import tiny_config
+from tiny import TEXT, tiny_config
 
 from model.config import ModelConfig
+from model.tokenizer import Tokenizer
+from model.train.batch import of_windows
 from model.train.card import Labels, RunFacts, model_card, without_places
+from model.train.material import Material
 from model.train.sample import GREEDY, LIVELY, Drawing, Prompt, Sample
-from model.train.summary import closing
+from model.train.schedule import Limits
+from model.train.summary import closing, opening
 
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",
@@ -138,3 +143,35 @@ def test_the_picture_that_the_card_shows_is_one_that_github_may_show() -> None:
     """As an image it may load nothing, run nothing, and must say how large it is."""
     svg = draw(records(50))
     assert svg.attrib["viewBox"] and not [e for e in svg.iter() if e.tag.endswith(("script", "image", "foreignObject"))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "plan"),
+    [
+        (Limits(steps=1000), "1,000 steps, 4.1 M tokens, 2.00 epochs"),
+        (Limits(epochs=0.5), "250 steps, 1.0 M tokens, 0.50 epochs"),
+        (Limits(tokens=409_600), "100 steps, 409,600 tokens, 0.20 epochs"),
+        (Limits(minutes=7.5), "7.5 minutes"),
+        (Limits(minutes=60, epochs=2, steps=9000), "60 minutes or 1,000 steps, 4.1 M tokens, 2.00 epochs"),
+    ],
+)
+def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
+    material = Material(
+        tokenizer=Tokenizer.train([TEXT], 300),
+        batch=lambda _: of_windows(torch.zeros(16, 257, dtype=torch.long)),
+        rows=16,
+        per_epoch=8000,
+        n_tokens=8001 * 256,
+        row_tokens=256,
+        held_out=[],
+        measured="held-out",
+        corpus="3 documents",
+        prompts=[],
+        unseen={},
+        digest="",
+    )
+    said = opening(tiny_config(), 4_740_352, material, limits, machine="a machine, bfloat16", step=0).splitlines()
+    assert said[0].startswith("model: 4.74 M parameters (2 layers x 64, context 256, vocabulary ")
+    assert said[0].endswith(" on a machine, bfloat16")
+    assert said[1:] == ["data:  3 documents", f"plan:  {plan}; 16 rows, about 4,096 tokens a step"]
+    assert opening(tiny_config(), 1, material, limits, machine="", step=9).endswith("; goes on at step 9")

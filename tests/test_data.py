@@ -34,7 +34,7 @@ def _prepare(sources: list[Path], cache: Path, straighten: float = 0.0) -> Corpu
 
 
 def _documents(*names: object, **how: Any) -> list[str]:
-    return [text for _, text in Sources([str(name) for name in names], **how).documents()]
+    return [text.decode() for _, text in Sources([str(name) for name in names], **how).documents()]
 
 
 def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) -> None:

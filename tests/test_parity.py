@@ -16,11 +16,10 @@ from app.engine.types import Request, Started, TokenEvent
 from model.reference import generate
 from model.transformer import Decoder
 
-pytestmark = pytest.mark.usefixtures("way")
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(6, 2, 64, 192), (8, 1, 32, 128), (3, 3, 32, 96), (8, 2, 128, 256), (4, 2, 64, 2048)]
 """Query heads, kv heads, head_dim, width; the last one sums over more numbers than a single bfloat16 row bears."""
-pytestmark = pytest.mark.usefixtures("two_threads")
+pytestmark = pytest.mark.usefixtures("way", "two_threads")
 
 
 def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:

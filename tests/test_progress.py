@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import sys
 import termios
@@ -17,6 +18,7 @@ from typing import TextIO
 
 import pytest
 from test_report import OUTLINE, progress
+from training import TINY, signal_after, train, write_text
 
 from model.train.bar import Bar, find_terminal
 from model.train.progress import Status, bar_line, duration, plain_line
@@ -223,3 +225,18 @@ def test_a_run_in_the_background_draws_nothing(terminal: Terminal, monkeypatch: 
     with Bar(terminal.stream) as bar:
         bar.draw(lambda width: ("x" * width, "", ""))
     assert terminal.rows() == [""]
+
+
+def test_ctrl_c_leaves_whole_lines_and_no_bar(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path)
+    terminal.take_over()
+    signal_after(3, monkeypatch, signal.SIGINT)
+    assert train(text, tmp_path / "out", "--steps", "12", *TINY) == 130
+    rows = terminal.rows()
+    assert not [row for row in rows if "tok/s" in row or "\u2591" in row], "the bar is gone"
+    starts = ["model: ", "data: ", "plan: ", "saving, then ending", "step 3 loss", "interrupted by SIGINT"]
+    told = [row for row in rows if any(row.startswith(start) for start in starts)]
+    assert [next(s for s in starts if row.startswith(s)) for row in told] == starts
+    assert "--resume" in rows[-2] and rows[-1] == ""

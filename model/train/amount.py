@@ -14,7 +14,7 @@ from model.train.ticker import Ticker
 from model.train.vocabulary import Vocabulary
 
 _SAMPLE = 1_000_000
-"""Characters, of which a vocabulary is learnt in a second or two."""
+"""Bytes, of which a vocabulary is learnt in a second or two."""
 _PIECE = 10_000
 
 
@@ -60,11 +60,11 @@ def read_texts(options: argparse.Namespace) -> Texts:
     for path, text in sources(options, options.data).documents():
         for start in range(0, len(text), _PIECE):
             if n_pieces % every == 0:
-                sample.append(text[start : start + _PIECE])
+                sample.append(text[start : start + _PIECE].decode(errors="ignore"))  # half a character at either end
             n_pieces += 1
         while sum(map(len, sample)) > 2 * _SAMPLE:
             sample, every = sample[::2], 2 * every
-        n_documents, n_bytes = n_documents + 1, n_bytes + len(text.encode())
+        n_documents, n_bytes = n_documents + 1, n_bytes + len(text)
         ticker.tick(f"reading: {n_bytes / 1e6:.0f} MB, {n_documents} documents, now {path}")
     return Texts(n_documents=n_documents, n_bytes=n_bytes, sample=sample)
 

@@ -56,8 +56,9 @@ def prepare(
     """
     documents = _read(sources, straighten)
     apart = _read_apart(unseen, straighten, {document.key for document in documents}) if unseen else {}
+    n_documents, stored = len(documents), TokenCache(cache, _digest(documents, vocabulary, held_out_share, tokenizer))
     held_out, train = split_documents(documents, held_out_share)
-    stored = TokenCache(cache, _digest(documents, vocabulary, held_out_share, tokenizer))
+    del documents  # of a single one, its training part is a copy
     if not stored.is_whole():
         made = tokenizer or vocabulary.train(_sample(train))
         stored.write(made, {"held_out": held_out, "train": train})
@@ -67,7 +68,7 @@ def prepare(
         tokenizer=used,
         train=stored.read("train", used),
         held_out=stored.read("held_out", used),
-        n_documents=len(documents),
+        n_documents=n_documents,
         digest=stored.key,
         unseen={name: np.concatenate(list(encode(used, texts))) for name, texts in apart.items()},
     )
@@ -104,8 +105,7 @@ def _read(sources: Sources, share: float) -> list[Document]:
     documents: list[Document] = []
     copies: Counter[bytes] = Counter()
     ticker, size = Ticker(), 0
-    for path, text in sources.documents():
-        read = text.encode()
+    for path, read in sources.documents():
         digest = hashlib.sha256(read).digest()
         typed = (fraction(digest) + copies[digest] / 2) % 1.0 < share
         copies[digest] += 1

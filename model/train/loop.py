@@ -99,7 +99,7 @@ class Loop:
         return self.limits.done(step=self.step, epochs=epochs, tokens=tokens, seconds=self.seconds)
 
     def bits_per_byte(self, n_targets: float = math.inf) -> float:
-        """Of what the result is measured on, or of so many targets from all over it, by the weights as they are."""
+        """What the weights that stand there need for the held-out text, or for so many targets from all over it."""
         return self.learner.objective.bits_per_byte(
             spread(self.material.held_out, n_targets), self.material.tokenizer.bytes_of
         )

@@ -186,6 +186,7 @@ class Run:
         """The result into the output directory."""
         loop, material, options = self.loop, self.material, self.options
         exported = loop.settle(keep_best=options.keep == "best" and material.measured == "held-out")
+        say(f"measuring bits per byte of all of the {material.measured} text")  # of much text it takes minutes
         bits = loop.bits_per_byte_of_all()
         if not math.isfinite(bits):
             raise Diverged(f"the {material.measured} loss became {bits}", self.work)

@@ -37,12 +37,12 @@ class Sources:
         """The files, those of each folder in the order of their names. Raises DataError."""
         return [path for name in self.names for path in _expand(name, self.without)]
 
-    def documents(self) -> Iterator[tuple[Path, str]]:
-        """Each with its file, one at a time, at least one. Raises DataError."""
+    def documents(self) -> Iterator[tuple[Path, bytes]]:
+        """Each with its file, as UTF-8 and one at a time; at least one. Raises DataError."""
         found = False
         for path in self.paths():
-            texts = _json_texts(path, self.text_key) if suffix(path) == ".jsonl" else _parted(lines_of(path))
-            for text in texts:
+            is_json = suffix(path) == ".jsonl"
+            for text in _json_texts(path, self.text_key) if is_json else _parted(lines_of(path)):
                 found = True
                 yield path, text
         if not found:
@@ -103,27 +103,27 @@ def _refuse(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
-def _parted(lines: Iterable[str]) -> Iterator[str]:
-    held: list[str] = []
+def _parted(lines: Iterable[str]) -> Iterator[bytes]:
+    held = bytearray()  # a document may be all there is: as a list of lines it would take seven times its size
     blank = 0
     for line in lines:
-        held.append(line)
+        held += line.encode()
         blank = blank + 1 if line == "\n" else 0
         if blank == _BLANK_LINES:
-            yield from _joined(held)
-            held = []
-    yield from _joined(held)
+            yield from _stripped(held)
+            held.clear()
+    yield from _stripped(held)
 
 
-def _joined(lines: list[str]) -> Iterator[str]:
-    if text := "".join(lines).strip("\n"):
+def _stripped(held: bytearray) -> Iterator[bytes]:
+    if text := bytes(held.strip(b"\n")):
         yield text
 
 
-def _json_texts(path: Path, key: str) -> Iterator[str]:
+def _json_texts(path: Path, key: str) -> Iterator[bytes]:
     for number, line in enumerate(lines_of(path), start=1):
         if line.strip() and (text := _json_text(path, number, line, key)):
-            yield text
+            yield text.encode()
 
 
 def _json_text(path: Path, number: int, line: str, key: str) -> str:
