@@ -15,7 +15,8 @@ class Average:
     """The exponential moving average of a decoder's parameters, in float32: one more copy of them.
 
     The first steps count for more than `decay` would let them, else the average would remember the random start:
-    over step s it is at most (1 + s) / (10 + s).
+    over step s it is at most (1 + s) / (10 + s). Off by default: on a linear schedule it gains nothing (held-out
+    bits per byte of nano after 300 steps of 1,024 tokens: 1.874 without, 1.877 with any decay from 0.9 to 0.995).
     """
 
     def __init__(self, decoder: Decoder, decay: float) -> None:

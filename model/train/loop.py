@@ -6,7 +6,6 @@ What happens within a step stands in learner.py, what the steps see in material.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from model.files import CheckpointError
 from model.train.batch import Batch, spread
 from model.train.best import Best
+from model.train.clock import Clock, Interval
 from model.train.diverged import Diverged
 from model.train.learner import Learner, below
 from model.train.material import Material
@@ -75,28 +75,22 @@ class Loop:
 
     def _learn(self, report: Report | None) -> None:
         """From step to step: this is what training is."""
-        started = last_save = time.monotonic()
-        before, done = self.seconds, self.done
-        while done < 1.0:
-            batch, lr_factor = self.material.batch(self.step), self.schedule.lr_factor(self.step, done)
-            loss, norm = self.learner.gradients(batch, self._breathe)
+        clock, until_save = Clock(before=self.seconds), Interval(self.save_seconds)
+        while (done := self.done) < 1.0:
+            lr_factor = self.schedule.lr_factor(self.step, done)
+            loss, norm = self.learner.gradients(self.material.batch(self.step), self._breathe)
             self._must_be_finite(loss, norm)
             self.learner.update(self.step, lr_factor)
             self.step += 1
-            now = time.monotonic()
-            self.seconds, signal_number = self.ranks.agree(before + now - started, self.stop.number)
-            earlier, done = done, self.done
+            self.seconds, signal_number = self.ranks.agree(clock.seconds, self.stop.number)
             if report:
                 report.step(self._progress(loss, norm, lr_factor))
-            if report and int(done * _MEASUREMENTS) > int(earlier * _MEASUREMENTS):
-                self._measure(report)
+                self._look(report, done_before=done)
             if signal_number:
                 raise Interrupted(signal_number)
-            if report:
-                report.sample(self._draw_samples)
-            if now - last_save >= self.save_seconds:
+            if until_save.is_over:
                 self._save_or_warn()
-                last_save = time.monotonic()
+                until_save.begin()
 
     @property
     def done(self) -> float:
@@ -172,13 +166,18 @@ class Loop:
         except CheckpointError as error:
             tell(f"warning: {error}; the run goes on")
 
-    def _measure(self, report: Report) -> None:
-        """Of the weights that would be exported; the best are kept. No signal ends it: a run that goes on from its
-        snapshot has measured what one without a break has."""
-        with self.learner.averaged():
-            bits = self.bits_per_byte(GLANCE)
-            self.best.consider(self.learner.decoder, self.step, bits)
-        report.held_out(self.step, bits)
+    def _look(self, report: Report, *, done_before: float) -> None:
+        """Now and then: what would be exported is measured, of which the best is kept, and made to write something.
+
+        No signal ends a measurement: a run that goes on from its snapshot has measured what one without a break has.
+        """
+        if int(self.done * _MEASUREMENTS) > int(done_before * _MEASUREMENTS):
+            with self.learner.averaged():
+                bits = self.bits_per_byte(GLANCE)
+                self.best.consider(self.learner.decoder, self.step, bits)
+            report.held_out(self.step, bits)
+        if not self.stop.number:
+            report.sample(self._draw_samples)
 
     def _draw_samples(self) -> list[Sample]:
         """Of the weights that would be exported."""
