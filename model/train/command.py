@@ -14,6 +14,7 @@ from model.files import one_line
 from model.train.auto import settle_size
 from model.train.diverged import Diverged
 from model.train.forecast import forecast
+from model.train.memory import keep_freed_memory
 from model.train.options import parse
 from model.train.place import held
 from model.train.progress import python, tell
@@ -35,6 +36,7 @@ def run(argv: Sequence[str]) -> int:
             return 0
         with _quiet_unless(ranks.is_first), _alone(options, ranks):
             ranks.in_turn(lambda: settle_size(options, follows=not ranks.is_first))
+            keep_freed_memory()
             Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
         return _failed(error, 2)

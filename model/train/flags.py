@@ -125,7 +125,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
         "--micro-windows",
         metavar="N",
         type=count,
-        help="how many of them at once (default: on a CPU about 1,024 tokens, else what fits)",
+        help="how many of them at once (default: on a CPU about 2,048 tokens, else what fits)",
     )
     p.add_argument(
         "--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')}; --init: adamw)"

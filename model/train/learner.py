@@ -15,7 +15,7 @@ from model.train.optimiser import Optimiser
 from model.train.ranks import Ranks
 from model.train.text_file import DataError
 
-_AT_ONCE = 1024
+_AT_ONCE = 2048
 """Tokens that a CPU computes at once: enough for its caches to be worth it, few enough to stay in them."""
 
 

@@ -1,0 +1,100 @@
+"""Training here against a plain PyTorch loop of the same shape: `python -m benchmarks.train`.
+
+The same tokens from memory, the same windows a step, threads and number format; each has the micro-batch that is asked
+for. Steps alternate, so that a slow moment of the machine meets both; the first of each is not counted, the optimisers
+are (ours Muon and AdamW, the plain loop's AdamW). The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import torch
+
+from benchmarks.result import this_machine
+from benchmarks.train.plain import PlainLoop
+from model.device import choose_device, choose_dtype
+from model.presets import preset
+from model.train.batch import of_windows
+from model.train.learner import Learner
+from model.train.memory import keep_freed_memory
+from model.train.objective import Objective
+from model.train.optimiser import Optimiser
+from model.train.ranks import Ranks
+from model.transformer import Decoder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__.partition("\n")[0])
+    p.add_argument("--preset", choices=("nano", "small", "base"), default="small", help="the shape (%(default)s)")
+    p.add_argument("--rounds", type=int, default=5, help="steps of each that count (%(default)s)")
+    p.add_argument("--windows", type=int, default=16, help="of a step (%(default)s)")
+    p.add_argument("--micro-windows", type=int, default=4, help="of them at once (%(default)s)")
+    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    options = p.parse_args(argv)
+    if min(options.rounds, options.windows, options.micro_windows) < 1:
+        p.error("--rounds, --windows and --micro-windows must be at least 1")
+    device = choose_device(options.device)
+    dtype = choose_dtype("auto", device)
+    rounds = _rounds(options, device, dtype)
+    n_tokens = options.windows * preset(options.preset).context
+    rates = {name: n_tokens / statistics.median(found[name] for found in rounds) for name in rounds[0]}
+    ratio = statistics.median(found["plain"] / found["ours"] for found in rounds)
+    for name, rate in rates.items():
+        print(f"{name:6} {rate:12.0f} tokens/s")
+    print(f"ours is {ratio:.2f} times the plain loop (median of {options.rounds} pairs)")
+    result = {
+        "benchmark": "train",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": this_machine(),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        **vars(options),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens_per_second": rates,
+        "times_plain": ratio,
+    }
+    print(msgspec.json.encode(result).decode(), flush=True)
+    return 0
+
+
+def _rounds(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
+    """Seconds of a step of each, in turn."""
+    config, generator = preset(options.preset), torch.Generator().manual_seed(1)
+    windows_BN = torch.randint(config.vocab_size, (options.windows, config.context + 1), generator=generator)
+    batch = of_windows(windows_BN)
+    decoder = Decoder(config).initialise(1).to(device)
+    optimiser = Optimiser(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+    objective, at_once = Objective(decoder, device, dtype), options.micro_windows
+    learner = Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=at_once)
+    plain = PlainLoop(config, device, dtype, at_once)
+
+    def ours() -> None:
+        learner.gradients(batch)
+        learner.update(0, 1.0)
+
+    ways: dict[str, Callable[[], object]] = {
+        "ours": ours,
+        "plain": lambda: plain.step(batch.inputs_RN, batch.targets_RN),
+    }
+    keep_freed_memory()  # the plain loop profits too
+    return [{name: _seconds(way, device) for name, way in ways.items()} for _ in range(1 + options.rounds)][1:]
+
+
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

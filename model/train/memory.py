@@ -1,0 +1,22 @@
+"""How the C library gives freed memory back to the system. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h."""
+_NEVER = 2**31 - 1
+_LARGE = 2**30
+
+
+def keep_freed_memory() -> None:
+    """Keeps what is freed for what is asked for next; does nothing where the C library is not glibc.
+
+    It gives tensors of a megabyte back as soon as they are freed, and each new one costs as much for the system to fill
+    with zeros as for torch to compute: 8 % of a training step of preset small.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_MMAP_THRESHOLD, _LARGE)

@@ -1,0 +1,40 @@
+"""What is freed stays with the process."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+_PROGRAM = """
+import ctypes, resource, sys
+from model.train.memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def use():
+    place = libc.malloc(2**26)
+    ctypes.memset(place, 1, 2**26)
+    libc.free(place)
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+def test_memory_that_was_freed_is_not_asked_of_the_system_again() -> None:
+    faults = {}
+    for way in ("kept", "given back"):
+        command = [sys.executable, "-c", _PROGRAM, way]
+        faults[way] = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    pages = 2**26 // resource.getpagesize()
+    assert faults["kept"] < 0.1 * pages, faults
+    assert faults["given back"] > 10 * faults["kept"], faults
