@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny import TEXT
 
 from model.tokenizer import SEPARATOR, Tokenizer
 from model.train.__main__ import main
 from model.train.data import Corpus, Order, prepare
 from model.train.hold_out import Document, document_key, split_documents
+from model.train.material import _windows
 from model.train.sources import Sources
 from model.train.text_file import DataError
 from model.train.ticker import Ticker
@@ -283,3 +285,13 @@ def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_s
     size = Tokenizer.load(tmp_path / "out").vocab_size
     assert 257 < size < 1024
     assert f"a vocabulary of {size}, the text supports no more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n_tokens", [2, 9, 10, 11, 100, 101, 4097, 5000])
+def test_every_token_of_what_is_measured_is_a_target_once(n_tokens: int) -> None:
+    tokens = np.arange(n_tokens, dtype=np.uint16)
+    batches = _windows(tokens, 10)
+    pairs = torch.cat([torch.stack([b.inputs_RN, b.targets_RN]).flatten(1) for b in batches], dim=1)
+    assert torch.equal(pairs, torch.stack([torch.arange(n_tokens - 1), torch.arange(1, n_tokens)]))
+    assert max(len(batch.inputs_RN) for batch in batches) <= 204
+    assert len(batches) <= 2 + n_tokens // 2040

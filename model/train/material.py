@@ -28,6 +28,7 @@ _PROMPTS = (
     "\u201cI don\u2019t believe you,\u201d said the old man.",
 )
 _MEASURED_AT_ONCE = 64
+_TOKENS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +170,13 @@ def _shrunk(n_words: int) -> str:
 
 
 def _windows(tokens: Tokens, context: int) -> list[Batch]:
+    """Every token but the first is a target once. Short windows are measured together, what is left over alone."""
     tokens_N = torch.from_numpy(tokens.astype("int64"))
-    starts = range(0, len(tokens_N) - 1, context)
-    return [of_windows(tokens_N[None, start : start + context + 1]) for start in starts]
+    n_whole = (len(tokens_N) - 1) // context
+    whole_RN = tokens_N.unfold(0, context + 1, context) if n_whole else tokens_N.new_empty(0, context + 1)
+    rest_RN = tokens_N[None, n_whole * context :]
+    parts = whole_RN.split(max(1, _TOKENS_AT_ONCE // context))
+    return [of_windows(part_RN) for part_RN in (*parts, rest_RN) if len(part_RN) and part_RN.shape[1] > 1]
 
 
 def _digest(texts: Rows) -> str:
