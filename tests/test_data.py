@@ -19,14 +19,15 @@ from tiny import TEXT
 
 from model.tokenizer import SEPARATOR, Tokenizer
 from model.train.__main__ import main
-from model.train.data import Corpus, Order, prepare
-from model.train.hold_out import Document, document_key, split_documents
-from model.train.material import _windows
-from model.train.sources import Sources
-from model.train.text_file import DataError
-from model.train.ticker import Ticker
-from model.train.token_cache import pieces
-from model.train.vocabulary import Vocabulary
+from model.train.data.corpus import Corpus, prepare
+from model.train.data.hold_out import Document, document_key, split_documents
+from model.train.data.material import _windows
+from model.train.data.order import Order
+from model.train.data.sources import Sources
+from model.train.data.text_file import DataError
+from model.train.data.token_cache import pieces
+from model.train.data.vocabulary import Vocabulary
+from model.train.notices import Ticker
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
 

@@ -18,9 +18,9 @@ import torch
 from conftest import ROOT
 from training import EXACT, SMALL, TINY, state_of, train, weights_of, write_text
 
-from model.train.batch import Batch
+from model.train.data.batch import Batch
+from model.train.data.sources import DataError
 from model.train.ranks import Ranks, join
-from model.train.sources import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9", "--optimizer", "adamw"]

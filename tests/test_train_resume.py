@@ -25,8 +25,7 @@ from training import (
 )
 
 from model.train.__main__ import main
-from model.train.position import Position
-from model.train.snapshot import load_snapshot, save_snapshot
+from model.train.snapshot import Position, load_snapshot, save_snapshot
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import argparse
 
 from model.arguments import OneLineParser
 from model.presets import ARCHS, PRESET_NAMES
+from model.train.data.vocabulary import KINDS
 from model.train.recipes import DTYPES, OPTIMIZERS, told
 from model.train.schedule import SHAPES
 from model.train.values import count, decay, not_negative, positive, preset_name, share, small_share, whole
-from model.train.vocabulary import KINDS
 
 USUAL_PRESET = "small"
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.train.batch import Batch
-from model.train.text_file import DataError
+from model.train.data.batch import Batch
+from model.train.data.text_file import DataError
 
 T = TypeVar("T")
 

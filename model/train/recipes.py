@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from model.presets import PRESET_NAMES
 from model.tokenizer import SEPARATOR
-from model.train.vocabulary import Kind
+from model.train.data.vocabulary import Kind
 
 Optimizer = Literal["muon", "adamw"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)

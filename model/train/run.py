@@ -16,30 +16,29 @@ import torch
 
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
-from model.train.asked import shape
-from model.train.board import Board
-from model.train.card import Labels, RunFacts, read_about, without_places
-from model.train.diverged import Diverged
+from model.train.data.material import gather
+from model.train.data.text_file import DataError
 from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
-from model.train.material import gather
 from model.train.mfu import flops_per_token, peak_flops
+from model.train.notices import say
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
-from model.train.outline import Outline
+from model.train.options import shape
 from model.train.place import require_room
-from model.train.position import Position
-from model.train.progress import say
+from model.train.plan.sizes import sizes
 from model.train.ranks import Ranks
-from model.train.report import Report
-from model.train.result import write_result
+from model.train.report.board import Board
+from model.train.report.card import Labels, RunFacts, read_about, without_places
+from model.train.report.progress import Outline
+from model.train.report.report import Report
+from model.train.report.result import write_result
+from model.train.report.summary import closing, opening
 from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Limits, Schedule
-from model.train.sizes import sizes
-from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
-from model.train.summary import closing, opening
-from model.train.text_file import DataError
+from model.train.snapshot import Position, load_snapshot, newest_snapshot, remove_snapshots
+from model.train.stop import Diverged
 from model.transformer import Decoder
 
 _SAMPLE_TOKENS = 120
@@ -189,7 +188,7 @@ class Run:
         say(f"measuring bits per byte of all of the {material.measured} text")  # of much text it takes minutes
         bits = loop.bits_per_byte_of_all()
         if not math.isfinite(bits):
-            raise Diverged(f"the {material.measured} loss became {bits}", self.work)
+            raise Diverged(f"the {material.measured} loss became {bits}", newest_snapshot(self.work))
         names = without_places(list(material.unseen))
         unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, material.unseen.values(), strict=True)}
         tokenizer, drawing = material.tokenizer, self.drawing
