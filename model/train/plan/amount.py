@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model.tokenizer import Tokenizer
+from model.train.data.hold_out import least_share
 from model.train.data.material import gather
 from model.train.data.text_file import DataError
 from model.train.data.vocabulary import Vocabulary
@@ -84,7 +85,7 @@ def amount_of(options: argparse.Namespace, context: int, tokenizer: Tokenizer | 
     texts, words = read_texts(options), vocabulary(options)
     per_token, vocab_size = texts.tokenised(words, tokenizer)
     all_tokens = round(texts.n_bytes / per_token) + texts.n_documents
-    n_tokens = round(all_tokens * (1 - options.held_out))
+    n_tokens = round(all_tokens * (1 - least_share(texts.n_documents, options.held_out)))
     per_epoch = (n_tokens - 1) // context - 1
     if per_epoch < 1:
         raise DataError(f"about {n_tokens} tokens of training text are too few for windows of {context} (--context)")
