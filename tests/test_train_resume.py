@@ -133,20 +133,6 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, text: Path) -
     assert all(torch.allclose(one[name], three[name], atol=1e-4) for name in one)
 
 
-def test_a_snapshot_of_before_there_was_a_format_goes_on(tmp_path: Path, text: Path) -> None:
-    out = tmp_path / "out"
-    train_until(2, text, out, "--steps", "4", *TINY)
-    path = out / ".training/step-00000002/position.json"
-    raw = json.loads(path.read_text())
-    for name in ("format", "rounding", "limits", "best_step", "best_bits"):
-        del raw[name]
-    for name in ("--schedule", "--warm-up", "--warm-down", "--ema"):
-        del raw["flags"][name]
-    path.write_text(json.dumps(raw))
-    assert train(text, out, "--steps", "4", *TINY, "--resume", "--warm-up", "7") == 2
-    assert train(text, out, "--steps", "4", *TINY, "--resume") == 0
-
-
 def test_a_snapshot_of_a_later_version_is_named_as_such(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,8 +20,6 @@ from model.files import CheckpointError, sync_directory, write_files
 from model.train.notices import say
 
 FORMAT = 2
-_SINCE_FORMAT_1 = {"--schedule": "linear", "--warm-up": "100", "--warm-down": "0.4", "--ema": "0.0"}
-"""What every run had before there were flags for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +70,17 @@ class Position:
 
 
 def parse_position(content: str, path: Path) -> Position:
-    """The inverse of as_json(), of older formats too.
+    """The inverse of as_json().
 
     Raises ValueError where it is damaged, and CheckpointError where it is whole, but nothing that this version knows.
     """
     raw: dict[str, Any] = json.loads(content)
     number = raw.pop("format", 1)
-    if number not in (1, FORMAT):
+    if number != FORMAT:
         raise CheckpointError(
-            f"{path} has format {number}, and this version knows 1 to {FORMAT}: go on with the version that wrote it, "
+            f"{path} has format {number}, and this version knows {FORMAT}: go on with the version that wrote it, "
             "or start anew with --overwrite"
         )
-    if number == 1:
-        raw["flags"] = _SINCE_FORMAT_1 | raw["flags"]
     try:
         return Position(**raw)
     except TypeError as error:
