@@ -69,7 +69,7 @@ def _add_data(p: argparse._ArgumentGroup) -> None:
         type=small_share,
         default=0.01,
         metavar="SHARE",
-        help="documents kept apart and measured (default: 0.01; of fewer than 100 documents the end of the last)",
+        help="documents kept apart and measured (default: 0.01; of fewer than 100 the last 5 %% of all text)",
     )
     p.add_argument(
         "--unseen", nargs="+", metavar="PATH", help="texts never trained on, each measured by itself in the end"
@@ -151,8 +151,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
         "--warm-down",
         metavar="SHARE",
         type=share,
-        default=0.4,
-        help="of a linear schedule: share of the run over which it falls to 0 (default: 0.4)",
+        help=f"of a linear schedule: share of the run over which it falls to 0 (default: {told('warm_down')})",
     )
     p.add_argument("--seed", metavar="N", type=whole, default=1, help="of the weights and the order (default: 1)")
 

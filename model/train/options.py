@@ -28,6 +28,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         named = {action.dest: action.option_strings[0] for action in flags._actions if action.option_strings}
         both = ", ".join(named[name] for name in given)
         flags.error(f"{both} and --init contradict one another: the model brings its shape and tokenizer")
+    if options.warm_down is not None and options.schedule != "linear":
+        flags.error(f"--warm-down is for --schedule linear; {options.schedule} knows no such end: leave it out")
     options.preset = options.preset or USUAL_PRESET
     defaults = dataclasses.asdict(FINE_TUNING if options.init else recipe(options.preset))
     if any(getattr(options, name) for name in LIMITS):

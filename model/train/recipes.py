@@ -34,6 +34,7 @@ class Recipe:
     windows: int = 16
     warm_up: int = 100
     """Steps until the learning rate is whole."""
+    warm_down: float = 0.4
     export_dtype: Dtype | None = "bfloat16"
     steps: int | None = None
     """Where nothing else says how long to train."""
