@@ -69,25 +69,32 @@ def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path,
     assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
 
 
+def test_where_there_is_nothing_to_go_on_from_that_is_told(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "out", *TINY, "--steps", "1", "--resume") == 0
+    assert "note: there is no snapshot to go on from; the run begins anew" in capsys.readouterr().out
+
+
 def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    train_until(2, text, out, "--steps", "4")
+    train_until(2, text, out, *TINY, "--steps", "4")
     capsys.readouterr()
-    assert train(text, out, "--steps", "4") == 2
+    assert train(text, out, *TINY, "--steps", "4") == 2
     assert "--resume" in capsys.readouterr().err
-    assert train(text, out, "--steps", "4", "--resume", "--context", "16") == 2
+    assert train(text, out, *TINY, "--steps", "4", "--resume", "--context", "16") == 2
     assert "another shape" in capsys.readouterr().err
     text.write_text(TEXT * 4)
-    assert train(text, out, "--steps", "4", "--resume") == 2
+    assert train(text, out, *TINY, "--steps", "4", "--resume") == 2
     assert "other data" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_only_with_the_flags_that_it_had(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--steps", "2", "--dtype", "float32", "--lr", "0.003"]
+    flags = [*TINY, "--steps", "2", "--dtype", "float32", "--lr", "0.003"]
     out = tmp_path / "out"
     train_until(1, text, out, *flags)
     others = ["--seed 2", "--windows 5", "--matrix-lr 0.1", "--lr 0.1", "--weight-decay 0.1", "--dtype bfloat16"]
@@ -104,8 +111,8 @@ def test_a_run_goes_on_only_with_the_flags_that_it_had(
 
 def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
-    assert train(text, out, "--steps", "6") == 0
-    train_until(2, text, out, "--steps", "4", "--overwrite")
+    assert train(text, out, *TINY, "--steps", "6") == 0
+    train_until(2, text, out, *TINY, "--steps", "4", "--overwrite")
     found = load_snapshot(out / ".training")
     assert found
     assert found[0].step == 2

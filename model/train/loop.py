@@ -104,12 +104,8 @@ class Loop:
             spread(self.material.held_out, n_targets), self.material.tokenizer.bytes_of
         )
 
-    def bits_per_byte_of_all(self) -> float:
-        """The same of all of it, which may take minutes. Raises Interrupted."""
-        return self.bits_per_byte_of(self.material.held_out)
-
     def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
-        """The same of any text. Raises Interrupted."""
+        """The same of any text, which may take minutes. Raises Interrupted."""
         return self.learner.objective.bits_per_byte(self._until_stopped(batches), self.material.tokenizer.bytes_of)
 
     def position(self) -> Position:

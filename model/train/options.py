@@ -13,6 +13,7 @@ from model.train.data.sources import Sources
 from model.train.data.vocabulary import UNKNOWN, Vocabulary
 from model.train.flags import USUAL_PRESET, parser
 from model.train.recipes import FINE_TUNING, recipe
+from model.train.schedule import Limits
 
 _SHAPE = ("preset", "arch", "n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
 _BROUGHT = (*_SHAPE, "vocab_size", "tokenizer", "end_token")
@@ -72,6 +73,11 @@ def vocabulary(options: argparse.Namespace) -> Vocabulary:
     # Whoever names a number is told where the text has no room for it; a preset's is only what it would like.
     fewer = options.vocab_size is None
     return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=fewer)
+
+
+def limits(options: argparse.Namespace) -> Limits:
+    """How long to train."""
+    return Limits(steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes)
 
 
 def sources(options: argparse.Namespace, names: Sequence[str]) -> Sources:

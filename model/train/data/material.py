@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,42 +80,23 @@ class Material:
 def gather(options: argparse.Namespace, context: int, cache: Path, tokenizer: Tokenizer | None = None) -> Material:
     """What the flags name, in the form that they name. cache: where running text keeps its tokens.
 
-    tokenizer: one that is there already. Raises ConfigError, DataError, TokenizerError and
-    CheckpointError.
+    tokenizer: one that is there already. Raises ConfigError, DataError, TokenizerError and CheckpointError.
     """
-    words, rows, seed = vocabulary(options), options.windows, options.seed
+    words, read = vocabulary(options), sources(options, options.pairs or options.data)
     most_tokens = words.size if tokenizer is None else None
-    read, apart, share = (
-        sources(options, options.pairs or options.data),
-        sources(options, options.unseen),
-        options.held_out,
-    )
+    given: dict[str, Any] = {"vocabulary": words, "held_out_share": options.held_out, "tokenizer": tokenizer}
+    batch = {"rows": options.windows, "seed": options.seed}
     if options.pairs:
-        pairs = of_pairs(read, vocabulary=words, context=context, held_out_share=share, tokenizer=tokenizer)
-        return material_of_rows(pairs, most_tokens, rows=rows, seed=seed)
+        return material_of_rows(of_pairs(read, context=context, **given), most_tokens, **batch)
     if options.per_line:
-        lines = of_lines(
-            read,
-            vocabulary=words,
-            from_end=options.lines_from_end,
-            context=context,
-            held_out_share=share,
-            tokenizer=tokenizer,
-        )
-        return material_of_rows(lines, most_tokens, rows=rows, seed=seed)
+        lines = of_lines(read, context=context, from_end=options.lines_from_end, **given)
+        return material_of_rows(lines, most_tokens, **batch)
     # A model that has read more than this text knows both kinds of quotes, and the text stays as it is.
     usual = 0.5 if tokenizer is None else 0.0
     straighten = usual if options.straighten is None else options.straighten
-    corpus = prepare(
-        read,
-        cache,
-        vocabulary=words,
-        straighten=straighten,
-        held_out_share=share,
-        unseen=apart if options.unseen else None,
-        tokenizer=tokenizer,
-    )
-    return _material_of_text(corpus, most_tokens, context=context, rows=rows, seed=seed)
+    unseen = sources(options, options.unseen) if options.unseen else None
+    corpus = prepare(read, cache, straighten=straighten, unseen=unseen, **given)
+    return _material_of_text(corpus, most_tokens, context=context, **batch)
 
 
 def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: int) -> Material:

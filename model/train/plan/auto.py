@@ -14,7 +14,7 @@ from model.device import choose_device
 from model.files import write_file
 from model.presets import SIZES
 from model.train.data.text_file import STANDARD_INPUT
-from model.train.options import shape, vocabulary
+from model.train.options import limits, shape, vocabulary
 from model.train.plan.amount import Texts, read_texts
 from model.train.plan.speed import measure
 from model.train.values import AUTO
@@ -83,12 +83,12 @@ def _check(options: argparse.Namespace) -> None:
 
 def _length(options: argparse.Namespace, config: ModelConfig, once: float) -> float:
     """Tokens of the whole run, as its limits have it. once: tokens of the text."""
-    per_step = options.windows * config.context
-    lengths = [options.tokens, options.steps and options.steps * per_step, options.epochs and options.epochs * once]
+    step: int = options.windows * config.context
+    seconds = 0.0
     if options.max_minutes:
         speed = measure(config, options, choose_device(options.device), config.context)
-        lengths.append(60 * options.max_minutes / speed.step_seconds(options.windows) * per_step)
-    return float(min(length for length in lengths if length))
+        seconds = speed.step_seconds(options.windows)
+    return step / limits(options).done(step=1, epochs=step / once, tokens=step, seconds=seconds)
 
 
 def _millions(n: float) -> str:

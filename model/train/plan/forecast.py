@@ -12,11 +12,12 @@ import torch
 from model.describe import Line, describe_bytes, describe_size
 from model.device import choose_device, describe, free_memory
 from model.train.init import base_of, settle
-from model.train.options import shape
+from model.train.options import limits, shape
 from model.train.place import free_bytes
 from model.train.plan.amount import Amount, amount_of
 from model.train.plan.sizes import Sizes, parts, sizes
 from model.train.plan.speed import Speed, measure
+from model.train.report.progress import duration
 from model.transformer import Decoder
 
 _PASSING = 2
@@ -58,14 +59,10 @@ def forecast(options: argparse.Namespace) -> None:
 
 def steps_of(options: argparse.Namespace, amount: Amount, step_seconds: float) -> int:
     """Until the first of the limits is reached."""
-    per_step = options.windows * amount.row_tokens
-    limits = [
-        options.steps,
-        options.epochs and options.epochs * amount.per_epoch / options.windows,
-        options.tokens and options.tokens / per_step,
-        options.max_minutes and 60 * options.max_minutes / step_seconds,
-    ]
-    return math.ceil(float(min(limit for limit in limits if limit)))
+    rows = options.windows
+    epochs, tokens = rows / amount.per_epoch, rows * amount.row_tokens
+    share = limits(options).done(step=1, epochs=epochs, tokens=tokens, seconds=step_seconds)
+    return math.ceil(1 / share - 1e-6)
 
 
 def _print(lines: list[Line]) -> None:
@@ -80,7 +77,7 @@ def _run_lines(options: argparse.Namespace, amount: Amount, speed: Speed, device
     return [
         ("steps", f"{steps} of {per_step} tokens: {steps * per_step / 1e6:.2f} M tokens, {epochs:.2f} epochs"),
         ("speed", f"{per_step / seconds:.0f} tokens/s on {describe(device)}, as a few micro-batches went"),
-        ("time", f"about {_duration(steps * seconds)}, and what measuring and saving take"),
+        ("time", f"about {duration(steps * seconds)}, and what measuring and saving take"),
     ]
 
 
@@ -99,10 +96,3 @@ def _disk(need: Sizes, amount: Amount) -> str:
     return ", ".join(
         [*tokens, f"snapshots {describe_bytes(2 * need.snapshot)}", f"result {describe_bytes(need.result)}"]
     )
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} seconds"

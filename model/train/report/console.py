@@ -31,7 +31,7 @@ class Console:
         if self._bar:
             self._bar.__exit__()
             if self._newest:
-                self.say(plain_line(self._newest))
+                say(plain_line(self._newest))
 
     def show(self, status: Status) -> None:
         """How far the run is; called after each step, shown when it is time to."""
@@ -39,14 +39,10 @@ class Console:
         now = time.monotonic()
         if self._is_plain and now - self._said >= self._every:
             self._said = now
-            self.say(plain_line(status))
+            say(plain_line(status))
 
     def redraw(self, status: Status) -> None:
         """The bar alone: the step was shown, and more is known of it."""
         self._newest = status
         if self._bar:
             self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        say(text)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from model.train.notices import write_extra
+from model.train.notices import say, write_extra
 from model.train.report.board import Board
 from model.train.report.console import Console
 from model.train.report.curve import loss_curve
@@ -59,7 +59,7 @@ class Report:
 
     def held_out(self, step: int, bits: float) -> None:
         """Bits per byte of a part of the held-out text were measured after `step`: the last one told, or 0."""
-        self._console.say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f} (a glance)")
+        say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f} (a glance)")
         self._held_out = bits
         if self._status is None:
             self._journal.begin({"held_out": bits})

@@ -42,15 +42,10 @@ def closing(out: Path, facts: RunFacts) -> str:
 def _plan(material: Material, limits: Limits) -> str:
     per_step = material.tokens(1)
     batch = f"{material.rows} rows, about {per_step:,} tokens a step"
-    steps = [
-        limits.steps,
-        limits.epochs and limits.epochs * material.per_epoch / material.rows,
-        limits.tokens and limits.tokens / max(per_step, 1),
-    ]
-    n_steps = min((n for n in steps if n), default=None)
+    share = limits.done(step=1, epochs=material.rows / material.per_epoch, tokens=per_step, seconds=0.0)
     until = [] if limits.minutes is None else [f"{limits.minutes:g} minutes"]
-    if n_steps is not None:
-        most = max(1, round(n_steps))
+    if share:
+        most = max(1, round(1 / share))
         until.append(f"{most:,} steps, {_millions(material.tokens(most))} tokens, {material.epochs(most):.2f} epochs")
     return f"{' or '.join(until)}; {batch}"
 
