@@ -76,6 +76,11 @@ CASES: dict[str, tuple[Mapping[str, bytes], list[str], str]] = {
     "out is below one": (GOOD, [*DATA, *SHAPE, *STEPS, "--out", "text.txt/x"], "--out text.txt/x: cannot be written"),
     "no right to write": (GOOD, [*DATA, *SHAPE, *STEPS, "--out", "/proc/x"], "--out /proc/x: cannot be written"),
     "no about": (GOOD, [*DATA, *SHAPE, *STEPS, "--about", "about.md"], "--about about.md: cannot be read"),
+    "no warm-down": (
+        GOOD,
+        [*DATA, *SHAPE, *STEPS, "--schedule", "cosine", "--warm-down", "0.2"],
+        "--warm-down is for --schedule linear",
+    ),
     "no flag": (GOOD, [*DATA, *SHAPE, *STEPS, "--step", "2"], "unrecognized arguments: --step 2"),
     "newline in a name": (GOOD, ["--data", "a\nb", *SHAPE, *STEPS], r"a\nb: no such file or folder"),
 }

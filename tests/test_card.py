@@ -14,12 +14,12 @@ from tiny import TEXT, tiny_config
 
 from model.config import ModelConfig
 from model.tokenizer import Tokenizer
-from model.train.batch import of_windows
-from model.train.card import Labels, RunFacts, model_card, without_places
-from model.train.material import Material
+from model.train.data.batch import of_windows
+from model.train.data.material import Material
+from model.train.report.card import Labels, RunFacts, model_card, without_places
+from model.train.report.summary import closing, opening
 from model.train.sample import GREEDY, LIVELY, Drawing, Prompt, Sample
 from model.train.schedule import Limits
-from model.train.summary import closing, opening
 
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",

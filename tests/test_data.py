@@ -19,14 +19,15 @@ from tiny import TEXT
 
 from model.tokenizer import SEPARATOR, Tokenizer
 from model.train.__main__ import main
-from model.train.data import Corpus, Order, prepare
-from model.train.hold_out import Document, document_key, split_documents
-from model.train.material import _windows
-from model.train.sources import Sources
-from model.train.text_file import DataError
-from model.train.ticker import Ticker
-from model.train.token_cache import pieces
-from model.train.vocabulary import Vocabulary
+from model.train.data.corpus import Corpus, prepare
+from model.train.data.hold_out import Document, document_key, split_documents
+from model.train.data.material import _windows
+from model.train.data.order import Order
+from model.train.data.sources import Sources
+from model.train.data.text_file import DataError
+from model.train.data.token_cache import pieces
+from model.train.data.vocabulary import Vocabulary
+from model.train.notices import Ticker
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
 
@@ -97,6 +98,20 @@ def test_a_single_document_gives_up_its_end(tmp_path: Path) -> None:
     assert len(corpus.held_out) > 1
 
 
+def test_few_documents_give_up_the_end_of_all_their_text() -> None:
+    """The last chapter may be a page: 29 chapters were once measured on 65 tokens of it."""
+    texts = [*(f"chapter {i} \u2019".encode() * 100 for i in range(27)), b"the last but one " * 60, b"the end"]
+    documents = [Document(text, document_key(text)) for text in (*texts, texts[-1], texts[26])]
+    held_out, train = split_documents([*documents[:-2], documents[-2]], 0.01)
+    assert 0.05 * sum(map(len, texts)) - 3 <= sum(map(len, held_out)) <= 0.05 * sum(map(len, texts))
+    assert held_out[-2:] == texts[-2:] and train[-1] + held_out[0] == texts[26] and train[:-1] == texts[:26]
+    assert all(text.decode() for text in (*held_out, *train))
+    held_out, train = split_documents(documents, 0.01)  # one of the chapters comes once more
+    assert held_out[-1] == texts[-1] and texts[26] not in train
+    with pytest.raises(DataError, match="too short"):
+        split_documents(documents[-1:] and [Document(b"x", b"k")] * 3, 0.01)
+
+
 def test_copies_of_a_single_document_do_not_show_its_held_out_end(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(f"\u201cword {i}\u201d\u2026" for i in range(1000)))
     corpus = _prepare([tmp_path / "a.txt"] * 3, tmp_path / "cache", straighten=0.5)
@@ -108,8 +123,11 @@ def test_copies_of_a_single_document_do_not_show_its_held_out_end(tmp_path: Path
 
 def test_straightened_documents_have_ascii_quotes_and_copies_differ(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("held out " * 200)
     for share, curly in ((0.0, 2), (0.5, 1), (1.0, 0)):
-        corpus = _prepare([tmp_path / "a.txt", tmp_path / "a.txt"], tmp_path / "cache", straighten=share)
+        corpus = _prepare(
+            [tmp_path / name for name in ("a.txt", "a.txt", "b.txt")], tmp_path / "cache", straighten=share
+        )
         copies = corpus.tokenizer.decode(corpus.train.tolist())
         assert copies.count("\u201c") // 18 == curly
 
@@ -165,7 +183,7 @@ def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
     assert small < large
     assert 70 <= len(large) <= 130
     few = documents[:3]
-    assert [len(split_documents(few, share)[0][0]) for share in (0.01, 0.3)] == [1, 3]
+    assert [len(split_documents(few, share)[0][0]) for share in (0.01, 0.3)] == [1, 9]
 
 
 @pytest.mark.parametrize(

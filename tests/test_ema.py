@@ -10,8 +10,7 @@ import torch
 from tiny import tiny_decoder
 from training import EXACT, TINY, same, state_of, train, weights_of, write_text
 
-from model.train.best import Best
-from model.train.ema import Average
+from model.train.copies import Average, Best
 from model.train.learner import below
 from model.train.loop import Loop
 

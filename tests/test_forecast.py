@@ -11,18 +11,17 @@ from tiny import TEXT
 
 from model.config import ModelConfig
 from model.presets import ARCHS, PRESET_NAMES, SIZES, preset
-from model.train import auto
 from model.train.__main__ import main
-from model.train.amount import Texts, amount_of, read_texts
-from model.train.asked import shape
-from model.train.auto import choose
-from model.train.forecast import steps_of
 from model.train.optimiser import Optimiser
-from model.train.options import parse
+from model.train.options import parse, shape
+from model.train.plan import auto
+from model.train.plan.amount import Texts, amount_of, read_texts
+from model.train.plan.auto import choose
+from model.train.plan.forecast import steps_of
+from model.train.plan.sizes import parts, sizes
+from model.train.plan.speed import Speed, measure
 from model.train.run import Run
-from model.train.sizes import parts, sizes
 from model.train.snapshot import load_snapshot
-from model.train.speed import Speed, measure
 from model.transformer import Decoder
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--windows", "4", "--device", "cpu", "--dtype", "float32"]

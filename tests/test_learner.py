@@ -7,12 +7,12 @@ import torch
 from tiny import tiny_decoder
 from torch import Tensor
 
-from model.train.batch import Batch, of_windows
+from model.train.data.batch import Batch, of_windows
+from model.train.data.text_file import DataError
 from model.train.learner import Learner
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.ranks import Ranks
-from model.train.text_file import DataError
 
 BATCH = of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
 

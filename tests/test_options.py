@@ -37,7 +37,7 @@ def test_the_help_is_grouped_and_fits_into_80_columns(monkeypatch: pytest.Monkey
 def test_every_option_that_the_code_reads_is_a_flag_or_of_the_recipe() -> None:
     """And no flag is there that nobody reads."""
     read: set[str] = set()
-    for path in sorted((ROOT / "model/train").glob("*.py")):
+    for path in sorted((ROOT / "model/train").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
                 owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr

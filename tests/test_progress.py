@@ -20,9 +20,9 @@ import pytest
 from test_report import OUTLINE, progress
 from training import TINY, signal_after, train, write_text
 
-from model.train.bar import Bar, find_terminal
-from model.train.progress import Status, bar_line, duration, plain_line
-from model.train.report import Report
+from model.train.report.bar import Bar, find_terminal
+from model.train.report.progress import Status, bar_line, duration, plain_line
+from model.train.report.report import Report
 
 FULL = Status(
     progress=progress(2560, of=14_880, seconds=3600.0),
@@ -63,7 +63,7 @@ class Terminal:
         self.screen, self.patch = Screen(), monkeypatch
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("NO_COLOR", raising=False)
-        monkeypatch.setattr("model.train.bar._SECONDS", 0.0)
+        monkeypatch.setattr("model.train.report.bar._SECONDS", 0.0)
         self.resize(80)
 
     def take_over(self) -> None:

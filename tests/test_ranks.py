@@ -18,9 +18,9 @@ import torch
 from conftest import ROOT
 from training import EXACT, SMALL, TINY, state_of, train, weights_of, write_text
 
-from model.train.batch import Batch
+from model.train.data.batch import Batch
+from model.train.data.sources import DataError
 from model.train.ranks import Ranks, join
-from model.train.sources import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9", "--optimizer", "adamw"]
@@ -166,6 +166,28 @@ def test_ranks_share_rows_without_losing_one() -> None:
     assert Ranks().share(batch) is batch
     with pytest.raises(DataError, match="multiple"):
         Ranks(number=0, size=4).must_share(6)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DataError, match="process 2 finds 1 GPUs here"):
+        join({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, device="auto")
+
+
+def test_waiting_reads_what_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU only begins to exchange: who does not read the result has not waited."""
+    read: list[str] = []
+
+    class Late(float):
+        def __float__(self) -> float:
+            read.append("read")
+            return 0.0
+
+    monkeypatch.setattr("model.train.ranks.dist.all_reduce", lambda *_: None)
+    monkeypatch.setattr("model.train.ranks.torch.tensor", lambda *_, **__: [Late(), 0])
+    Ranks(number=1, size=2).wait()
+    assert read == ["read"]
 
 
 def test_one_process_alone_exchanges_nothing() -> None:

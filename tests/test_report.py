@@ -14,12 +14,10 @@ from typing import ClassVar
 import pytest
 from conftest import ROOT
 
-from model.train.board import Board
-from model.train.history import History, read_records
-from model.train.outline import Outline
-from model.train.pace import Pace
-from model.train.progress import Progress
-from model.train.report import Report
+from model.train.report.board import Board
+from model.train.report.history import History, read_records
+from model.train.report.progress import Outline, Pace, Progress
+from model.train.report.report import Report
 
 OUTLINE = Outline(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
 
@@ -152,7 +150,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("model.train.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.train.report.console.time.monotonic", lambda: now[0])
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
         for step in range(1, 21):
             now[0] += 1

@@ -12,14 +12,15 @@ from tiny import TEXT, tiny_decoder
 
 from model.config import ModelConfig
 from model.presets import preset, reshaped
-from model.train.batch import IGNORED, Example, Examples, padded, spread
-from model.train.hold_out import held_out_rows
-from model.train.material import material_of_rows
+from model.train.data.batch import IGNORED, Example, padded, spread
+from model.train.data.hold_out import held_out_rows
+from model.train.data.material import material_of_rows
+from model.train.data.order import Examples
+from model.train.data.rows import of_lines, of_pairs
+from model.train.data.sources import Sources
+from model.train.data.vocabulary import END, Vocabulary, started
 from model.train.objective import Objective
-from model.train.rows import of_lines, of_pairs
 from model.train.sample import Prompt
-from model.train.sources import Sources
-from model.train.vocabulary import END, Vocabulary, started
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
 STATQUEST = ["what is statquest <EOS> awesome <EOS>", "statquest is what <EOS> awesome <EOS>"]

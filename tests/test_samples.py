@@ -14,11 +14,10 @@ from app.engine.params import SamplingParams
 from app.engine.penalties import adjust
 from app.engine.sampling_row import SamplingRow
 from model.tokenizer import Tokenizer
-from model.train.batch import of_windows
-from model.train.gallery import STAGES, Gallery
+from model.train.data.batch import of_windows
 from model.train.objective import Objective
-from model.train.quotation import plain, quoted
-from model.train.report import Report
+from model.train.report.report import Report
+from model.train.report.samples import STAGES, Gallery, plain, quoted
 from model.train.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text
 from model.transformer import Decoder
 
@@ -81,7 +80,7 @@ def test_another_run_forgets_the_samples(tmp_path: Path) -> None:
 def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each drawing takes two seconds of a run of 1,000: there is time for four, and the fifth would be too many."""
     now = [0.0]
-    monkeypatch.setattr("model.train.gallery.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.train.report.samples.time.monotonic", lambda: now[0])
     gallery = Gallery(tmp_path / "samples.md", tmp_path / "store.jsonl", title="t", start_step=0)
 
     def draw() -> list[Sample]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from model.attention import CausalAttend
 from model.presets import preset, reshaped
-from model.train.batch import IGNORED, Batch, of_windows
 from model.train.causal import TrainingAttend
 from model.train.cross_entropy import cross_entropy
+from model.train.data.batch import IGNORED, Batch, of_windows
 from model.train.objective import Objective
 from model.transformer import Decoder
 

@@ -24,9 +24,9 @@ from model.manifest import manifest_file
 from model.reference import generate, logits
 from model.tokenizer import Tokenizer
 from model.train.__main__ import main
-from model.train.data import Order
+from model.train.data.order import Order
+from model.train.data.token_cache import separator
 from model.train.options import parse
-from model.train.token_cache import separator
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--dtype", "float32", "--windows", "4", "--context", "32"]

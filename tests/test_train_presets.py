@@ -18,9 +18,8 @@ from model.presets import preset, reshaped
 from model.reference import generate
 from model.tokenizer import Tokenizer
 from model.train.__main__ import main
-from model.train.asked import shape
 from model.train.loop import Loop
-from model.train.options import parse
+from model.train.options import parse, shape
 from model.train.run import Run
 
 STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from training import EXACT, TINY, signal_after, train, train_until, write_text
 
-from model.train.history import read_records
+from model.train.report.history import read_records
 
 FLAGS = ["--steps", "12", *EXACT, *TINY]
 
@@ -70,8 +69,8 @@ def test_samples_in_the_middle_of_a_run_change_nothing_of_it(tmp_path: Path, mon
     """Drawing takes chances of its own, and what it computes leaves nothing behind."""
     text = write_text(tmp_path)
     assert train(text, tmp_path / "without", *FLAGS) == 0
-    monkeypatch.setattr("model.train.gallery._FIRST_SECONDS", 0.0)
-    monkeypatch.setattr("model.train.gallery._MOST_TIME", 1e6)
+    monkeypatch.setattr("model.train.report.samples._FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("model.train.report.samples._MOST_TIME", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
     stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl")]
     assert stages == [1, 3, 6, 12]
@@ -80,7 +79,7 @@ def test_samples_in_the_middle_of_a_run_change_nothing_of_it(tmp_path: Path, mon
 
 
 def test_a_signal_ends_a_run_without_drawing_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.train.gallery._FIRST_SECONDS", 0.0)
-    signal_after(1, monkeypatch, signal.SIGINT)
-    assert train(write_text(tmp_path), tmp_path / "out", *FLAGS) == 130
+    monkeypatch.setattr("model.train.report.samples._FIRST_SECONDS", 0.0)
+    signal_after(1, monkeypatch)
+    assert train(write_text(tmp_path), tmp_path / "out", *FLAGS) == 143
     assert not (tmp_path / "out/samples.md").exists()

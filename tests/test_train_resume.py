@@ -25,8 +25,7 @@ from training import (
 )
 
 from model.train.__main__ import main
-from model.train.position import Position
-from model.train.snapshot import load_snapshot, save_snapshot
+from model.train.snapshot import Position, load_snapshot, save_snapshot
 
 
 @pytest.fixture
@@ -70,25 +69,32 @@ def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path,
     assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
 
 
+def test_where_there_is_nothing_to_go_on_from_that_is_told(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "out", *TINY, "--steps", "1", "--resume") == 0
+    assert "note: there is no snapshot to go on from; the run begins anew" in capsys.readouterr().out
+
+
 def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    train_until(2, text, out, "--steps", "4")
+    train_until(2, text, out, *TINY, "--steps", "4")
     capsys.readouterr()
-    assert train(text, out, "--steps", "4") == 2
+    assert train(text, out, *TINY, "--steps", "4") == 2
     assert "--resume" in capsys.readouterr().err
-    assert train(text, out, "--steps", "4", "--resume", "--context", "16") == 2
+    assert train(text, out, *TINY, "--steps", "4", "--resume", "--context", "16") == 2
     assert "another shape" in capsys.readouterr().err
     text.write_text(TEXT * 4)
-    assert train(text, out, "--steps", "4", "--resume") == 2
+    assert train(text, out, *TINY, "--steps", "4", "--resume") == 2
     assert "other data" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_only_with_the_flags_that_it_had(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--steps", "2", "--dtype", "float32", "--lr", "0.003"]
+    flags = [*TINY, "--steps", "2", "--dtype", "float32", "--lr", "0.003"]
     out = tmp_path / "out"
     train_until(1, text, out, *flags)
     others = ["--seed 2", "--windows 5", "--matrix-lr 0.1", "--lr 0.1", "--weight-decay 0.1", "--dtype bfloat16"]
@@ -105,8 +111,8 @@ def test_a_run_goes_on_only_with_the_flags_that_it_had(
 
 def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
-    assert train(text, out, "--steps", "6") == 0
-    train_until(2, text, out, "--steps", "4", "--overwrite")
+    assert train(text, out, *TINY, "--steps", "6") == 0
+    train_until(2, text, out, *TINY, "--steps", "4", "--overwrite")
     found = load_snapshot(out / ".training")
     assert found
     assert found[0].step == 2
@@ -132,20 +138,6 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, text: Path) -
     one, three, four = (weights_of(tmp_path / number) for number in ("1", "3", "4"))
     assert all(torch.allclose(one[name], four[name], atol=1e-4) for name in one)
     assert all(torch.allclose(one[name], three[name], atol=1e-4) for name in one)
-
-
-def test_a_snapshot_of_before_there_was_a_format_goes_on(tmp_path: Path, text: Path) -> None:
-    out = tmp_path / "out"
-    train_until(2, text, out, "--steps", "4", *TINY)
-    path = out / ".training/step-00000002/position.json"
-    raw = json.loads(path.read_text())
-    for name in ("format", "rounding", "limits", "best_step", "best_bits"):
-        del raw[name]
-    for name in ("--schedule", "--warm-up", "--warm-down", "--ema"):
-        del raw["flags"][name]
-    path.write_text(json.dumps(raw))
-    assert train(text, out, "--steps", "4", *TINY, "--resume", "--warm-up", "7") == 2
-    assert train(text, out, "--steps", "4", *TINY, "--resume") == 0
 
 
 def test_a_snapshot_of_a_later_version_is_named_as_such(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from training import (
     write_text,
 )
 
+from model.train.data.batch import Batch
 from model.train.loop import Loop
 from model.train.snapshot import load_snapshot
 
@@ -85,14 +86,14 @@ def test_a_signal_within_an_accumulation_saves_the_last_whole_step(
 def test_a_signal_while_the_result_is_measured_loses_nothing(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, flags, measure = tmp_path / "out", [*TINY, *EXACT, "--steps", "3"], Loop.bits_per_byte_of_all
+    out, flags, measure = tmp_path / "out", [*TINY, *EXACT, "--steps", "3"], Loop.bits_per_byte_of
 
-    def ask(loop: Loop) -> float:
+    def ask(loop: Loop, batches: Iterable[Batch]) -> float:
         signal.raise_signal(signal.SIGTERM)
-        return measure(loop)
+        return measure(loop, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "bits_per_byte_of_all", ask)
+        patch.setattr(Loop, "bits_per_byte_of", ask)
         assert train(text, out, *flags) == 143
     assert state_of(out)[0] == 3 and not (out / "model.safetensors").exists()
     assert train(text, out, *flags, "--resume") == 0

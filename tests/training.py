@@ -14,7 +14,7 @@ from tiny import TEXT
 from torch import Tensor
 
 from model.train.__main__ import main
-from model.train.batch import Batch
+from model.train.data.batch import Batch
 from model.train.learner import Learner
 from model.train.objective import Objective
 from model.train.snapshot import load_snapshot

@@ -21,7 +21,7 @@ from benchmarks.result import this_machine
 from benchmarks.train.plain import PlainLoop
 from model.device import choose_device, choose_dtype
 from model.presets import preset
-from model.train.batch import of_windows
+from model.train.data.batch import of_windows
 from model.train.learner import Learner
 from model.train.memory import keep_freed_memory
 from model.train.objective import Objective

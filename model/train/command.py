@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.auto import settle_size
-from model.train.diverged import Diverged
-from model.train.forecast import forecast
 from model.train.memory import keep_freed_memory
+from model.train.notices import python, tell
 from model.train.options import parse
 from model.train.place import held
-from model.train.progress import python, tell
+from model.train.plan.auto import settle_size
+from model.train.plan.forecast import forecast
 from model.train.ranks import LeftAlone, Ranks, join
 from model.train.run import Run
-from model.train.stop import Interrupted
+from model.train.stop import Diverged, Interrupted
 
 
 def run(argv: Sequence[str]) -> int:

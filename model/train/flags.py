@@ -6,10 +6,10 @@ import argparse
 
 from model.arguments import OneLineParser
 from model.presets import ARCHS, PRESET_NAMES
+from model.train.data.vocabulary import KINDS
 from model.train.recipes import DTYPES, OPTIMIZERS, told
 from model.train.schedule import SHAPES
 from model.train.values import count, decay, not_negative, positive, preset_name, share, small_share, whole
-from model.train.vocabulary import KINDS
 
 USUAL_PRESET = "small"
 
@@ -69,7 +69,7 @@ def _add_data(p: argparse._ArgumentGroup) -> None:
         type=small_share,
         default=0.01,
         metavar="SHARE",
-        help="documents kept apart and measured (default: 0.01; of fewer than 100 documents the end of the last)",
+        help="documents kept apart and measured (default: 0.01; of fewer than 100 the last 5 %% of all text)",
     )
     p.add_argument(
         "--unseen", nargs="+", metavar="PATH", help="texts never trained on, each measured by itself in the end"
@@ -151,8 +151,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
         "--warm-down",
         metavar="SHARE",
         type=share,
-        default=0.4,
-        help="of a linear schedule: share of the run over which it falls to 0 (default: 0.4)",
+        help=f"of a linear schedule: share of the run over which it falls to 0 (default: {told('warm_down')})",
     )
     p.add_argument("--seed", metavar="N", type=whole, default=1, help="of the weights and the order (default: 1)")
 

@@ -29,7 +29,7 @@ from model.golden import verify
 from model.manifest import check_manifest
 from model.presence import WEIGHTS_FILE, check_layout
 from model.tokenizer import Tokenizer
-from model.train.asked import check_sources
+from model.train.options import check_sources
 from model.transformer import Decoder
 
 _FOLDER = "init"

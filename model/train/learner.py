@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from model.train.batch import Batch
-from model.train.ema import Average
+from model.train.copies import Average
+from model.train.data.batch import Batch
+from model.train.data.text_file import DataError
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.ranks import Ranks
-from model.train.text_file import DataError
 
 _AT_ONCE = 2048
 """Tokens that a CPU computes at once: enough for its caches to be worth it, few enough to stay in them."""

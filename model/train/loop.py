@@ -6,6 +6,7 @@ What happens within a step stands in learner.py, what the steps see in material.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,18 @@ from pathlib import Path
 from torch import Tensor
 
 from model.files import CheckpointError
-from model.train.batch import Batch, spread
-from model.train.best import Best
-from model.train.clock import Clock, Interval
-from model.train.diverged import Diverged
+from model.train.copies import Best
+from model.train.data.batch import Batch, spread
+from model.train.data.material import Material
 from model.train.learner import Learner, below
-from model.train.material import Material
-from model.train.position import Position
-from model.train.progress import Progress, tell
+from model.train.notices import tell
 from model.train.ranks import Ranks
-from model.train.report import Report
+from model.train.report.progress import Progress
+from model.train.report.report import Report
 from model.train.sample import Drawing, Sample, draw_samples
 from model.train.schedule import Limits, Schedule
-from model.train.snapshot import newest_snapshot, save_snapshot
-from model.train.stop import Interrupted, Stop
+from model.train.snapshot import Position, newest_snapshot, save_snapshot
+from model.train.stop import Diverged, Interrupted, Stop
 
 GLANCE = 40_000
 """Held-out targets of a measurement on the way; the last one takes all there are."""
@@ -75,22 +74,23 @@ class Loop:
 
     def _learn(self, report: Report | None) -> None:
         """From step to step: this is what training is."""
-        clock, until_save = Clock(before=self.seconds), Interval(self.save_seconds)
+        saved_at = time.monotonic()
+        began = saved_at - self.seconds
         while (done := self.done) < 1.0:
             lr_factor = self.schedule.lr_factor(self.step, done)
             loss, norm = self.learner.gradients(self.material.batch(self.step), self._breathe)
             self._must_be_finite(loss, norm)
             self.learner.update(self.step, lr_factor)
             self.step += 1
-            self.seconds, signal_number = self.ranks.agree(clock.seconds, self.stop.number)
+            self.seconds, signal_number = self.ranks.agree(time.monotonic() - began, self.stop.number)
             if report:
                 report.step(self._progress(loss, norm, lr_factor))
                 self._look(report, done_before=done)
             if signal_number:
                 raise Interrupted(signal_number)
-            if until_save.is_over:
+            if time.monotonic() - saved_at >= self.save_seconds:
                 self._save_or_warn()
-                until_save.begin()
+                saved_at = time.monotonic()
 
     @property
     def done(self) -> float:
@@ -104,12 +104,8 @@ class Loop:
             spread(self.material.held_out, n_targets), self.material.tokenizer.bytes_of
         )
 
-    def bits_per_byte_of_all(self) -> float:
-        """The same of all of it, which may take minutes. Raises Interrupted."""
-        return self.bits_per_byte_of(self.material.held_out)
-
     def bits_per_byte_of(self, batches: Iterable[Batch]) -> float:
-        """The same of any text. Raises Interrupted."""
+        """The same of any text, which may take minutes. Raises Interrupted."""
         return self.learner.objective.bits_per_byte(self._until_stopped(batches), self.material.tokenizer.bytes_of)
 
     def position(self) -> Position:
@@ -148,7 +144,7 @@ class Loop:
         if not self.ranks.is_first:
             return
         if not self.learner.is_finite() or not math.isfinite(self.bits_per_byte(1)):
-            raise Diverged(f"the weights are of no use after step {self.step}", self.folder)
+            raise Diverged(f"the weights are of no use after step {self.step}", newest_snapshot(self.folder))
         best = {f"best.{name}": tensor for name, tensor in self.best.tensors().items()}
         self._is_saved = False
         try:
@@ -199,7 +195,9 @@ class Loop:
 
     def _must_be_finite(self, loss: float, norm: float) -> None:
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise Diverged(f"the loss became {loss} and its gradient {norm} in step {self.step + 1}", self.folder)
+            raise Diverged(
+                f"the loss became {loss} and its gradient {norm} in step {self.step + 1}", newest_snapshot(self.folder)
+            )
 
     def _breathe(self) -> None:
         """Between micro-batches. Several ranks can only stop together, between steps."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
-from model.train.batch import IGNORED, Batch
 from model.train.causal import TrainingAttend
 from model.train.cross_entropy import cross_entropy
+from model.train.data.batch import IGNORED, Batch
 from model.transformer import Decoder
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.train.batch import Batch
-from model.train.text_file import DataError
+from model.train.data.batch import Batch
+from model.train.data.text_file import DataError
 
 T = TypeVar("T")
 
@@ -73,8 +73,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Until all ranks have come here."""
-        if self.size > 1:
-            self._together(lambda: dist.all_reduce(torch.zeros(1, device=self.device)))
+        self.agree(0.0, 0)  # and not a sum alone: that is only begun when a GPU is asked for it, read it is over
 
     def leave(self) -> None:
         """The end of working together."""
@@ -95,6 +94,9 @@ def join(environment: Mapping[str, str] = os.environ, *, device: str) -> Ranks:
         return Ranks()
     on_cuda = device != "cpu" and torch.cuda.is_available()
     if on_cuda:
-        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")))
+        local, n_devices = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= n_devices:
+            raise DataError(f"process {local + 1} finds {n_devices} GPUs here; start as many, or give --device cpu")
+        torch.cuda.set_device(local)
     dist.init_process_group("nccl" if on_cuda else "gloo")
     return Ranks(number=dist.get_rank(), size=size, device=torch.device("cuda" if on_cuda else "cpu"))

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from model.presets import PRESET_NAMES
 from model.tokenizer import SEPARATOR
-from model.train.vocabulary import Kind
+from model.train.data.vocabulary import Kind
 
 Optimizer = Literal["muon", "adamw"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
@@ -34,6 +34,7 @@ class Recipe:
     windows: int = 16
     warm_up: int = 100
     """Steps until the learning rate is whole."""
+    warm_down: float = 0.4
     export_dtype: Dtype | None = "bfloat16"
     steps: int | None = None
     """Where nothing else says how long to train."""

@@ -16,35 +16,44 @@ import torch
 
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe
-from model.train.asked import shape
-from model.train.board import Board
-from model.train.card import Labels, RunFacts, read_about, without_places
-from model.train.diverged import Diverged
+from model.train.data.material import gather
+from model.train.data.text_file import DataError
 from model.train.init import base_of, settle, start_anew
 from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
-from model.train.material import gather
 from model.train.mfu import flops_per_token, peak_flops
+from model.train.notices import say
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
-from model.train.outline import Outline
+from model.train.options import limits, shape
 from model.train.place import require_room
-from model.train.position import Position
-from model.train.progress import say
+from model.train.plan.sizes import sizes
 from model.train.ranks import Ranks
-from model.train.report import Report
-from model.train.result import write_result
+from model.train.report.board import Board
+from model.train.report.card import Labels, RunFacts, read_about, without_places
+from model.train.report.progress import Outline
+from model.train.report.report import Report
+from model.train.report.result import write_result
+from model.train.report.summary import closing, opening
 from model.train.sample import GREEDY, LIVELY, draw_samples
-from model.train.schedule import Limits, Schedule
-from model.train.sizes import sizes
-from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
-from model.train.summary import closing, opening
-from model.train.text_file import DataError
+from model.train.schedule import Schedule
+from model.train.snapshot import Position, load_snapshot, newest_snapshot, remove_snapshots
+from model.train.stop import Diverged
 from model.transformer import Decoder
 
 _SAMPLE_TOKENS = 120
-_LEARNING = ("seed", "windows", "optimizer", "matrix_lr", "lr", "weight_decay")
-_DECISIVE = (*_LEARNING, "schedule", "warm_up", "warm_down", "ema")
+_DECISIVE = [
+    "seed",
+    "windows",
+    "optimizer",
+    "matrix_lr",
+    "lr",
+    "weight_decay",
+    "schedule",
+    "warm_up",
+    "warm_down",
+    "ema",
+]
 """Options that decide what a step does with the tokens it sees."""
 
 
@@ -73,16 +82,14 @@ class Run:
             need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
             require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
-        self.limits = limits = Limits(
-            steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes
-        )
+        self.limits = limits(options)
         self.loop = Loop(
             self.material,
             self._learner(),
             schedule=Schedule(shape=options.schedule, warm_up=options.warm_up, warm_down=options.warm_down),
-            limits=limits,
+            limits=self.limits,
             ranks=self.ranks,
-            start=self._start(limits),
+            start=self._start(),
             folder=self.work,
             save_seconds=options.save_seconds,
             drawing=self.drawing,
@@ -98,6 +105,8 @@ class Run:
         elif self.ranks.is_first:
             remove_snapshots(self.work)
             start_anew(self.base, self.work)
+            if self.options.resume:
+                say("note: there is no snapshot to go on from; the run begins anew")
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
         size = self.decoder.n_params
         say(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step))
@@ -136,7 +145,7 @@ class Run:
         micro = options.micro_windows
         return Learner(self.objective, optimiser, ema=options.ema, ranks=self.ranks, micro_windows=micro)
 
-    def _start(self, limits: Limits) -> Position:
+    def _start(self) -> Position:
         """What must be the same when the run goes on, and what may change."""
         flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _DECISIVE}
         if self.base:
@@ -152,7 +161,7 @@ class Run:
                 "processes": str(self.ranks.size),
                 "threads": str(torch.get_num_threads()),
             },
-            limits=limits.flags(),
+            limits=self.limits.flags(),
         )
 
     def _go_on(self) -> None:
@@ -187,9 +196,9 @@ class Run:
         loop, material, options = self.loop, self.material, self.options
         exported = loop.settle(keep_best=options.keep == "best" and material.measured == "held-out")
         say(f"measuring bits per byte of all of the {material.measured} text")  # of much text it takes minutes
-        bits = loop.bits_per_byte_of_all()
+        bits = loop.bits_per_byte_of(material.held_out)
         if not math.isfinite(bits):
-            raise Diverged(f"the {material.measured} loss became {bits}", self.work)
+            raise Diverged(f"the {material.measured} loss became {bits}", newest_snapshot(self.work))
         names = without_places(list(material.unseen))
         unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, material.unseen.values(), strict=True)}
         tokenizer, drawing = material.tokenizer, self.drawing

@@ -48,8 +48,8 @@ class Limits:
     tokens: int | None = None
     minutes: float | None = None
 
-    def done(self, *, step: int, epochs: float, tokens: int, seconds: float) -> float:
-        """How much of the run is done: the largest share of any limit given."""
+    def done(self, *, step: int, epochs: float, tokens: float, seconds: float) -> float:
+        """How much of the run is done: the largest share of any limit given. Of what one step is, its share."""
         shares = [
             step / self.steps if self.steps else 0.0,
             epochs / self.epochs if self.epochs else 0.0,

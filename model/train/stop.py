@@ -1,14 +1,26 @@
-"""SIGINT and SIGTERM: the first one is remembered and obeyed where nothing is lost, a second one ends at once."""
+"""How a run ends before its end: its numbers are none, or a signal asked for it."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from model.train.progress import tell
+from model.train.notices import tell
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Diverged(RuntimeError):
+    """The loss, its gradient or the weights are not finite. The weights were not saved."""
+
+    def __init__(self, what: str, good: Path | None) -> None:
+        """good: the last snapshot."""
+        stands = f"the last good snapshot is {good}" if good else "there was no snapshot yet"
+        super().__init__(
+            f"{what}; {stands}. Start anew with --overwrite and half of --lr and --matrix-lr, or a longer --warm-up"
+        )
 
 
 class Interrupted(RuntimeError):

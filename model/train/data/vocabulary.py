@@ -1,0 +1,97 @@
+"""What kind of tokenizer a run trains, and what its end token is called. Knows no data and no model."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from model.tokenizer import SEPARATOR, Tokenizer, TokenizerError
+
+Kind = Literal["bpe", "words"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+END = 0
+"""Id of the end token in every tokenizer trained here; it also starts a text from nothing."""
+_FEWEST = 257
+"""Every byte and the end token."""
+UNKNOWN = "<unk>"
+"""Id 1: any word that the training text did not have."""
+
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A tokenizer to be."""
+
+    kind: Kind
+    size: int | None
+    """bpe: exactly this many tokens, or `fewer`. words: at most; None is as many as there are words."""
+    end_token: str
+    fewer: bool = False
+    """bpe: whether fewer tokens do where the text supports no more."""
+
+    def train(self, texts: list[str]) -> Tokenizer:
+        """Learns from `texts`. Raises TokenizerError."""
+        if self.kind == "words":
+            return train_words(texts, self.size, self.end_token)
+        assert self.size is not None, "a bpe has a size"
+        tokenizer = _train_bpe(texts, self.size, fewer=self.fewer)
+        return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
+
+
+def started(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
+    """The same tokenizer, but it puts the end token in front of a prompt by itself, as decoders with an encoder want.
+
+    encode_many stays as it was: a source gets nothing in front.
+    """
+    rust = RustTokenizer.from_str(tokenizer.files()["tokenizer.json"])
+    rust.post_processor = processors.TemplateProcessing(single=[end_token, "$A"], special_tokens=[(end_token, END)])
+    return Tokenizer(rust, end_token)
+
+
+def train_words(texts: Iterable[str], vocab_size: int | None, end_token: str) -> Tokenizer:
+    """As many tokens as there are words, at most `vocab_size` (the most frequent). Id 0 is `end_token`, 1 UNKNOWN."""
+    rust = RustTokenizer(models.WordLevel(unk_token=UNKNOWN))
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # The white space before an end token belongs to it, as that before a word does.
+    special = [AddedToken(end_token, special=True, lstrip=True), AddedToken(UNKNOWN, special=True)]
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=_NO_LIMIT if vocab_size is None else vocab_size, special_tokens=special, show_progress=False
+    )
+    # The trainer would give special tokens that stand in the text a second id.
+    words = (text.replace(end_token, " ").replace(UNKNOWN, " ") for text in texts)
+    rust.train_from_iterator(words, trainer)
+    return Tokenizer(rust, end_token)
+
+
+def _train_bpe(texts: list[str], size: int, *, fewer: bool) -> Tokenizer:
+    try:
+        return Tokenizer.train(texts, size)
+    except TokenizerError:
+        if not fewer:
+            raise
+
+    def is_too_large(tried: int) -> bool:
+        try:
+            Tokenizer.train(texts, tried)
+        except TokenizerError:
+            return True
+        return False
+
+    return Tokenizer.train(texts, _FEWEST + bisect_left(range(_FEWEST + 1, size), True, key=is_too_large))
+
+
+def _renamed(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
+    raw = json.loads(tokenizer.files()["tokenizer.json"])
+    words = raw["model"]["vocab"]
+    if end_token in words:
+        raise TokenizerError(f"the end token {end_token!r} is also a piece of the text; give another one (--end-token)")
+    words[end_token] = words.pop(SEPARATOR)
+    raw["added_tokens"][0]["content"] = end_token
+    return Tokenizer(RustTokenizer.from_str(json.dumps(raw)), end_token)

@@ -1,0 +1,53 @@
+"""What a run says beside its progress. Nothing said here ends a run: whoever listened may have gone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from model.files import CheckpointError, write_file
+
+_FIRST_SECONDS = 3.0
+_EVERY_SECONDS = 5.0
+
+
+def say(text: str) -> None:
+    """To stdout. Whoever read there may have gone (| head), or its disk may be full: hours of training go on."""
+    with contextlib.suppress(OSError, RuntimeError):
+        print(text, flush=True)
+
+
+def tell(text: str) -> None:
+    """To a terminal that may have gone with the same signal (| tee): the run must be saved all the same."""
+    with contextlib.suppress(OSError, RuntimeError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_extra(path: Path, content: str) -> None:
+    """Replaces `path` at once, or warns."""
+    try:
+        write_file(path, content.encode())
+    except CheckpointError as error:
+        tell(f"warning: {error}; training goes on")
+
+
+class Ticker:
+    """Says nothing of work that is soon done."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _FIRST_SECONDS
+
+    def tick(self, text: str) -> None:
+        """How far the work is; told only when it is time again."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _EVERY_SECONDS
+            tell(text)
+
+
+def python() -> str:
+    """This interpreter, as it can be typed from here."""
+    here, executable = Path.cwd(), Path(sys.executable)
+    return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)

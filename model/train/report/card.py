@@ -1,0 +1,162 @@
+"""The model card: what a run was and what came out, as the README.md of a weights directory. Knows only its facts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.config import ModelConfig
+from model.describe import describe_size, shape_lines
+from model.train.data.text_file import DataError
+from model.train.report.progress import duration
+from model.train.report.samples import plain, quoted
+from model.train.sample import Drawing, Sample
+
+_ABOUT = "It continues text as its corpus does."
+_LIMITS = """It writes on from what it is given, in the manner of the texts it has read, and wanders. It knows no facts
+and follows no instructions: what it says of the world, of persons or of itself is made up. What its texts hold of
+prejudice, it may repeat. It was measured on text of the same kind; other text it continues worse."""
+_OURS = "inkstream"
+"""The family of shapes that no other library has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What only the user can say of the model, in the hub's terms; checked before training."""
+
+    license: str | None = None
+    """An identifier such as cc0-1.0 or mit."""
+    language: str | None = None
+    """A code such as en."""
+
+    def __post_init__(self) -> None:
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            raise DataError(f"--license must be an identifier such as mit or cc0-1.0, not {self.license!r}")
+        if self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", self.language):
+            raise DataError(f"--language must be a code such as en or pt-BR, not {self.language!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a finished run knows about itself."""
+
+    command: str
+    start: str
+    """What the weights were before: "trained from scratch" or "fine-tuned from ..."."""
+    device: str
+    seed: int
+    steps: int
+    tokens: int
+    seconds: float
+    epochs: float
+    corpus: str
+    """How much there was to learn from, in words."""
+    sources: Sequence[str]
+    """What it was called, without its place on this machine."""
+    measured: str
+    """What bits_per_byte is of: "held-out" or "training" text."""
+    bits_per_byte: float
+    unseen: Mapping[str, float]
+    """Bits per byte of texts that nothing was learnt from, by name."""
+    date: str
+    exported: str
+    """Which weights of the run these are, in words."""
+    about: str
+    """Text the user adds with --about: corpus, licence, intended use."""
+    labels: Labels
+
+
+def model_card(
+    config: ModelConfig,
+    n_params: int,
+    facts: RunFacts,
+    samples: Sequence[Sample],
+    *,
+    family: str,
+    drawing: Drawing,
+    sha256: str,
+) -> str:
+    """Markdown under a head for the hub. family: model_type of the config.json. drawing: of the samples."""
+    kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
+    parts = [
+        _front_matter(config, family, facts.labels),
+        "# Model card",
+        f"{kind} of {describe_size(n_params)} parameters, {facts.start} by `python -m model.train`.",
+        facts.about or _ABOUT,
+        _table(_facts(config, facts, sha256)),
+        "![Bits per byte over tokens seen: training and held-out](loss.svg)",
+        f"Command:\n\n```\n{facts.command}\n```",
+        f"## Use\n\n{_use(family)}",
+        f"## Samples\n\n{_drawn(drawing)}, not chosen. How they came to this: [samples.md](samples.md).",
+        *(f"Prompt {plain(sample.prompt.text)}\n\n{quoted(sample.joined)}" for sample in samples),
+        f"## Limits\n\n{_LIMITS}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def without_places(names: Sequence[str]) -> list[str]:
+    """Files by their names alone, where these differ: where they lie on a machine is nobody's business."""
+    short = ["standard input" if name == "-" else Path(name).name or name for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
+
+
+def read_about(path: str | None) -> str:
+    """Text for the card, read before hours of training and not after. Raises ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--about {path}: cannot be read ({error})") from None
+
+
+def _front_matter(config: ModelConfig, family: str, labels: Labels) -> str:
+    lines = [] if labels.license is None else [f'license: "{labels.license}"']
+    lines += [] if labels.language is None else [f'language: "{labels.language}"']  # else "no" would be false
+    lines.append(f"library_name: {'transformers' if family != _OURS else _OURS}")
+    lines += [] if config.n_encoder_layers else ["pipeline_tag: text-generation"]
+    tags = dict.fromkeys([_OURS, family])
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+
+
+def _facts(config: ModelConfig, facts: RunFacts, sha256: str) -> list[tuple[str, str]]:
+    per_second = facts.tokens / max(facts.seconds, 1e-9)
+    return [
+        *shape_lines(config),
+        ("vocabulary", str(config.vocab_size)),
+        (f"{facts.measured} bits per byte", f"**{facts.bits_per_byte:.4f}**"),
+        *((f"never seen: {plain(name)}", f"{bits:.4f} bits per byte") for name, bits in facts.unseen.items()),
+        ("corpus", "; ".join([", ".join(map(plain, facts.sources)), facts.corpus])),
+        ("tokens seen", f"{facts.tokens:,} ({facts.epochs:.2f} epochs) in {facts.steps} steps"),
+        ("exported", facts.exported),
+        ("time and device", f"{duration(facts.seconds)} on {facts.device}, {per_second:,.0f} tokens/s"),
+        ("seed", str(facts.seed)),
+        ("date", facts.date),
+        ("SHA-256 of model.safetensors", f"`{sha256}`"),
+    ]
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {text} |" for what, text in rows)])
+
+
+def _use(family: str) -> str:
+    serve = "Serve it, from a clone of inkstream:\n\n```\npython -m app serve --weights .\n```"
+    if family == _OURS:
+        return serve
+    return f"""{serve}
+
+Or in Python:
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", ".")("Once upon a time", max_new_tokens=100)[0]["generated_text"])
+```"""
+
+
+def _drawn(drawing: Drawing) -> str:
+    if not drawing.temperature:
+        return "The likeliest token each time"
+    how = f"temperature {drawing.temperature:g}, top_p {drawing.top_p:g}"
+    return f"Drawn with {how} and repetition_penalty {drawing.repetition_penalty:g}"
