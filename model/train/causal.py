@@ -52,6 +52,7 @@ class Tile:
 
     @staticmethod
     def make(start: int, length: int, window: int | None) -> Tile:
+        """For the queries from `start` on."""
         stop = min(start + _TILE, length)
         first = 0 if window is None else max(0, start - window + 1)
         positions_N1 = torch.arange(start, stop)[:, None]

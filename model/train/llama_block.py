@@ -1,8 +1,8 @@
 """A block of the llama layout, and its head, with their gradients written out, for training on a CPU. Knows no step.
 
 The passes over memory beside the products were half of the time, so there are few of them: the scale of a norm is
-multiplied into the matrix behind it once a step (its gradient comes from that matrix's), positions turn queries and keys
-on their way to where attention wants them, and what autograd would add up in new memory is added in place.
+multiplied into the matrix behind it once a step (its gradient comes from that matrix's), positions turn queries and
+keys on their way to where attention wants them, and what autograd would add up in new memory is added in place.
 
 Shape legend: T tokens, D width, H query heads, K kv heads, G = H / K, C head_dim, B sequences, N tokens of each,
 F mlp_width, V vocabulary, W = (H + 2 K) C.
@@ -10,18 +10,19 @@ F mlp_width, V vocabulary, W = (H + 2 K) C.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from model.block import Block
 from model.config import ModelConfig
+from model.layers import RMSNorm
 from model.train.causal import Tile, attention, attention_backward
+from model.train.heads import Positions, by_kv_heads, from_heads, from_kv_heads, to_heads
 from model.transformer import Decoder
 
 _SWITCHES = {
@@ -52,22 +53,13 @@ def is_llama(config: ModelConfig) -> bool:
     return config.mlp_width > 0 and all(getattr(config, name) == value for name, value in _SWITCHES.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """Of the tokens of a micro-batch; all sequences are equally long."""
-
-    cos_1N1F: Tensor
-    sin_1N1F: Tensor
-    tiles: list[Tile]
-
-
 class Weights:
     """A decoder's matrices in the format of the computation, with the norms in them; good until the next update."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         self.decoder = decoder
         self.blocks = [_folded(block, dtype) for block in decoder.blocks if isinstance(block, Block)]
-        self.head_VD = _scaled(_head(decoder), decoder.norm.weight, dtype)
+        self.head_VD = _scaled(_head(decoder), _scale(decoder.norm), dtype)
         self.rope_PC = decoder.get_buffer("rope_PC").to(dtype)
 
     def logits(self, inputs_BN: Tensor, tiles: list[Tile]) -> Tensor:
@@ -79,7 +71,7 @@ class Weights:
         for block, folded in zip(decoder.blocks, self.blocks, strict=True):
             assert isinstance(block, Block)
             x_TD = _Block.apply(x_TD, positions, decoder.config, folded, *_parameters(block))  # type: ignore[no-untyped-call]
-        scale_D = decoder.norm.weight
+        scale_D = _scale(decoder.norm)
         logits_TV: Tensor = _Head.apply(x_TD, self.head_VD, decoder.config.norm_eps, scale_D, _head(decoder))  # type: ignore[no-untyped-call]
         return logits_TV
 
@@ -91,9 +83,9 @@ class _Block(Function):
     ) -> Tensor:
         qkv_WD, out_DH, up_FD, down_DF = folded
         normed_TD, inverse_T1 = _norm(x_TD, config.norm_eps, qkv_WD.dtype)
-        q_MRC, k_MNC, v_MNC = _to_heads(normed_TD @ qkv_WD.mT, at, config)
+        q_MRC, k_MNC, v_MNC = to_heads(normed_TD @ qkv_WD.mT, at, config)
         out_MRC, weights = attention(q_MRC, k_MNC, v_MNC, at.tiles)
-        attended_TH = _from_kv_heads(out_MRC, config)
+        attended_TH = from_kv_heads(out_MRC, config)
         middle_TD = x_TD + attended_TH @ out_DH.mT
         again_TD, inverse2_T1 = _norm(middle_TD, config.norm_eps, up_FD.dtype)
         hidden_TF = again_TD @ up_FD.mT
@@ -120,8 +112,8 @@ class _Block(Function):
         grad_TD = _norm_backward(dhidden_TF @ up_FD, again_TD, inverse2_T1, grad_TD)
         dout_TD = grad_TD.to(out_DH.dtype)
         d_out = _outer(dout_TD, attended_TH)
-        dout_MRC = _by_kv_heads(dout_TD @ out_DH, at, config)
-        dqkv_TW = _from_heads(*attention_backward(dout_MRC, q, k, v, weights, at.tiles), at, config)
+        dout_MRC = by_kv_heads(dout_TD @ out_DH, at, config)
+        dqkv_TW = from_heads(*attention_backward(dout_MRC, q, k, v, weights, at.tiles), at, config)
         d_qkv, d_scale = _unfolded(_outer(dqkv_TW, normed_TD), scale_D, qkv_param)
         grad_TD = _norm_backward(dqkv_TW @ qkv_WD, normed_TD, inverse_T1, grad_TD)
         return grad_TD, None, None, None, d_scale, d_qkv, d_out, d_scale2, d_up, d_down
@@ -144,10 +136,15 @@ class _Head(Function):
         return _norm_backward(grad_TV @ ctx.head_VD, normed_TD, inverse_T1, zeros_TD), None, None, d_scale, d_matrix
 
 
+def _scale(norm: nn.Module) -> Tensor:
+    assert isinstance(norm, RMSNorm)
+    return norm.weight
+
+
 def _parameters(block: Block) -> tuple[Tensor, ...]:
     assert block.mlp is not None and block.norm_mlp is not None and block.attention.out is not None
-    attention_part = (block.norm_attention.weight, block.attention.qkv.weight, block.attention.out.weight)
-    return *attention_part, block.norm_mlp.weight, block.mlp.up.weight, block.mlp.down.weight
+    attention_part = (_scale(block.norm_attention), block.attention.qkv.weight, block.attention.out.weight)
+    return *attention_part, _scale(block.norm_mlp), block.mlp.up.weight, block.mlp.down.weight
 
 
 def _folded(block: Block, dtype: torch.dtype) -> list[Tensor]:
@@ -196,60 +193,3 @@ def _swiglu_backward(dinner_TF: Tensor, hidden_TF: Tensor, silu_TF: Tensor) -> T
     torch.mul(dinner_TF, silu_TF, out=dup_TF)
     torch.ops.aten.silu_backward.grad_input(dinner_TF.mul_(up_TF), gate_TF, grad_input=dgate_TF)
     return dhidden_TF
-
-
-def _parts(qkv_TW: Tensor, at: Positions, config: ModelConfig) -> list[Tensor]:
-    """q, k, v [B, K, N, G or 1, C] as they lie in the product."""
-    length, n_kv = at.cos_1N1F.shape[1], config.n_kv_heads
-    sizes = [heads * config.head_dim for heads in (config.n_heads, n_kv, n_kv)]
-    parts = qkv_TW.unflatten(0, (-1, length)).split(sizes, dim=-1)
-    return [part.unflatten(-1, (n_kv, -1, config.head_dim)).transpose(1, 2) for part in parts]
-
-
-def _turn(x_BKNGC: Tensor, cos_1N1F: Tensor, sin_1N1F: Tensor, out_BKNGC: Tensor) -> None:
-    """Writes x with each pair (i, i + F) turned."""
-    first, second = x_BKNGC.chunk(2, dim=-1)
-    for out, along, across, sign in zip(
-        out_BKNGC.chunk(2, dim=-1), (first, second), (second, first), (-1, 1), strict=True
-    ):
-        torch.mul(along, cos_1N1F, out=out)
-        out.addcmul_(across, sin_1N1F, value=sign)
-
-
-def _to_heads(qkv_TW: Tensor, at: Positions, config: ModelConfig) -> list[Tensor]:
-    """q [M, R, C], k and v [M, N, C], whole in memory; q and k turned."""
-    found = []
-    for part, turned in zip(_parts(qkv_TW, at, config), (True, True, False), strict=True):
-        out = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        if turned:
-            _turn(part, at.cos_1N1F, at.sin_1N1F, out)
-        else:
-            out.copy_(part)
-        found.append(out.flatten(2, 3).flatten(0, 1))
-    return found
-
-
-def _from_heads(dq_MRC: Tensor, dk_MNC: Tensor, dv_MNC: Tensor, at: Positions, config: ModelConfig) -> Tensor:
-    """The gradient of the product that _to_heads was given."""
-    width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-    dqkv_TW = dq_MRC.new_empty(dk_MNC.shape[0] // config.n_kv_heads * dk_MNC.shape[1], width)
-    dq, dk, dv = _parts(dqkv_TW, at, config)
-    _turn(dq_MRC.view(dq.shape), at.cos_1N1F, -at.sin_1N1F, dq)
-    _turn(dk_MNC.view(dk.shape), at.cos_1N1F, -at.sin_1N1F, dk)
-    dv.copy_(dv_MNC.view(dv.shape))
-    return dqkv_TW
-
-
-def _by_kv_heads(x_TH: Tensor, at: Positions, config: ModelConfig) -> Tensor:
-    """[T, H C] -> [M, R, C], whole in memory."""
-    x_BNKGC = x_TH.view(
-        -1, at.cos_1N1F.shape[1], config.n_kv_heads, config.n_heads // config.n_kv_heads, config.head_dim
-    )
-    return x_BNKGC.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-
-def _from_kv_heads(x_MRC: Tensor, config: ModelConfig) -> Tensor:
-    """The inverse of _by_kv_heads."""
-    group, n_kv = config.n_heads // config.n_kv_heads, config.n_kv_heads
-    x_BKNGC = x_MRC.view(-1, n_kv, x_MRC.shape[1] // group, group, config.head_dim)
-    return x_BKNGC.transpose(1, 2).flatten(2).flatten(0, 1)
