@@ -1,4 +1,4 @@
-"""Between a product and attention: heads apart and whole in memory, queries and keys turned; and back. No weights."""
+"""Between a product and attention: heads apart and whole in memory, queries and keys turned; and back. No weights.
 
 Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim, F its half, B sequences, N tokens of each,
 M = B K, R = N G rows of queries, W = (H + 2 K) C.
