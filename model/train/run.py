@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from model.describe import describe_size
-from model.device import choose_device, choose_dtype, describe
+from model.device import choose_device, choose_dtype, describe, free_memory
 from model.train.asked import shape
 from model.train.board import Board
 from model.train.card import Labels, RunFacts, read_about, without_places
@@ -31,12 +31,13 @@ from model.train.outline import Outline
 from model.train.place import require_room
 from model.train.position import Position
 from model.train.progress import say
+from model.train.quotation import visible
 from model.train.ranks import Ranks
 from model.train.report import Report
 from model.train.result import write_result
 from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Limits, Schedule
-from model.train.sizes import sizes
+from model.train.sizes import require_memory, sizes
 from model.train.snapshot import load_snapshot, newest_snapshot, remove_snapshots
 from model.train.summary import closing, opening
 from model.train.text_file import DataError
@@ -68,10 +69,8 @@ class Run:
         window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
         self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
         self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+        self._must_fit()
         self.decoder = self._first_decoder().to(self.device)
-        if self.ranks.is_first and not self.resumes:
-            need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
-            require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.limits = limits = Limits(
             steps=options.steps, epochs=options.epochs, tokens=options.tokens, minutes=options.max_minutes
@@ -117,6 +116,15 @@ class Run:
         if found and not (options.resume or options.overwrite):
             raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
         return found and bool(options.resume)
+
+    def _must_fit(self) -> None:
+        """Before any of it is made: a system that runs out of memory ends whom it likes. Raises ValueErrors."""
+        options = self.options
+        with torch.device("meta"):
+            need = sizes(Decoder(self.shape), options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+        require_memory(need.in_memory, free_memory(self.device))
+        if self.ranks.is_first and not self.resumes:
+            require_room(self.out, need.on_disk)
 
     def _first_decoder(self) -> Decoder:
         """What the run begins from; for one that goes on, room for what its snapshot holds."""
@@ -195,7 +203,7 @@ class Run:
         tokenizer, drawing = material.tokenizer, self.drawing
         samples = draw_samples(self.decoder, tokenizer, material.prompts, _SAMPLE_TOKENS, drawing)
         for sample in samples:
-            say(f"--- {sample.joined}\n")
+            say(f"--- {visible(sample.joined)}\n")
         report.finish(bits, samples)
         facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
         base = self.base
