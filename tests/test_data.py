@@ -168,6 +168,15 @@ def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
     assert [len(split_documents(few, share)[0][0]) for share in (0.01, 0.3)] == [1, 3]
 
 
+def test_few_documents_give_up_the_end_of_each_and_copies_of_it_do_not_tell() -> None:
+    texts = [f"{i} ".encode() * 100 + f"end of {i}".encode() for i in range(3)]
+    documents = [Document(text, document_key(text)) for text in (*texts, b"The End", texts[0])]
+    held_out, train = split_documents(documents, 0.01)
+    assert [text[-8:] for text in held_out[:3]] == [b"end of 0", b"end of 1", b"end of 2"]
+    assert sum(map(len, held_out)) > sum(map(len, texts)) // 25
+    assert not any(b"end of" in text for text in train) and len(train) == 5
+
+
 @pytest.mark.parametrize(
     ("content", "documents"),
     [

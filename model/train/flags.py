@@ -69,7 +69,7 @@ def _add_data(p: argparse._ArgumentGroup) -> None:
         type=small_share,
         default=0.01,
         metavar="SHARE",
-        help="documents kept apart and measured (default: 0.01; of fewer than 100 documents the end of the last)",
+        help="documents kept apart and measured (default: 0.01; of fewer than 100 documents the end of each)",
     )
     p.add_argument(
         "--unseen", nargs="+", metavar="PATH", help="texts never trained on, each measured by itself in the end"

@@ -41,7 +41,7 @@ def document_key(text: bytes) -> bytes:
 
 
 def split_documents(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
-    """(held out, training). Few documents give up the end of the last one. Raises DataError.
+    """(held out, training). Few documents give up their ends. Raises DataError.
 
     Copies of one document stay on one side.
     """
@@ -49,13 +49,27 @@ def split_documents(documents: list[Document], share: float) -> tuple[list[bytes
     train = [d.text for d in documents if fraction(d.key) >= share]
     if len(documents) >= _FEWEST_DOCUMENTS and held_out and train:
         return held_out, train
-    last = documents[-1].text.decode()
-    cut = len(last) - max(1, len(last) // 20, int(len(last) * share))
-    if cut < 1:
+    return _ends(documents, share)
+
+
+def _ends(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
+    """The same, of each document its end: the last one alone may be two words, which measure nothing."""
+    ends: dict[bytes, bytes] = {}
+    train = []
+    for document in documents:
+        text = document.text.decode()
+        cut = len(text) - max(1, len(text) // 20, int(len(text) * share))
+        if document.key in ends:
+            # Copies end sooner, since straightened quotes have moved their characters.
+            train.append(_begin(document.text, share))
+        elif cut < 1:
+            train.append(document.text)
+        else:
+            ends[document.key] = text[cut:].encode()
+            train.append(text[:cut].encode())
+    if not ends:
         raise DataError("the text is too short to hold anything out")
-    # Other copies of it end sooner, since straightened quotes have moved their characters.
-    others = [_begin(d.text, share) if d.key == documents[-1].key else d.text for d in documents[:-1]]
-    return [last[cut:].encode()], [*others, last[:cut].encode()]
+    return list(ends.values()), train
 
 
 def held_out_rows(rows: Iterable[str], share: float = 0.01) -> set[str]:
