@@ -180,8 +180,9 @@ def test_numbers_that_the_format_does_not_have_are_not_written(
     assert _train(ours, text, out, "--steps", "1", "--export-dtype", "bfloat16", "--resume") == 0
 
 
-def test_documents_are_parted_by_the_models_own_end_and_begun_as_its_prompts_are(tmp_path: Path, text: Path) -> None:
-    theirs, out = tmp_path / "theirs", tmp_path / "out"
+def test_documents_are_parted_by_the_models_own_end_and_begun_as_its_prompts_are(tmp_path: Path) -> None:
+    theirs, out, text = tmp_path / "theirs", tmp_path / "out", tmp_path / "four.txt"
+    text.write_text("\n\n\n".join(f"{number}. {TEXT}" for number in range(4)))
     _theirs("llama-b", theirs)
     (theirs / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
     assert _train(theirs, text, out, "--steps", "1") == 0
