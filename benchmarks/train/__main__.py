@@ -1,18 +1,20 @@
-"""Training here against a plain PyTorch loop of the same shape: `python -m benchmarks.train`.
+"""Training here against a plain PyTorch loop and transformers.Trainer, one shape: `python -m benchmarks.train`.
 
 The same tokens from memory, the same windows a step, threads and number format; each has the micro-batch that is asked
 for. Steps alternate, so that a slow moment of the machine meets both; the first of each is not counted, the optimisers
-are (ours Muon and AdamW, the plain loop's AdamW). The last line of stdout is one JSON object.
+are (ours Muon and AdamW, the others' AdamW). The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
@@ -40,15 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = p.parse_args(argv)
     if min(options.rounds, options.windows, options.micro_windows) < 1:
         p.error("--rounds, --windows and --micro-windows must be at least 1")
+    if options.windows % options.micro_windows:
+        p.error("--windows must be a multiple of --micro-windows")
     device = choose_device(options.device)
     dtype = choose_dtype("auto", device)
     rounds = _rounds(options, device, dtype)
     n_tokens = options.windows * preset(options.preset).context
     rates = {name: n_tokens / statistics.median(found[name] for found in rounds) for name in rounds[0]}
-    ratio = statistics.median(found["plain"] / found["ours"] for found in rounds)
+    others = [name for name in rates if name != "ours"]
+    times = {name: statistics.median(found[name] / found["ours"] for found in rounds) for name in others}
     for name, rate in rates.items():
-        print(f"{name:6} {rate:12.0f} tokens/s")
-    print(f"ours is {ratio:.2f} times the plain loop (median of {options.rounds} pairs)")
+        print(f"{name:8} {rate:12.0f} tokens/s")
+    for name, ratio in times.items():
+        print(f"ours is {ratio:.2f} times {name} (median of {options.rounds} rounds)")
+    if _missing():
+        print(f"not measured: transformers.Trainer, which needs {_missing()} (pip install 'inkstream[bench]')")
     result = {
         "benchmark": "train",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -59,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "tokens_per_second": rates,
-        "times_plain": ratio,
+        "times": times,
     }
     print(msgspec.json.encode(result).decode(), flush=True)
     return 0
@@ -80,12 +88,31 @@ def _rounds(options: argparse.Namespace, device: torch.device, dtype: torch.dtyp
         learner.gradients(batch)
         learner.update(0, 1.0)
 
-    ways: dict[str, Callable[[], object]] = {
+    others: dict[str, Callable[[], object]] = {
         "ours": ours,
         "plain": lambda: plain.step(batch.inputs_RN, batch.targets_RN),
     }
-    keep_freed_memory()  # the plain loop profits too
-    return [{name: _seconds(way, device) for name, way in ways.items()} for _ in range(1 + options.rounds)][1:]
+    keep_freed_memory()  # the others profit too
+    rounds: list[dict[str, float]] = []
+
+    def turn(of_trainer: dict[str, float]) -> None:
+        rounds.append({name: _seconds(way, device) for name, way in others.items()} | of_trainer)
+
+    if _missing():
+        for _ in range(1 + options.rounds):
+            turn({})
+    else:
+        hugging = importlib.import_module("benchmarks.train.hugging")
+        with TemporaryDirectory() as folder:
+            asked = {"at_once": at_once, "steps": 1 + options.rounds, "bf16": dtype == torch.bfloat16, "folder": folder}
+            took = lambda seconds: turn({"trainer": seconds})  # noqa: E731
+            hugging.train(config, batch.inputs_RN, use_cpu=device.type == "cpu", took=took, **asked)
+    return rounds[1:]
+
+
+def _missing() -> str:
+    """What must be installed for transformers.Trainer to be measured, or nothing."""
+    return ", ".join(name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None)
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:

@@ -28,7 +28,7 @@ class TrainingAttend:
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
         """Tokens of each sequence; T is a multiple of it."""
-        self.tiles = [_Tile.make(start, length, window) for start in range(0, length, _TILE)]
+        self.tiles = tiles_of(length, window)
 
     def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         n_kv_heads, group = k_TKC.shape[1], q_THC.shape[1] // k_TKC.shape[1]
@@ -41,7 +41,7 @@ class TrainingAttend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
     """Some queries of a sequence, and the keys that any of them looks at."""
 
     start: int
@@ -51,13 +51,14 @@ class _Tile:
     """0 where a query looks, minus infinity where it may not."""
 
     @staticmethod
-    def make(start: int, length: int, window: int | None) -> _Tile:
+    def make(start: int, length: int, window: int | None) -> Tile:
+        """For the queries from `start` on."""
         stop = min(start + _TILE, length)
         first = 0 if window is None else max(0, start - window + 1)
         positions_N1 = torch.arange(start, stop)[:, None]
         mask_NX = hidden(positions_N1, stop, window)[:, first:]
         hidden_NX = torch.zeros(mask_NX.shape).masked_fill(mask_NX, float("-inf"))
-        return _Tile(start, stop, first, hidden_NX)
+        return Tile(start, stop, first, hidden_NX)
 
     def rows(self, group: int) -> slice:
         """Of R."""
@@ -69,21 +70,47 @@ class _Tile:
         return slice(self.first_key, self.stop)
 
 
-class _Attention(Function):
-    """softmax(q k^T / sqrt(C)) v, tile by tile."""
+def tiles_of(length: int, window: int | None) -> list[Tile]:
+    """All queries of a sequence."""
+    return [Tile.make(start, length, window) for start in range(0, length, _TILE)]
 
+
+def attention(q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, tiles: list[Tile]) -> tuple[Tensor, list[Tensor]]:
+    """softmax(q k^T / sqrt(C)) v, and the weights of each tile."""
+    group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
+    out_MRC, weights = torch.empty_like(q_MRC), []
+    with torch.autocast(q_MRC.device.type, enabled=False):  # which would have softmax make float32 of everything
+        for tile in tiles:
+            rows, keys = tile.rows(group), tile.keys
+            mask_YX = tile.hidden_NX.to(q_MRC).repeat_interleave(group, 0)
+            scores_MYX = torch.baddbmm(mask_YX, q_MRC[:, rows], k_MNC[:, keys].mT, alpha=scale)
+            weights_MYX = scores_MYX.softmax(-1)
+            torch.bmm(weights_MYX, v_MNC[:, keys], out=out_MRC[:, rows])
+            weights.append(weights_MYX)
+    return out_MRC, weights
+
+
+def attention_backward(
+    grad_MRC: Tensor, q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, weights: list[Tensor], tiles: list[Tile]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
+    dq_MRC, dk_MNC, dv_MNC = torch.empty_like(q_MRC), torch.zeros_like(k_MNC), torch.zeros_like(v_MNC)
+    for tile, weights_MYX in zip(tiles, weights, strict=True):
+        rows, keys = tile.rows(group), tile.keys
+        dout_MYC = grad_MRC[:, rows]
+        dv_MNC[:, keys].baddbmm_(weights_MYX.mT, dout_MYC)
+        dweights_MYX = dout_MYC @ v_MNC[:, keys].mT
+        dscores_MYX = torch._softmax_backward_data(dweights_MYX, weights_MYX, -1, weights_MYX.dtype)
+        torch.bmm(dscores_MYX, k_MNC[:, keys], out=dq_MRC[:, rows])
+        dk_MNC[:, keys].baddbmm_(dscores_MYX.mT, q_MRC[:, rows], alpha=scale)
+    return dq_MRC.mul_(scale), dk_MNC, dv_MNC
+
+
+class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, tiles: list[_Tile]) -> Tensor:
-        group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
-        out_MRC, weights = torch.empty_like(q_MRC), []
-        with torch.autocast(q_MRC.device.type, enabled=False):  # which would have softmax make float32 of everything
-            for tile in tiles:
-                rows, keys = tile.rows(group), tile.keys
-                mask_YX = tile.hidden_NX.to(q_MRC).repeat_interleave(group, 0)
-                scores_MYX = torch.baddbmm(mask_YX, q_MRC[:, rows], k_MNC[:, keys].mT, alpha=scale)
-                weights_MYX = scores_MYX.softmax(-1)
-                torch.bmm(weights_MYX, v_MNC[:, keys], out=out_MRC[:, rows])
-                weights.append(weights_MYX)
+    def forward(ctx: Any, q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, tiles: list[Tile]) -> Tensor:
+        out_MRC, weights = attention(q_MRC, k_MNC, v_MNC, tiles)
         ctx.save_for_backward(q_MRC, k_MNC, v_MNC, *weights)
         ctx.tiles = tiles
         return out_MRC
@@ -92,17 +119,7 @@ class _Attention(Function):
     @once_differentiable
     def backward(ctx: Any, grad_MRC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_MRC, k_MNC, v_MNC, *weights = ctx.saved_tensors
-        group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
-        dq_MRC, dk_MNC, dv_MNC = torch.empty_like(q_MRC), torch.zeros_like(k_MNC), torch.zeros_like(v_MNC)
-        for tile, weights_MYX in zip(ctx.tiles, weights, strict=True):
-            rows, keys = tile.rows(group), tile.keys
-            dout_MYC = grad_MRC[:, rows]
-            dv_MNC[:, keys].baddbmm_(weights_MYX.mT, dout_MYC)
-            dweights_MYX = dout_MYC @ v_MNC[:, keys].mT
-            dscores_MYX = torch._softmax_backward_data(dweights_MYX, weights_MYX, -1, weights_MYX.dtype)
-            torch.bmm(dscores_MYX, k_MNC[:, keys], out=dq_MRC[:, rows])
-            dk_MNC[:, keys].baddbmm_(dscores_MYX.mT, q_MRC[:, rows], alpha=scale)
-        return dq_MRC.mul_(scale), dk_MNC, dv_MNC, None
+        return *attention_backward(grad_MRC, q_MRC, k_MNC, v_MNC, weights, ctx.tiles), None
 
 
 def _by_kv_head(x_TKX: Tensor, length: int) -> Tensor:

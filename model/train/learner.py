@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from model.train.copies import Average
+from model.train.crew import in_shares
 from model.train.data.batch import Batch
 from model.train.data.text_file import DataError
 from model.train.objective import Objective
@@ -91,14 +94,27 @@ class Learner:
     def _accumulate(self, share: Batch, n_targets: int, breathe: Callable[[], None]) -> Tensor:
         """Adds up the gradients of a share, micro-batch after micro-batch. Returns its part of the mean loss."""
         self.decoder.zero_grad(set_to_none=True)
-        losses = []
-        with self.objective.at_once():
-            for part in share.split(self.rows_at_once(share)):
-                breathe()
+        parameters, caller = list(self.decoder.parameters()), threading.get_ident()
+
+        def learn(parts: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
+            losses: list[Tensor] = []
+            sums: list[Tensor] = []
+            for part in parts:
+                if threading.get_ident() == caller:  # what it may raise is the run's
+                    breathe()
                 loss = self.objective.loss_sum(part, 1 / n_targets)
-                loss.backward()
+                found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+                sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else list(found)
                 losses.append(loss.detach())
-        return torch.stack(losses).sum()
+            return torch.stack(losses).sum(), sums
+
+        on_cpu = self.objective.device.type == "cpu"
+        with self.objective.at_once():
+            parts = share.split(self.rows_at_once(share))
+            learned = in_shares(learn, parts, torch.get_num_threads() if on_cpu else 1)
+        for i, parameter in enumerate(parameters):
+            parameter.grad = functools.reduce(Tensor.add_, (sums[i] for _, sums in learned))
+        return torch.stack([loss for loss, _ in learned]).sum()
 
     def _shrink(self, rows: int) -> None:
         """Half as many rows at once, as the device has not enough memory for more."""

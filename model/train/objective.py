@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
-from model.train.causal import TrainingAttend
+from model.train.causal import TrainingAttend, tiles_of
 from model.train.cross_entropy import cross_entropy
 from model.train.data.batch import IGNORED, Batch
+from model.train.llama_block import Weights, is_llama
 from model.transformer import Decoder
 
 
@@ -25,15 +26,27 @@ class Objective:
         self.decoder = decoder
         self.device = device
         self.dtype = dtype
+        self._is_written_out = device.type == "cpu" and is_llama(decoder.config)
+        self._weights: Weights | None = None
 
     def loss_sum(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Nats, summed over the targets that count, times `weight`."""
         targets_T = batch.targets_RN.flatten().to(self.device)
-        return cross_entropy(self._logits(batch, TrainingAttend), targets_T, weight=weight, ignored=IGNORED)
+        logits_TV = self._written_out(batch) if self._is_written_out else self._logits(batch, TrainingAttend)
+        return cross_entropy(logits_TV, targets_T, weight=weight, ignored=IGNORED)
 
-    def at_once(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
         """Within the block the weights do not change: each is made bfloat16 once, not for every micro-batch."""
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
+        if not self._is_written_out:
+            with self._autocast():
+                yield
+            return
+        self._weights = Weights(self.decoder, self.dtype)
+        try:
+            yield
+        finally:
+            self._weights = None
 
     @torch.no_grad()
     def bits_per_byte(self, batches: Iterable[Batch], bytes_of: Sequence[bytes]) -> float:
@@ -50,9 +63,16 @@ class Objective:
     def _logits(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
         attend = attend_for(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
         inputs_T = batch.inputs_RN.flatten().to(self.device)
-        with self.at_once():
+        with self._autocast():
             hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
             return self.decoder.head(hidden_TD)
+
+    def _written_out(self, batch: Batch) -> Tensor:
+        weights = self._weights or Weights(self.decoder, self.dtype)
+        return weights.logits(batch.inputs_RN, tiles_of(batch.inputs_RN.shape[1], self.decoder.config.sliding_window))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
 
     def _read_source(self, batch: Batch) -> CrossAttend | None:
         if batch.sources is None:

@@ -1,0 +1,81 @@
+"""transformers.Trainer on a Llama of the same shape, as its documentation has one write it. Knows none of our model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from model.config import ModelConfig
+
+
+class _Windows(Dataset[dict[str, Tensor]]):
+    def __init__(self, inputs_BN: Tensor, steps: int) -> None:
+        self.inputs_BN, self.steps = inputs_BN, steps
+
+    def __len__(self) -> int:
+        return self.steps * len(self.inputs_BN)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        tokens_N = self.inputs_BN[place % len(self.inputs_BN)]
+        return {"input_ids": tokens_N, "labels": tokens_N}
+
+
+class _Between(TrainerCallback):
+    """Tells how long each step took, and has the others take their turn before the next."""
+
+    def __init__(self, took: Callable[[float], None]) -> None:
+        self.took, self.started = took, 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.took(time.perf_counter() - self.started)
+
+
+def train(
+    config: ModelConfig,
+    inputs_BN: Tensor,
+    *,
+    at_once: int,
+    steps: int,
+    use_cpu: bool,
+    bf16: bool,
+    folder: str,
+    took: Callable[[float], None],
+) -> None:
+    """So many steps with Trainer's AdamW; `took` is called with the seconds of each."""
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.width,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.mlp_width,
+        max_position_embeddings=config.context,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tied_head,
+    )
+    asked = TrainingArguments(
+        output_dir=folder,
+        max_steps=steps,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=len(inputs_BN) // at_once,
+        use_cpu=use_cpu,
+        bf16=bf16,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    windows = _Windows(inputs_BN, steps)
+    Trainer(LlamaForCausalLM(shape), asked, train_dataset=windows, callbacks=[_Between(took)]).train()
