@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from model.train.data.batch import of_windows
 
 from model.presets import preset, reshaped
 from model.train.crew import in_shares
+from model.train.data.batch import of_windows
 from model.train.learner import Learner
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
