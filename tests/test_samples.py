@@ -17,7 +17,7 @@ from model.tokenizer import Tokenizer
 from model.train.data.batch import of_windows
 from model.train.objective import Objective
 from model.train.report.report import Report
-from model.train.report.samples import STAGES, Gallery, plain, quoted
+from model.train.report.samples import STAGES, Gallery, plain, quoted, visible
 from model.train.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text
 from model.transformer import Decoder
 
@@ -172,6 +172,10 @@ def test_the_penalty_is_the_service_s() -> None:
 )
 def test_what_came_is_shown_and_not_taken_for_markup(text: str, shown: str) -> None:
     assert plain(text) == shown
+
+
+def test_what_a_model_writes_commands_no_terminal() -> None:
+    assert visible("a\x1b[2J\x07\r\0b\tc\n\u201cd\u201d") == "a\ufffd[2J\ufffd\ufffd\ufffdb\tc\n\u201cd\u201d"
 
 
 def test_lines_of_a_quotation_stay_lines_and_stay_in_it() -> None:

@@ -57,6 +57,7 @@ def test_training_learns_and_leaves_a_directory_that_serves(
         (["--steps", "1", "--vocab-size", "5000"], "supports only"),
         (["--steps", "1", "--vocab-size", "100"], "257"),
         (["--steps", "1", "--context", "100000"], "too few"),
+        (["--steps", "1", "--width", "100000", "--layers", "99"], "of memory"),
         (["--steps", "1", "--about", "/nonexistent"], "--about"),
         (["--steps", "1", "--out", "/proc/nothing"], "/proc/nothing"),
     ],

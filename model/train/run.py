@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from model.describe import describe_size
-from model.device import choose_device, choose_dtype, describe
+from model.device import choose_device, choose_dtype, describe, free_memory
 from model.train.data.material import gather
 from model.train.data.text_file import DataError
 from model.train.init import base_of, settle, start_anew
@@ -27,13 +27,14 @@ from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.options import limits, shape
 from model.train.place import require_room
-from model.train.plan.sizes import sizes
+from model.train.plan.sizes import require_memory, sizes
 from model.train.ranks import Ranks
 from model.train.report.board import Board
 from model.train.report.card import Labels, RunFacts, read_about, without_places
 from model.train.report.progress import Outline
 from model.train.report.report import Report
 from model.train.report.result import write_result
+from model.train.report.samples import visible
 from model.train.report.summary import closing, opening
 from model.train.sample import GREEDY, LIVELY, draw_samples
 from model.train.schedule import Schedule
@@ -77,10 +78,8 @@ class Run:
         window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
         self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
         self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+        self._must_fit()
         self.decoder = self._first_decoder().to(self.device)
-        if self.ranks.is_first and not self.resumes:
-            need = sizes(self.decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
-            require_room(self.out, need.on_disk)
         self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
         self.limits = limits(options)
         self.loop = Loop(
@@ -126,6 +125,15 @@ class Run:
         if found and not (options.resume or options.overwrite):
             raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
         return found and bool(options.resume)
+
+    def _must_fit(self) -> None:
+        """Before any of it is made: a system that runs out of memory ends whom it likes. Raises ValueErrors."""
+        options = self.options
+        with torch.device("meta"):
+            need = sizes(Decoder(self.shape), options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+        require_memory(need.in_memory, free_memory(self.device))
+        if self.ranks.is_first and not self.resumes:
+            require_room(self.out, need.on_disk)
 
     def _first_decoder(self) -> Decoder:
         """What the run begins from; for one that goes on, room for what its snapshot holds."""
@@ -204,7 +212,7 @@ class Run:
         tokenizer, drawing = material.tokenizer, self.drawing
         samples = draw_samples(self.decoder, tokenizer, material.prompts, _SAMPLE_TOKENS, drawing)
         for sample in samples:
-            say(f"--- {sample.joined}\n")
+            say(f"--- {visible(sample.joined)}\n")
         report.finish(bits, samples)
         facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
         base = self.base

@@ -15,17 +15,13 @@ from model.train.init import base_of, settle
 from model.train.options import limits, shape
 from model.train.place import free_bytes
 from model.train.plan.amount import Amount, amount_of
-from model.train.plan.sizes import Sizes, parts, sizes
+from model.train.plan.sizes import DoesNotFit, Sizes, parts, sizes
 from model.train.plan.speed import Speed, measure
 from model.train.report.progress import duration
 from model.transformer import Decoder
 
 _PASSING = 2
 """Gradients of activations, and what a layer needs only while it computes, are about as much again."""
-
-
-class DoesNotFit(ValueError):
-    """A run that this machine has no room for; the message says what to change."""
 
 
 def forecast(options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from model.describe import describe_bytes
 from model.train.recipes import Optimizer
 from model.transformer import Decoder
 
@@ -25,6 +26,10 @@ _PARTS = {
 _REST = "norms"
 _SLACK = 4 << 20
 """Tokenizer, card, curve, log."""
+
+
+class DoesNotFit(ValueError):
+    """A run that this machine has no room for; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,15 @@ def sizes(decoder: Decoder, optimizer: Optimizer, *, ema: float, export_dtype: s
         average=_FLOAT * n if ema else 0,
         result=_STORED[export_dtype] * n,
     )
+
+
+def require_memory(n_bytes: int, free: int) -> None:
+    """Whether a run has so much memory, before it takes it. Raises DoesNotFit."""
+    if n_bytes > free:
+        raise DoesNotFit(
+            f"weights, gradients and optimiser need {describe_bytes(n_bytes)} of memory, {describe_bytes(free)} are "
+            "free; take a smaller --preset, or less of --width, --layers or --vocab-size"
+        )
 
 
 def parts(decoder: Decoder) -> dict[str, int]:

@@ -90,8 +90,13 @@ def gallery_page(records: Sequence[Record], *, title: str) -> str:
 
 def plain(line: str) -> str:
     """One line without what Markdown would take for markup, and without control characters."""
-    shown = "".join(c if c.isprintable() else "\ufffd" for c in line.strip())
+    shown = visible(line.strip()).replace("\t", "\ufffd")
     return _NUMBERED.sub(r"\1\\\2", _MARKUP_AT_THE_START.sub(r"\\\1", _MARKUP.sub(r"\\\1", shown)))
+
+
+def visible(text: str) -> str:
+    """The text without control characters but tabs and line ends: printed, they would command the terminal."""
+    return "".join(c if c.isprintable() or c in "\t\n" else "\ufffd" for c in text)
 
 
 def quoted(text: str) -> str:
