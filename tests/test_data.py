@@ -298,7 +298,8 @@ def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_s
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    flags = ["--data", str(tmp_path / "a.txt"), "--preset", "nano", "--context", "16", "--steps", "1", "--windows", "1"]
+    flags = ["--data", str(tmp_path / "a.txt"), "--preset", "nano", "--context", "16", "--steps", "1"]
+    flags += ["--windows", "1", "--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1"]
     assert main([*flags, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
     size = Tokenizer.load(tmp_path / "out").vocab_size
     assert 257 < size < 1024

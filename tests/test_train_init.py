@@ -38,7 +38,7 @@ ROWS = 352
 def text(tmp_path: Path) -> Path:
     """Something to learn."""
     path = tmp_path / "text.txt"
-    path.write_text("\n\n\n".join([TEXT] * 4))
+    path.write_text("\n\n\n".join(f"Tale {i}.\n{TEXT}" for i in range(4)))
     return path
 
 

@@ -24,6 +24,7 @@ from training import (
     write_text,
 )
 
+from model.files import CheckpointError
 from model.train.__main__ import main
 from model.train.snapshot import Position, load_snapshot, save_snapshot
 
@@ -172,6 +173,17 @@ def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.Captur
     found = load_snapshot(tmp_path)
     assert found
     assert found[0].step == 2, "a damaged snapshot is replaced by a good one of the same step"
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "{}", '{"step": 1}', '{"format": 2, "steps": 1}', "{"])
+def test_a_damaged_position_is_passed_over(tmp_path: Path, content: str) -> None:
+    save_snapshot(tmp_path, Position(step=1, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
+    (tmp_path / "step-00000001/position.json").write_text(content)
+    if content in ("{}", '{"step": 1}'):  # whole, but of another version
+        with pytest.raises(CheckpointError, match="has format 1"):
+            load_snapshot(tmp_path)
+    else:
+        assert load_snapshot(tmp_path) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

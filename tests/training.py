@@ -33,7 +33,10 @@ def write_text(folder: Path, times: int = 5) -> Path:
 
 def train(text: Path, out: Path, *flags: str) -> int:
     """The command, on a small shape."""
-    return main(["--data", str(text), "--out", str(out), *SMALL, *flags])
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("run", "loop"):  # drawing long samples takes longer than the training here
+            patch.setattr(f"model.train.{module}._SAMPLE_TOKENS", 8)
+        return main(["--data", str(text), "--out", str(out), *SMALL, *flags])
 
 
 def train_until(step: int, text: Path, out: Path, *flags: str) -> None:

@@ -72,7 +72,7 @@ class Position:
 def parse_position(content: str, path: Path) -> Position:
     """The inverse of as_json().
 
-    Raises ValueError where it is damaged, and CheckpointError where it is whole, but nothing that this version knows.
+    Raises CheckpointError where another version wrote it; ValueError, TypeError or AttributeError where it is damaged.
     """
     raw: dict[str, Any] = json.loads(content)
     number = raw.pop("format", 1)
@@ -81,10 +81,7 @@ def parse_position(content: str, path: Path) -> Position:
             f"{path} has format {number}, and this version knows {FORMAT}: go on with the version that wrote it, "
             "or start anew with --overwrite"
         )
-    try:
-        return Position(**raw)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+    return Position(**raw)
 
 
 State = tuple[Position, dict[str, Tensor]]
@@ -139,7 +136,7 @@ def _load(path: Path) -> State | None:
         return position, load_file(path / "state.safetensors")
     except CheckpointError:  # a ValueError too, but one that the user is to hear
         raise
-    except (OSError, ValueError, AttributeError, SafetensorError):
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
         return None
 
 

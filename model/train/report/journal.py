@@ -4,7 +4,7 @@ About a thousand records, whatever the run's length, and one where something was
 step, tokens, epoch, fraction (of the run, 0 to 1), seconds (those before a resume too), loss (nats a target, the mean
 since the record before), bits_per_byte (the same loss, by the text's mean bytes a target), grad_norm (before clipping,
 the largest since the record before), tokens_per_second (of the last minute), mfu (null: not known), lr and,
-with Muon, matrix_lr; where they were measured, held_out (bits per byte of the first held-out tokens) and
+with Muon, matrix_lr; where they were measured, held_out (bits per byte of held-out tokens from all over) and
 held_out_whole (of all of them). Where a run begins from weights, step 0 has only what was measured.
 """
 
