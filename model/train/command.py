@@ -14,13 +14,17 @@ from model.files import one_line
 from model.train.auto import settle_size
 from model.train.diverged import Diverged
 from model.train.forecast import forecast
-from model.train.memory import keep_freed_memory
+from model.train.memory import is_out_of_memory, keep_freed_memory
 from model.train.options import parse
 from model.train.place import held
 from model.train.progress import python, tell
 from model.train.ranks import LeftAlone, Ranks, join
 from model.train.run import Run
 from model.train.stop import Interrupted
+
+_NO_MEMORY = (
+    "out of memory; take a smaller --micro-windows, --windows, --context or --preset. What was saved stays: --resume"
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -50,6 +54,10 @@ def run(argv: Sequence[str]) -> int:
         if ranks.is_first:
             tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
         return interrupt.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _failed(_NO_MEMORY, 2)
     except KeyboardInterrupt:  # before the first step; nothing is lost
         return 130
     finally:
@@ -58,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _failed(error: Exception, code: int) -> int:
+def _failed(error: object, code: int) -> int:
     print(f"error: {one_line(str(error))}", file=sys.stderr)
     return code
 

@@ -159,8 +159,9 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
 
 def _add_run(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
-    p.add_argument("--resume", action="store_true", help="continue the run in --out")
-    p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run or a model")
+    again = p.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue the run in --out")
+    again.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run or a model")
     p.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where one is (default: auto)"
     )

@@ -46,7 +46,7 @@ class TokenCache:
 
     def is_whole(self) -> bool:
         """Whether it stands there."""
-        return (self.folder / "train.bin").exists()
+        return all((self.folder / name).exists() for name in ("train.bin", "held_out.bin"))
 
     def read(self, name: str, tokenizer: Tokenizer) -> Tokens:
         """Tokens as they lie on the disk, not in memory."""
