@@ -66,7 +66,7 @@ test: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 train: install
-	@test -n "$(DATA)" || { echo 'error: say what to train on: make train DATA="path ..."'; exit 2; }
+	@$(if $(strip $(DATA)),:,echo 'error: say what to train on: make train DATA="path ..."'; exit 2)
 	@exec $(BIN)/python -m model.train --data $(DATA) --out "$(OUT)" $(or $(ARGS),--max-minutes 60)
 
 bench: install

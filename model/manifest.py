@@ -22,8 +22,12 @@ _NO_HASHES: Mapping[Path, str] = {}
 
 def manifest_file(files: Mapping[str, bytes]) -> bytes:
     """The content for these files: name -> content."""
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())}
-    return (json.dumps({"sha256": hashes}, indent=2) + "\n").encode()
+    return manifest_of({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
+
+
+def manifest_of(hashes: Mapping[str, str]) -> bytes:
+    """The content for files with these hashes: name -> SHA-256."""
+    return (json.dumps({"sha256": dict(sorted(hashes.items()))}, indent=2) + "\n").encode()
 
 
 def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> bool:

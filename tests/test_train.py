@@ -12,6 +12,8 @@ from wire import whole
 
 from model.checkpoint import load
 from model.golden import verify
+from model.train.learner import Learner
+from model.train.options import parse
 
 
 @pytest.fixture
@@ -58,7 +60,10 @@ def test_training_learns_and_leaves_a_directory_that_serves(
         (["--steps", "1", "--vocab-size", "100"], "257"),
         (["--steps", "1", "--context", "100000"], "too few"),
         (["--steps", "1", "--width", "100000", "--layers", "99"], "of memory"),
-        (["--steps", "1", "--about", "/nonexistent"], "--about"),
+        (
+            ["--steps", "1", "--about", "/nonexistent"],
+            "cannot be read (No such file or directory)",
+        ),
         (["--steps", "1", "--out", "/proc/nothing"], "/proc/nothing"),
     ],
 )
@@ -69,3 +74,47 @@ def test_bad_input_is_one_clear_line_and_exit_code_two(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--resume", "--overwrite"], ["--optimizer", "adamw", "--matrix-lr", "0.1"], ["--init", "x", "--layers", "2"]],
+)
+def test_flags_that_contradict_one_another_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--data", "a.txt", "--out", "a", "--steps", "1", *flags])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and flags[0] in error
+
+
+def test_running_out_of_memory_is_one_line(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "gradients", lambda *_: torch.empty(1 << 62, dtype=torch.int8))
+    assert train(text, tmp_path / "out", "--steps", "1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory") and error.count("\n") == 1
+
+
+def test_a_terminal_without_unicode_loses_no_result(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "printed").open("w", encoding="ascii") as printed:
+        monkeypatch.setattr("sys.stdout", printed)
+        assert train(text, tmp_path / "out", "--steps", "1") == 0
+    assert "?I don?t believe you" in (tmp_path / "printed").read_text()
+
+
+@pytest.mark.parametrize(("name", "code"), [("*/held_out.bin", 0), ("step-*/position.json", 2)])
+def test_a_damaged_run_is_mended_or_refused_in_one_line(
+    tmp_path: Path, text: Path, name: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "out", "--steps", "1") == 0
+    (damaged,) = (tmp_path / "out" / ".training").glob(name)
+    if code:
+        damaged.write_text("{}")
+    else:
+        damaged.unlink()
+    capsys.readouterr()
+    assert train(text, tmp_path / "out", "--steps", "2", "--resume") == code
+    assert "Traceback" not in capsys.readouterr().err

@@ -14,10 +14,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from model.train.options import parse
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = parse(arguments)  # a wrong flag is told at once: torch takes seconds to import
     from model.train.command import run
 
     signal.signal(signal.SIGINT, before)
-    return run(list(sys.argv[1:] if argv is None else argv))
+    return run(options, arguments)
 
 
 if __name__ == "__main__":

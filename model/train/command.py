@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.memory import keep_freed_memory
+from model.train.memory import is_out_of_memory, keep_freed_memory
 from model.train.notices import python, tell
-from model.train.options import parse
 from model.train.place import held
 from model.train.plan.auto import settle_size
 from model.train.plan.forecast import forecast
@@ -21,10 +20,13 @@ from model.train.ranks import LeftAlone, Ranks, join
 from model.train.run import Run
 from model.train.stop import Diverged, Interrupted
 
+_NO_MEMORY = (
+    "out of memory; take a smaller --micro-windows, --windows, --context or --preset. What was saved stays: --resume"
+)
 
-def run(argv: Sequence[str]) -> int:
+
+def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted and saved; 1 left alone by another rank."""
-    options = parse(argv)
     ranks = Ranks()
     try:
         ranks = join(device=options.device)
@@ -49,6 +51,10 @@ def run(argv: Sequence[str]) -> int:
         if ranks.is_first:
             tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
         return interrupt.exit_code
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _failed(_NO_MEMORY, 2)
     except KeyboardInterrupt:  # before the first step; nothing is lost
         return 130
     finally:
@@ -57,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _failed(error: Exception, code: int) -> int:
+def _failed(error: object, code: int) -> int:
     print(f"error: {one_line(str(error))}", file=sys.stderr)
     return code
 

@@ -9,7 +9,7 @@ from model.presets import ARCHS, PRESET_NAMES
 from model.train.data.vocabulary import KINDS
 from model.train.recipes import DTYPES, OPTIMIZERS, told
 from model.train.schedule import SHAPES
-from model.train.values import count, decay, not_negative, positive, preset_name, share, small_share, whole
+from model.train.values import count, decay, not_negative, positive, preset_name, share, small_share, whole, windows
 
 USUAL_PRESET = "small"
 
@@ -118,7 +118,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--windows",
         metavar="N",
-        type=count,
+        type=windows,
         help=f"windows, lines or pairs a step (default: {told('windows')}; --init: 8)",
     )
     p.add_argument(
@@ -158,8 +158,9 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
 
 def _add_run(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
-    p.add_argument("--resume", action="store_true", help="continue the run in --out")
-    p.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run or a model")
+    again = p.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="continue the run in --out")
+    again.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run or a model")
     p.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where one is (default: auto)"
     )

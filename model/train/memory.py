@@ -1,4 +1,4 @@
-"""How the C library gives freed memory back to the system. Knows nothing of tensors."""
+"""How the C library gives freed memory back, and what it is called when there is none. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_TRIM_THRESHOLD, _NEVER)
         mallopt(_MMAP_THRESHOLD, _LARGE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch's CPU allocator or CUDA had no memory left; torch says so in words only."""
+    words = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words

@@ -16,13 +16,13 @@ _EVERY_SECONDS = 5.0
 def say(text: str) -> None:
     """To stdout. Whoever read there may have gone (| head), or its disk may be full: hours of training go on."""
     with contextlib.suppress(OSError, RuntimeError):
-        print(text, flush=True)
+        print(_in_encoding_of(sys.stdout, text), flush=True)
 
 
 def tell(text: str) -> None:
     """To a terminal that may have gone with the same signal (| tee): the run must be saved all the same."""
     with contextlib.suppress(OSError, RuntimeError):
-        print(text, file=sys.stderr, flush=True)
+        print(_in_encoding_of(sys.stderr, text), file=sys.stderr, flush=True)
 
 
 def write_extra(path: Path, content: str) -> None:
@@ -51,3 +51,9 @@ def python() -> str:
     """This interpreter, as it can be typed from here."""
     here, executable = Path.cwd(), Path(sys.executable)
     return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)
+
+
+def _in_encoding_of(stream: object, text: str) -> str:
+    """With "?" for what the stream cannot show: samples have curly quotes, and a result is not lost over them."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)

@@ -36,6 +36,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if any(getattr(options, name) for name in LIMITS):
         defaults["steps"] = defaults["epochs"] = None
     if (options.optimizer or defaults["optimizer"]) == "adamw":
+        if options.matrix_lr is not None:
+            flags.error("--matrix-lr is the rate of --optimizer muon; adamw has --lr alone")
         defaults["lr"] = defaults["lr_alone"]
     for name, value in defaults.items():
         if getattr(options, name, None) is None:

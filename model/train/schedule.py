@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 Shape = Literal["linear", "cosine", "constant"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
+_LONGEST_WARM_UP = 0.1
+"""Of the run: one of eighty steps never came to its full rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +25,13 @@ class Schedule:
 
     shape: Shape
     warm_up: int
-    """Steps until the rate is whole."""
+    """Steps until the rate is whole, in a run that is long enough: it is so after a tenth of any run."""
     warm_down: float
     """Share of the run, for linear."""
 
     def lr_factor(self, step: int, done: float) -> float:
         """Share of the full learning rate. done: how much of the run is done, in [0, 1]."""
-        warm_up = min(1.0, (step + 1) / max(self.warm_up, 1))
+        warm_up = min(1.0, max((step + 1) / max(self.warm_up, 1), done / _LONGEST_WARM_UP))
         match self.shape:
             case "cosine":
                 return warm_up * 0.5 * (1.0 + math.cos(math.pi * done))

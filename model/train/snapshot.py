@@ -136,7 +136,7 @@ def _load(path: Path) -> State | None:
         return position, load_file(path / "state.safetensors")
     except CheckpointError:  # a ValueError too, but one that the user is to hear
         raise
-    except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         return None
 
 

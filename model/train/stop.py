@@ -9,7 +9,8 @@ from pathlib import Path
 
 from model.train.notices import tell
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl+C, an end that somebody asked for, and a terminal that was closed."""
 
 
 class Diverged(RuntimeError):

@@ -36,6 +36,7 @@ def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what
 
 
 count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
+windows = _number(int, lambda x: 1 <= x <= 2**16, "a whole number from 1 to 65536")
 whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
 positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
 not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from model.files import CheckpointError, sync_directory, write_file
+from model.files import CheckpointError, sha256, sync_directory, write_file
+from model.manifest import MANIFEST_FILE, check_manifest, manifest_of
 from model.tokenizer import Tokenizer
-from model.train.notices import Ticker
+from model.train.notices import Ticker, tell
 
 Tokens = NDArray[np.unsignedinteger]
 _KEPT = 2
@@ -45,8 +46,12 @@ class TokenCache:
         return self.home / self.key[:16]
 
     def is_whole(self) -> bool:
-        """Whether it stands there."""
-        return (self.folder / "train.bin").exists()
+        """Whether it stands there as it was written."""
+        try:
+            return check_manifest(self.folder)
+        except CheckpointError:
+            tell(f"warning: the tokens in {self.folder} are not as they were written; they are made anew")
+            return False
 
     def read(self, name: str, tokenizer: Tokenizer) -> Tokens:
         """Tokens as they lie on the disk, not in memory."""
@@ -59,6 +64,8 @@ class TokenCache:
                 write_file(folder / name, content.encode())
             for name, documents in parts.items():
                 _write_tokens(folder / f"{name}.bin", tokenizer, documents)
+            hashes = {path.name: sha256(path) for path in folder.iterdir()}
+            write_file(folder / MANIFEST_FILE, manifest_of(hashes))
             shutil.rmtree(self.folder, ignore_errors=True)
             folder.rename(self.folder)
             sync_directory(self.home)

@@ -107,7 +107,8 @@ def read_about(path: str | None) -> str:
     try:
         return Path(path).read_text(encoding="utf-8").strip() if path else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--about {path}: cannot be read ({error})") from None
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ValueError(f"--about {path}: cannot be read ({reason})") from None
 
 
 def _front_matter(config: ModelConfig, family: str, labels: Labels) -> str:
