@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
@@ -48,16 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = choose_dtype("auto", device)
     rounds = _rounds(options, device, dtype)
     n_tokens = options.windows * preset(options.preset).context
-    rates = {name: n_tokens / statistics.median(found[name] for found in rounds) for name in rounds[0]}
-    others = [name for name in rates if name != "ours"]
-    times = {name: statistics.median(found[name] / found["ours"] for found in rounds) for name in others}
-    for name, rate in rates.items():
-        print(f"{name:8} {rate:12.0f} tokens/s")
-    for name, ratio in times.items():
-        print(f"ours is {ratio:.2f} times {name} (median of {options.rounds} rounds)")
+    rates, per_cpu_second = ([found[i] for found in rounds] for i in range(2))
+    result = {"tokens_per_second": _rates(n_tokens, rates), "tokens_per_cpu_second": _rates(n_tokens, per_cpu_second)}
+    times = {"times": _times(rates), "times_by_cpu": _times(per_cpu_second)}
+    for name, rate in result["tokens_per_second"].items():
+        print(f"{name:8} {rate:8.0f} tokens/s, {result['tokens_per_cpu_second'][name]:8.0f} a CPU second")
+    for name, ratio in times["times"].items():
+        by_cpu = times["times_by_cpu"][name]
+        print(f"ours is {ratio:.2f} times {name}, {by_cpu:.2f} by CPU time (medians of {options.rounds} rounds)")
     if _missing():
         print(f"not measured: transformers.Trainer, which needs {_missing()} (pip install 'inkstream[bench]')")
-    result = {
+    facts = {
         "benchmark": "train",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": this_machine(),
@@ -66,15 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         **vars(options),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
-        "tokens_per_second": rates,
-        "times": times,
     }
-    print(msgspec.json.encode(result).decode(), flush=True)
+    print(msgspec.json.encode(facts | result | times).decode(), flush=True)
     return 0
 
 
-def _rounds(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, float]]:
-    """Seconds of a step of each, in turn."""
+def _rounds(
+    options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Seconds of a step of each by the wall, and of all cores; in turn."""
     config, generator = preset(options.preset), torch.Generator().manual_seed(1)
     windows_BN = torch.randint(config.vocab_size, (options.windows, config.context + 1), generator=generator)
     batch = of_windows(windows_BN)
@@ -93,20 +95,28 @@ def _rounds(options: argparse.Namespace, device: torch.device, dtype: torch.dtyp
         "plain": lambda: plain.step(batch.inputs_RN, batch.targets_RN),
     }
     keep_freed_memory()  # the others profit too
-    rounds: list[dict[str, float]] = []
+    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
 
-    def turn(of_trainer: dict[str, float]) -> None:
-        rounds.append({name: _seconds(way, device) for name, way in others.items()} | of_trainer)
+    def turn(**trainer: tuple[float, float]) -> None:
+        took = {name: _seconds(way, device) for name, way in others.items()} | trainer
+        rounds.append(
+            ({name: wall for name, (wall, _) in took.items()}, {name: cpu for name, (_, cpu) in took.items()})
+        )
 
     if _missing():
         for _ in range(1 + options.rounds):
-            turn({})
+            turn()
     else:
         hugging = importlib.import_module("benchmarks.train.hugging")
         with TemporaryDirectory() as folder:
-            asked = {"at_once": at_once, "steps": 1 + options.rounds, "bf16": dtype == torch.bfloat16, "folder": folder}
-            took = lambda seconds: turn({"trainer": seconds})  # noqa: E731
-            hugging.train(config, batch.inputs_RN, use_cpu=device.type == "cpu", took=took, **asked)
+            asked: dict[str, Any] = {
+                "at_once": at_once,
+                "steps": 1 + options.rounds,
+                "bf16": dtype == torch.bfloat16,
+                "folder": folder,
+            }
+            asked |= {"use_cpu": device.type == "cpu", "took": lambda wall, cpu: turn(trainer=(wall, cpu))}
+            hugging.train(config, batch.inputs_RN, **asked)
     return rounds[1:]
 
 
@@ -115,12 +125,22 @@ def _missing() -> str:
     return ", ".join(name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None)
 
 
-def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
+def _rates(n_tokens: int, rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: n_tokens / statistics.median(found[name] for found in rounds) for name in rounds[0]}
+
+
+def _times(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """How many times as fast as each of the others ours is."""
+    others = [name for name in rounds[0] if name != "ours"]
+    return {name: statistics.median(found[name] / found["ours"] for found in rounds) for name in others}
+
+
+def _seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
     step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 if __name__ == "__main__":

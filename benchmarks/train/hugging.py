@@ -29,16 +29,17 @@ class _Windows(Dataset[dict[str, Tensor]]):
 class _Between(TrainerCallback):
     """Tells how long each step took, and has the others take their turn before the next."""
 
-    def __init__(self, took: Callable[[float], None]) -> None:
-        self.took, self.started = took, 0.0
+    def __init__(self, took: Callable[[float, float], None]) -> None:
+        self.took, self.started = took, (0.0, 0.0)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.started = time.perf_counter()
+        self.started = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.took(time.perf_counter() - self.started)
+        wall, cpu = self.started
+        self.took(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def train(
@@ -50,9 +51,9 @@ def train(
     use_cpu: bool,
     bf16: bool,
     folder: str,
-    took: Callable[[float], None],
+    took: Callable[[float, float], None],
 ) -> None:
-    """So many steps with Trainer's AdamW; `took` is called with the seconds of each."""
+    """So many steps with Trainer's AdamW; `took` is called with the seconds of each by the wall and of all cores."""
     shape = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.width,
