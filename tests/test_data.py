@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,22 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(text: str) -> None:
     if " " in text:
         assert ids == tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [lambda content: content[:-7], lambda content: bytes(len(content))])
+def test_damaged_tokens_are_made_anew(
+    tmp_path: Path, name: str, damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text(TEXT)
+    _prepare([path], cache)
+    (folder,) = cache.iterdir()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / name).write_bytes(damage(before[name]))
+    _prepare([path], cache)
+    assert "not as they were written; they are made anew" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_a_cache_that_is_not_whole_is_made_anew_and_old_ones_go(tmp_path: Path) -> None:

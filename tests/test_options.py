@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -74,3 +76,15 @@ def test_the_readme_names_only_flags_that_there_are() -> None:
     section = (ROOT / "README.md").read_text().partition("## Train your own")[2].partition("\n## ")[0]
     named = set(re.findall(r"--[a-z][a-z-]+", section))
     assert {"--resume", "--preset"} <= named <= flags
+
+
+def test_as_many_windows_as_no_memory_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--out", "x", "--data", "y", "--windows", "100000000000"])
+    assert ended.value.code == 2
+    assert "--windows: '100000000000' is not a whole number from 1 to 65536" in capsys.readouterr().err
+
+
+def test_flags_are_read_before_torch_is_imported() -> None:
+    program = "import sys, model.train.options; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

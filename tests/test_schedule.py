@@ -18,6 +18,12 @@ def test_every_schedule_warms_up_by_steps(shape: str) -> None:
     assert _schedule(shape, warm_up=0).lr_factor(0, 0.0) == 1.0
 
 
+@pytest.mark.parametrize("shape", ["linear", "constant"])
+def test_a_short_run_warms_up_over_its_first_tenth(shape: str) -> None:
+    schedule = _schedule(shape, warm_up=100)
+    assert [schedule.lr_factor(step, step / 80) for step in (0, 4, 8, 9)] == [0.01, 0.5, 1.0, 1.0]
+
+
 def test_linear_is_whole_then_falls_straight_to_nothing() -> None:
     schedule = _schedule("linear")
     assert [schedule.lr_factor(99, done) for done in (0.0, 0.3, 0.6)] == [1.0, 1.0, 1.0]

@@ -60,7 +60,7 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path: Path, text:
     assert found and found[0].step > 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_within_an_accumulation_saves_the_last_whole_step(
     tmp_path: Path, text: Path, number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +130,7 @@ def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path: Path) -> None:
         "import runpy, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        "sys.argv = ['model.train', '--help']\n"
+        "sys.argv = ['model.train', '--data', 'x', '--out', 'y', '--steps', '1']\n"
         "runpy.run_module('model.train', run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
