@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from html import escape
 
 from model.train.report.history import Record
 from model.train.report.ticks import linear_ticks, log_ticks, tick_label
