@@ -46,21 +46,27 @@ def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -
     """encode(text) by way of pieces of so many characters: a megabyte at once takes 170 MB, and holds the interpreter.
 
     Pieces overlap by an eighth. They are joined in the middle of it, where both must have the same tokens all around:
-    how a text is split depends on what stands near. Where they do not agree (a run of one letter) it is read whole.
+    how a text is split depends on what stands near. Where they do not agree (a run of one letter) it is read whole, and
+    where characters are missing: a tokenizer that drops what it does not know counts wrongly from there on.
     """
     overlap = piece // 8
     spans, begin = encode(text[:piece]), 0
     while begin + piece < len(text):
         begin += piece - overlap
-        later = encode(text[begin : begin + piece])
+        part = text[begin : begin + piece]
+        later = encode(part)
         place = _place_to_join(spans, later, begin, overlap)
-        if place is None:
+        if place is None or not _reaches(spans, begin + overlap) or not _reaches(later, len(part)):
             return encode(text)
         keep, skip = place
         spans.ids = spans.ids[:keep] + later.ids[skip:]
         spans.starts = spans.starts[:keep] + array("I", (start + begin for start in later.starts[skip:]))
         spans.ends = spans.ends[:keep] + array("I", (end + begin for end in later.ends[skip:]))
     return spans
+
+
+def _reaches(spans: Spans, end: int) -> bool:
+    return bool(spans.ends) and spans.ends[-1] == end
 
 
 def _place_to_join(early: Spans, late: Spans, begin: int, overlap: int) -> tuple[int, int] | None:

@@ -87,7 +87,11 @@ class Newcomer:
 def _made(words: list[str]) -> list[str]:
     """What make would run in the end."""
     printed = subprocess.run(
-        [words[0], "--dry-run", *words[1:]], cwd=ROOT, check=True, capture_output=True, text=True
+        [words[0], "--no-print-directory", "--dry-run", *words[1:]],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     made = shlex.split(printed.splitlines()[-1].replace("exec ", ""))
     assert made[:2] == [".venv/bin/python", "-m"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kinds import KINDS, gpt2
 from test_tokenizer_kinds import _TEXTS, LOSSLESS, pair, written
@@ -32,6 +32,7 @@ def test_spans_go_through_the_text_from_its_start_to_its_end(name: str, text: st
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("piece", [256, 1024])
 @settings(max_examples=10)
+@example(texts=["Ta", "00 \n"], more="a")
 @given(texts=st.lists(_TEXTS, min_size=1, max_size=8), more=st.sampled_from(["a", " ", "the fox ", "\U0001f98a", "\n"]))
 def test_pieces_give_the_tokens_of_the_whole(name: str, piece: int, texts: list[str], more: str) -> None:
     ours, _ = pair(name)

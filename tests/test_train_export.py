@@ -60,7 +60,9 @@ def test_transformers_reads_the_result_as_we_do(
     assert ids == ours.encode(text) and (other.eos_token_id, other.bos_token_id) == (ours.eos_id, ours.bos_id) == (0, 0)
     ids = ids[:32]
     assert (logits(decoder, ids) - their_logits(read, ids)).abs().max() < 1e-4
-    written = read.generate(torch.tensor([ids[:5]]), max_new_tokens=20, do_sample=False, eos_token_id=None)
+    written = read.generate(
+        torch.tensor([ids[:5]]), max_new_tokens=20, do_sample=False, eos_token_id=None, repetition_penalty=1.0
+    )
     assert generate(decoder, ids[:5], 20) == written[0, 5:].tolist()
     assert {str(t.dtype) for t in load_file(tmp_path / "out/model.safetensors").values()} == {f"torch.{dtype}"}
     config = json.loads((tmp_path / "out/config.json").read_text())

@@ -1,4 +1,4 @@
-"""Ctrl+C and SIGTERM: what was learnt is saved at once, a second one ends, there are no tracebacks."""
+"""Ctrl+C, SIGTERM and SIGHUP: what was learnt is saved at once, a second one ends, there are no tracebacks."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def text(tmp_path: Path) -> Path:
 
 @contextmanager
 def _ctrl_c_counts() -> Iterator[None]:
-    """A suite that was started in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A suite that was started in the background ignores it, and one under nohup a closed terminal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip((signal.SIGINT, signal.SIGHUP), before, strict=True):
+        signal.signal(number, handler)
 
 
 def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path: Path, text: Path) -> None:

@@ -102,7 +102,7 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
 
 def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: Promise) -> None:
     """32 streams of the fake engine, which starts in a moment, so that it can be killed often."""
-    asks, kills = _streams(32, max_tokens=250), promise.size(4, 20)
+    asks, kills = _streams(32, max_tokens=250), promise.size(3, 20)
     server = start_server(tmp_path, weights, fake_ms=10)
     try:
         expected = _told(visit(server, asks))

@@ -51,7 +51,7 @@ def test_nothing_that_is_described_ends_in_a_5xx(tmp_path: Path, weights: Path, 
     server = start_server(tmp_path, weights, "--dtype", "float32")
     try:
         maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))
-        n = promise.size(400, 2000)
+        n = promise.size(250, 2000)
         faults, statuses = _faults(server, maker.requests(n))
         print(*faults, statuses, sep="\n")
         promise.at_most(

@@ -71,7 +71,7 @@ def _mutated(rng: random.Random) -> bytes:
 def test_mutated_requests_get_4xx_or_a_close_and_the_service_lives(
     tmp_path: Path, weights: Path, promise: Promise, how: str
 ) -> None:
-    n = promise.size(750, 10_000)
+    n = promise.size(400, 10_000)
     flags = ["--head-timeout", "0.15", "--body-timeout", "0.15", "--keep-alive-timeout", "0.15", "--max-running", "64"]
     server = start_server(tmp_path, weights, *flags, fake_ms=1)
 
