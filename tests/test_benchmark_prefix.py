@@ -27,7 +27,7 @@ def test_the_last_line_is_one_json_object_with_both_measurements(
     assert disturbance["arrivals"] >= 1
     assert min(sharing["cold_ms"], sharing["shared_ms"], disturbance["arrival_first_token_ms"]) > 0
     for kind in ("alone", "beside"):
-        assert 0 < disturbance[f"{kind}_p50_ms"] <= disturbance[f"{kind}_p99_ms"]
+        assert 0 <= disturbance[f"{kind}_p50_ms"] <= disturbance[f"{kind}_p99_ms"]
 
 
 def test_a_prompt_that_does_not_fit_is_told_in_the_words_of_the_service(

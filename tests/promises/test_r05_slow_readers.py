@@ -59,7 +59,7 @@ def _p99_gap(server: Server) -> float:
 
 
 def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    n = promise.size(80, 200)
+    n = promise.size(60, 200)
     flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", str(WRITE_TIMEOUT), "--kv-blocks", "40000")
     server = start_server(tmp_path, weights, *flags, fake_ms=5)
     try:
