@@ -26,7 +26,7 @@ _NO_MEMORY = (
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 2 bad input, 3 diverged, 130 / 143 interrupted and saved; 1 left alone by another rank."""
+    """Exit codes: 0 done, 2 bad input, 3 diverged, 129 / 130 / 143 a signal, saved; 1 left alone by another rank."""
     ranks = Ranks()
     try:
         ranks = join(device=options.device)

@@ -1,8 +1,8 @@
 """Threads that each do their own share of a piece of work. Knows nothing of training.
 
 torch shares out every single operation and waits for all threads behind each; a training step has thousands. Where
-another program wants one of the cores, each of these waits costs a turn of the system's scheduler: ten times slower
-was measured. Here threads meet once a step.
+another program wants one of the cores, each of these waits costs a turn of the system's scheduler (figures in
+PERFORMANCE.md). Here threads meet once a step.
 """
 
 from __future__ import annotations

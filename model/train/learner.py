@@ -83,6 +83,11 @@ class Learner:
         if self._may_shrink and kept != "auto":
             self.micro_windows = int(kept)
 
+    @property
+    def workers(self) -> int:
+        """How many micro-batches are computed side by side, where there are so many."""
+        return torch.get_num_threads() if self.objective.device.type == "cpu" else 1
+
     def rows_at_once(self, share: Batch) -> int:
         """How many of these rows make a micro-batch."""
         if self.micro_windows is not None:
@@ -108,10 +113,9 @@ class Learner:
                 losses.append(loss.detach())
             return torch.stack(losses).sum(), sums
 
-        on_cpu = self.objective.device.type == "cpu"
         with self.objective.at_once():
             parts = share.split(self.rows_at_once(share))
-            learned = in_shares(learn, parts, torch.get_num_threads() if on_cpu else 1)
+            learned = in_shares(learn, parts, self.workers)
         for i, parameter in enumerate(parameters):
             parameter.grad = functools.reduce(Tensor.add_, (sums[i] for _, sums in learned))
         return torch.stack([loss for loss, _ in learned]).sum()

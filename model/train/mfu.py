@@ -12,24 +12,15 @@ from model.transformer import Decoder
 _TERA = 1e12
 _BFLOAT16_PEAKS = {
     # Dense bfloat16 with float32 sums, from the vendors' data sheets; theirs with sparsity are twice that.
-    "A10G": 70.0,
     "A100": 312.0,
-    "A800": 312.0,
     "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
     "H100": 989.0,
-    "H800": 989.0,
     "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
     "L40S": 362.0,
     "L4": 121.0,
-    "RTX 3090": 71.0,
-    "RTX 4090": 165.2,
-    "RTX 5090": 209.5,
 }
 """TFLOP/s by a part of the device's name."""
-_SLOWER = {"Laptop", "Mobile", "MIG"}
+_SLOWER = {"Laptop", "Mobile", "MIG", "NVL"}
 """Parts of what the rest of such a name promises."""
 _SIDE = 512
 _SECONDS = 0.1

@@ -15,8 +15,8 @@ from model.train.flags import USUAL_PRESET, parser
 from model.train.recipes import FINE_TUNING, recipe
 from model.train.schedule import Limits
 
-_SHAPE = ("preset", "arch", "n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
-_BROUGHT = (*_SHAPE, "vocab_size", "tokenizer", "end_token")
+_SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
+_BROUGHT = ("preset", "arch", *_SIZES, "vocab_size", "tokenizer", "end_token")
 LIMITS = ("max_minutes", "epochs", "tokens", "steps")
 """Any of them says how long to train."""
 
@@ -43,9 +43,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name, None) is None:
             setattr(options, name, value)
     return options
-
-
-_SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
 
 
 def shape(options: argparse.Namespace) -> ModelConfig:

@@ -20,7 +20,8 @@ class Diverged(RuntimeError):
         """good: the last snapshot."""
         stands = f"the last good snapshot is {good}" if good else "there was no snapshot yet"
         super().__init__(
-            f"{what}; {stands}. Start anew with --overwrite and half of --lr and --matrix-lr, or a longer --warm-up"
+            f"{what}; {stands}. Start anew with --overwrite and half of --lr (with Muon of --matrix-lr, too), or a "
+            "longer --warm-up"
         )
 
 

@@ -46,9 +46,10 @@ def measure(shape: ModelConfig, options: argparse.Namespace, device: torch.devic
     objective = Objective(decoder, device, choose_dtype(options.dtype, device))
     learner = Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=options.micro_windows)
     batch = _noise(shape, options.windows, row_tokens)
-    part = batch.split(learner.rows_at_once(batch))[0]
+    one = batch.split(learner.rows_at_once(batch))[0]
+    part = batch.split(len(one.inputs_RN) * learner.workers)[0]  # as in a run, a micro-batch for each thread
     rows = len(part.inputs_RN)
-    activations = _kept_by(lambda: learner.gradients(part), decoder)
+    activations = _kept_by(lambda: learner.gradients(one), decoder) * rows // len(one.inputs_RN)
     learner.update(0, 0.0)
     return Speed(
         row_seconds=_seconds(lambda: learner.gradients(part), device) / rows,
