@@ -48,7 +48,7 @@ async def resume(
     stream = shelf.find(request_id, owner_of(request))
     if not isinstance(stream, StreamJob):
         raise ApiError(404, "no stream that can be resumed has this id", code="unknown_request")
-    number = after + 1 if last_event_id is None and after is not None else _number(request_id, last_event_id)
+    number = after + 1 if last_event_id is None and after is not None else next_number(request_id, last_event_id)
     if number > stream.next_number:
         param = "after" if last_event_id is None else "Last-Event-ID"
         raise ApiError(400, f"{param}: the last event that was sent is {stream.next_number - 1}", param=param)
@@ -72,8 +72,8 @@ def _respond(stream: StreamJob, number: int = 0) -> Response:
     return sse.EventStreamResponse(stream.frames(reader, number), lambda: stream.detach(reader), stream.headers)
 
 
-def _number(request_id: str, last_event_id: str | None) -> int:
-    """The number of the event that comes after `last_event_id`."""
+def next_number(request_id: str, last_event_id: str | None) -> int:
+    """The number of the event that comes after `last_event_id`. Raises ApiError 400."""
     if last_event_id is None:
         return 0
     name, _, number = last_event_id.rpartition(":")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import FileResponse
 
 from app.api.auth import public
@@ -46,9 +46,23 @@ async def asset(name: str) -> FileResponse:
     return _file(name)
 
 
+# Each by its name: a pattern for any folder would be a way around the key for every path that "/web/../" begins.
+@router.get("/web/request/{name}")
+@router.head("/web/request/{name}")
+@router.get("/web/text/{name}")
+@router.head("/web/text/{name}")
+@router.get("/web/tokens/{name}")
+@router.head("/web/tokens/{name}")
+@public
+async def asset_of_a_room(request: Request, name: str) -> FileResponse:
+    """The same, of one of the page's folders."""
+    return _file(f"{request.scope['route'].path.split('/')[2]}/{name}")
+
+
 def _file(name: str) -> FileResponse:
     # Looked up among what lies in the folder, never put together from what somebody sent.
-    found = next((path for path in _FOLDER.iterdir() if path.name == name and path.suffix in _TYPES), None)
+    files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
+    found = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
     if found is None:
         raise ApiError(404, "there is no such file")
     return FileResponse(found, media_type=_TYPES[found.suffix], headers=_HEADERS)

@@ -1,4 +1,4 @@
-// Two words for making a document by hand. Text stays text, whatever it looks like.
+// Three words for making a document by hand. Text stays text, whatever it looks like.
 
 /** A new element with these children: elements or text. */
 export function element(name, ...children) {
@@ -9,4 +9,11 @@ export function element(name, ...children) {
 export function put(parent, ...children) {
   parent.append(...children);
   return parent;
+}
+
+/** A new element with this class. */
+export function classed(name, names, ...children) {
+  const made = element(name, ...children);
+  made.className = names;
+  return made;
 }

@@ -1,171 +1,293 @@
-// The page, wired: which key and button does what, and what a run changes. The parts know nothing of each other:
-// manuscript.js (the text), settings.js (the fields), status.js (the line between), completion.js (the server),
-// memory.js (what a reload keeps), key.js (the key, where the service asks for one).
+// The page, wired: which key and button does what, and what a run changes. The parts know nothing of each other.
 
-import { complete, model, CompletionError } from "./completion.js";
-import { useKey } from "./key.js";
-import { Manuscript } from "./manuscript.js";
-import { load, save } from "./memory.js";
-import { Settings } from "./settings.js";
+import { Exchange } from "./exchange.js";
+import { listen } from "./keyboard.js";
+import { flush, load, remember } from "./memory.js";
+import { Notebook } from "./notebook.js";
+import { complete, CompletionError } from "./request/completion.js";
+import { Panel } from "./request/panel.js";
+import { Service } from "./service.js";
 import { Status } from "./status.js";
+import { Announcer } from "./text/announcer.js";
+import { Branches } from "./text/branches.js";
+import { Columns } from "./text/columns.js";
+import { lastSentence } from "./text/sentences.js";
+import { Sheet } from "./text/sheet.js";
+import { Tree } from "./text/tree.js";
+import { nextToken, score, tokenize } from "./tokens/questions.js";
+import { Reading } from "./tokens/reading.js";
 
 const FIRST_TEXT = "Once upon a time";
+const ALIKE = 200; // characters at the beginning by which a text is known again
 const $ = (id) => document.getElementById(id);
 
-const area = $("document");
-const manuscript = new Manuscript(area);
-const numbers = { firstToken: $("first-token"), rate: $("rate"), count: $("count"), seed: $("used-seed") };
-const status = new Status($("status"), numbers);
-const settings = new Settings({
-  source: $("source"),
-  temperature: $("temperature"),
-  top_p: $("top-p"),
-  max_tokens: $("max-tokens"),
-  seed: $("seed"),
+const numbers = {
+  firstToken: $("first-token"),
+  rate: $("rate"),
+  count: $("count"),
+  context: $("context"),
+  seed: $("used-seed"),
+};
+const status = new Status($("status"), $("remedy"), numbers);
+const panel = new Panel($("panel"), { onchange: changedSettings });
+const sheet = new Sheet(
+  { scroller: $("paper"), area: $("document"), mirror: $("mirror") },
+  { ontype: (text) => typed(text) },
+);
+const announcer = new Announcer($("announcer"));
+const branches = new Branches($("branches"), { onselect: (id) => notebook.go(id) });
+const columns = new Columns($("columns"), {
+  over: $("paper"),
+  ontake: (index) => notebook.go(drafts[index].id),
+  onclose: () => sheet.focus(),
+  announce: (words) => announcer.say(words),
 });
+const reading = new Reading(
+  { inspect: $("inspect"), scroller: $("paper"), note: $("reading-note"), next: $("next"), bars: $("bars") },
+  { tokenize, score, next: (prompt, signal) => nextToken(prompt, signal, { source: panel.typed.source, ...reach() }) },
+  { onpick: pick, onerror: (error) => service.failed(error) },
+);
+const service = new Service(
+  { model: $("model"), weights: $("weights"), form: $("key-form"), key: $("key") },
+  { known, described, keyed, refused: (sentence) => status.failed(sentence) },
+);
+let agreed = null; // the beginning of a long text of which the model may read the end
+let drafts = []; // the nodes of the tree that the last run made
+const notebook = new Notebook(send, { changed, began, told, wrote, ended }, recall());
+const failing = (message) => status.failed(message);
+const exchange = new Exchange({
+  notebook,
+  panel,
+  reach,
+  places: { exits: $("exits"), receipt: $("receipt") },
+  failed: failing,
+});
+let sent = {}; // the settings of the last run, as they were typed
 
-let run = null; // the AbortController of the run that is going on
-
-async function generate() {
-  if (run) return;
-  run = new AbortController();
-  const { signal } = run;
-  const typed = settings.typed;
-  if ($("source-field").hidden) delete typed.source;
-  manuscript.open();
-  status.sent();
-  refresh();
-  try {
-    for await (const { type, data } of complete(manuscript.text, typed, signal)) {
-      if (type === "start") started(data, typed);
-      if (type === "queue") status.queued(data);
-      if (type === "token") written(data.text);
-      if (type === "done") status.done(data);
-    }
-  } catch (error) {
-    if (signal.aborted) status.stopped();
-    else failed(error);
-  } finally {
-    run = null;
-    manuscript.close();
-    remember();
-    refresh();
-  }
+function send(prompt, typed, signal) {
+  sent = typed;
+  return complete(prompt, typed, signal, panel.parameters);
 }
 
-function started(data, typed) {
+// The notebook tells
+
+function changed() {
+  columns.close();
+  sheet.show(notebook.text, notebook.written);
+  branches.show(notebook.tree.runs());
+  reading.show(notebook);
+  refresh();
+}
+
+function began(count) {
+  sheet.open();
+  branches.hold(true);
+  if (count > 1) columns.open(count, lastSentence(notebook.text));
+  else columns.close();
+  reading.show(notebook);
+  status.sent();
+  refresh();
+}
+
+function told(type, data) {
+  if (type === "start") started(data);
+  if (type === "queue") status.queued(data);
+  if (type === "wait") status.waits(data);
+  if (type === "lost") status.lost();
+  if (type === "done") finished(data);
+}
+
+function started(data) {
   status.started(data);
-  settings.explain(typed, { ...data.settings, seed: null }); // an empty seed is random again the next time
-  showModel(data.model, data.weights_version); // other weights may have come since the page was loaded
+  const all = Object.entries({ ...data.settings, seed: data.seed });
+  panel.explain(Object.fromEntries(all.filter(([name]) => !sent[name])));
+  service.show(data.model, data.weights_version); // other weights may have come since the page was loaded
   $("numbers").hidden = false;
   refresh();
 }
 
-function written(text) {
-  manuscript.append(text);
+function wrote(index, unit, text) {
+  if (columns.isOpen) columns.append(index, text, unit.tokens);
+  else {
+    sheet.append(text);
+    reading.append(unit, text);
+    announcer.stream(text);
+  }
   status.token();
+}
+
+function finished(data) {
+  status.done(data);
+  if (columns.isOpen) for (const { index, finish_reason: reason } of data.choices) columns.finish(index, reason);
+}
+
+function ended({ error, stopped, nodes }) {
+  sheet.close();
+  announcer.end();
+  drafts = nodes;
+  if (nodes.some(Boolean)) columns.end();
+  else columns.close(); // nothing came
+  branches.hold(false);
+  branches.show(notebook.tree.runs());
+  reading.show(notebook);
+  if (stopped) status.stopped();
+  if (error) failed(error);
+  refresh();
+  exchange.open(); // a link that was followed meanwhile
 }
 
 function failed(error) {
   status.failed(error.message);
-  if (error.status === 401) askForKey();
+  service.failed(error);
+  if (error.detail?.code === "context_length_exceeded") offerTheEnd();
   if (!(error instanceof CompletionError)) console.error(error); // ours, not the server's: for whoever looks
 }
 
-function stop() {
-  run?.abort();
+// The service tells
+
+function known(facts) {
+  status.context = facts.max_model_len;
+  exchange.served = facts;
+  reading.vocabulary = facts.n_vocab;
+  changedSettings();
 }
 
-function undo() {
-  manuscript.swap();
-  remember();
+function described(parameters, facts) {
+  panel.build(parameters, facts.sampling_defaults);
+}
+
+function keyed() {
+  status.show("idle", "Idle");
+  sheet.focus();
+}
+
+// What the user does
+
+function typed(text) {
+  notebook.type(text);
+  sheet.paint(notebook.text, notebook.written);
+  reading.show(notebook);
   refresh();
 }
 
-function keepSeed() {
-  if (status.seed === null) return;
-  settings.fill({ seed: status.seed });
-  settings.focus("seed"); // the button is about to go, and its focus with it
-  remember();
+// Who looks into the text wants to know its tokens as they come; who does not, has them measured afterwards. Who has
+// several continuations to choose from is told how probable each is: that takes no more than the tokens' own.
+function request() {
+  const { typed } = panel;
+  const tokens = reading.isOpen ? "20" : Number(typed.n) > 1 ? "0" : "";
+  return { logprobs: tokens, ...reach(), ...typed };
+}
+
+function generate() {
+  notebook.generate(request());
+}
+
+function regenerate() {
+  if (!notebook.canRegenerate) return;
+  const { typed: before = {}, finish } = notebook.tree.lastRun.facts; // one that was stopped has more to come
+  const isSame = Object.entries(panel.typed).every(([name, text]) => (before[name] ?? "") === text);
+  if (finish && panel.typed.seed && isSame) {
+    status.show("idle", "The seed is locked, so the text would be the same. Unlock it, or change a setting.");
+  } else notebook.regenerate(request());
+}
+
+// Another token in that place. One that ends the text leaves nothing to go on with.
+function pick(at, token) {
+  if (notebook.running) return status.show("streaming", "Stop the run first, then take another token.");
+  if (token.bytes.length) notebook.pick(at, token, request());
+  else if (at < notebook.text.length) notebook.open(notebook.text.slice(0, at));
+}
+
+function changedSettings() {
+  reading.settings(panel.typed, service.facts.sampling_defaults ?? {});
   refresh();
+}
+
+function look(isInside = !reading.isOpen) {
+  const { scrollTop } = $("paper");
+  const hadFocus = $("paper").contains(document.activeElement);
+  $("write").hidden = isInside;
+  $("view-write").setAttribute("aria-pressed", String(!isInside));
+  $("view-inspect").setAttribute("aria-pressed", String(isInside));
+  announcer.muted = isInside; // there each token is a thing to read by itself
+  if (isInside) reading.open({ withFocus: hadFocus });
+  else reading.close();
+  if (!isInside && hadFocus) sheet.focus();
+  $("paper").scrollTop = scrollTop; // both views set the same lines
 }
 
 // aria-disabled and not disabled: a button that is disabled while it has the focus drops it.
 function refresh() {
   const off = (id, value) => $(id).setAttribute("aria-disabled", String(value));
-  off("generate", run !== null);
-  off("stop", run === null);
-  off("undo", manuscript.swappable === null);
-  $("undo").textContent = manuscript.swappable === "redo" ? "Redo" : "Undo";
-  $("keep-seed").hidden = status.seed === null || settings.typed.seed === status.seed;
+  off("generate", notebook.running);
+  off("stop", !notebook.running);
+  off("undo", !notebook.canUndo);
+  off("redo", !notebook.canRedo);
+  off("regenerate", !notebook.canRegenerate);
+  $("generate-word").textContent = notebook.tree.lastRun ? "Continue" : "Generate";
+  exchange.show();
+  if (!notebook.running) remember(states);
 }
 
-function remember() {
-  manuscript.flush();
-  save({ text: manuscript.text, settings: settings.typed });
+// Where the storage has no room for the history, the text alone.
+function states() {
+  const settings = panel.typed;
+  const alone = new Tree({ text: notebook.text, units: notebook.units });
+  return [notebook.soFar, alone].map(({ data }) => ({ tree: data, settings }));
+}
+
+// The run that is going on ends with the page: what it has brought stays.
+function leave() {
+  if (notebook.running) remember(states);
+  flush();
 }
 
 function recall() {
   const state = load();
-  manuscript.replace(state?.text ?? FIRST_TEXT);
-  settings.fill(state?.settings ?? {});
-}
-
-async function introduceModel() {
   try {
-    const { id, weights_version: version, sampling_defaults: defaults, has_encoder: encoder } = await model();
-    showModel(id, version);
-    $("source-field").hidden = !encoder;
-    settings.explain(settings.typed, defaults ?? {});
-  } catch (error) {
-    // While the weights load the server says how long; otherwise the first run tells the model, or what is wrong.
-    if (error.status === 401) askForKey();
-    if (error.retryAfter) setTimeout(introduceModel, error.retryAfter * 1000);
+    panel.fill(state.settings);
+    return Tree.from(state.tree);
+  } catch {
+    return new Tree({ text: FIRST_TEXT, units: [] });
   }
 }
 
-function askForKey() {
-  $("key-form").hidden = false;
+// A text that is longer than the context is never cut without being asked: this asks, once.
+function offerTheEnd() {
+  status.offer(`Go on from the end of it: its last ${room()} tokens`, () => {
+    agreed = notebook.text.slice(0, ALIKE);
+    $("generate").focus(); // the button goes, and its focus with it
+    generate();
+  });
 }
 
-function keyTyped(event) {
-  event.preventDefault();
-  if (!useKey($("key").value)) return status.failed("A key is one word of letters, digits and signs.");
-  $("key").value = "";
-  $("key-form").hidden = true;
-  status.show("idle", "Idle");
-  area.focus();
-  introduceModel();
+// How much of the text the model is to read, where its beginning may be left out. Another text is another question.
+function reach() {
+  return agreed !== null && notebook.text.startsWith(agreed) ? { truncate_prompt_tokens: String(room()) } : {};
 }
 
-function showModel(name, version) {
-  $("model").textContent = name ?? "";
-  $("weights").textContent = version ? `weights ${version.replace(/^sha256:/, "").slice(0, 8)}` : "";
-  $("weights").title = version ?? "";
+// What is left of the context for the prompt, and at least half of it.
+function room() {
+  const context = service.facts.max_model_len ?? 0;
+  return Math.max(context - (Number(panel.typed.max_tokens) || 128), Math.ceil(context / 2));
 }
 
-function pressed(event) {
-  const enter = event.key === "Enter" && (event.ctrlKey || event.metaKey);
-  const escape = event.key === "Escape" && run !== null;
-  if (event.isComposing || !(enter || escape)) return;
-  event.preventDefault();
-  if (event.repeat) return; // a key that is held is one wish, and no line end either
-  if (enter) generate();
-  else stop();
-}
-
-recall();
-refresh();
-introduceModel();
+changed();
+sheet.toEnd();
+service.introduce();
 if (/Mac|iP/.test(navigator.platform)) $("generate-key").textContent = "\u2318 Enter";
-if (matchMedia("(hover: hover)").matches) area.focus({ preventScroll: true }); // on a phone it would open the keyboard
+if (matchMedia("(hover: hover)").matches) sheet.focus(); // on a phone it would open the keyboard
 
-document.addEventListener("keydown", pressed);
-document.addEventListener("input", () => (remember(), refresh()));
-document.addEventListener("visibilitychange", remember); // the last that a phone tells a page
-addEventListener("pagehide", remember);
-$("generate").addEventListener("click", generate);
-$("stop").addEventListener("click", stop);
-$("undo").addEventListener("click", undo);
-$("keep-seed").addEventListener("click", keepSeed);
-$("key-form").addEventListener("submit", keyTyped);
+const actions = {
+  generate,
+  regenerate,
+  stop: () => notebook.stop(),
+  undo: () => notebook.undo(),
+  redo: () => notebook.redo(),
+};
+for (const [id, action] of Object.entries(actions)) $(id).addEventListener("click", action);
+$("view-write").addEventListener("click", () => look(false));
+$("view-inspect").addEventListener("click", () => look(true));
+listen({ ...actions, look: () => look() }, () => notebook.running);
+document.addEventListener("visibilitychange", leave); // the last that a phone tells a page
+addEventListener("pagehide", leave);

@@ -1,13 +1,18 @@
-// What the page remembers over a reload: the text and the settings, under one key of localStorage.
-// Knows nothing of what they mean.
+// What the page remembers over a reload: the tree of texts and the settings, under one key. Written a moment after
+// the last change, and at once when the page goes: for this tab, which another one must not take its text from, and for
+// the next visit, where the last one to write holds. Knows nothing of what they mean.
 
-const KEY = "inkstream.page";
+const KEY = "inkstream.notebook";
+const DELAY = 400; // ms
+const PLACES = [() => sessionStorage, () => localStorage]; // a browser may refuse them by an exception
 let written = null;
+let timer = 0;
+let waiting = null; // () => state, or null: nothing to write
 
-/** What save() kept, or null on a first visit. */
+/** What was remembered, or null on a first visit. */
 export function load() {
   try {
-    written = localStorage.getItem(KEY);
+    written = sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY);
     return JSON.parse(written);
   } catch {
     // Storage is switched off, or holds what some other page wrote: a first visit then.
@@ -15,14 +20,29 @@ export function load() {
   }
 }
 
-export function save(state) {
-  const text = JSON.stringify(state);
+/** `states()`: what to write, the fullest first; a shorter one where the storage has no room for it. */
+export function remember(states) {
+  waiting = states;
+  clearTimeout(timer);
+  timer = setTimeout(flush, DELAY);
+}
+
+/** Writes what is waiting. */
+export function flush() {
+  clearTimeout(timer);
+  const texts = (waiting?.() ?? []).map((state) => JSON.stringify(state));
+  waiting = null;
   // An idle tab that is closed must not write its old text over what another tab has saved since.
-  if (text === written) return;
+  if (texts.length === 0 || texts[0] === written) return;
+  for (const place of PLACES) texts.some((text) => put(place, text));
+  [written] = texts;
+}
+
+function put(place, text) {
   try {
-    localStorage.setItem(KEY, text);
-    written = text;
+    place().setItem(KEY, text);
+    return true;
   } catch {
-    // Switched off or full: the page works, it just forgets.
+    return false; // switched off or full: the page works, it just forgets
   }
 }

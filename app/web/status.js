@@ -1,5 +1,8 @@
-// The line under the text: what is going on, how fast it goes, which seed it had. Counts and times the tokens
-// as this browser sees them. Knows nothing of requests: main.js tells it what happened.
+// The line under the text: what is going on, how fast it goes, how much of the context is used, which seed it had.
+// Counts and times the tokens as this browser sees them. Knows nothing of requests: main.js tells it what happened.
+
+const FIRST = "Waiting for the first token";
+const NONE = "\u2013"; // en dash
 
 export class Status {
   #line;
@@ -10,16 +13,21 @@ export class Status {
   #latest = 0;
   #count = 0;
   #rate = null; // tokens per second, once the server has measured it
+  #read = null; // tokens of the prompt
+  #cut = false; // the beginning of a long prompt was left out
+  #context = null; // tokens that the model can see
   #frame = 0;
+  #remedy;
 
-  /** `line` is the live region; `numbers` maps firstToken, rate, count and seed to the element that shows it. */
-  constructor(line, numbers) {
-    this.#line = line;
+  /** `line` is the live region, `remedy` the button beside it; `numbers` has firstToken, rate, count, context, seed. */
+  constructor(line, remedy, numbers) {
+    [this.#line, this.#remedy] = [line, remedy];
     this.#numbers = numbers;
   }
 
-  get seed() {
-    return this.#seed;
+  set context(tokens) {
+    this.#context = tokens;
+    this.#paint();
   }
 
   // Screen readers speak the line when it changes, so it changes with the state and never with a token.
@@ -27,12 +35,20 @@ export class Status {
     if (this.#line.dataset.state === state && this.#line.textContent === sentence) return;
     this.#line.dataset.state = state;
     this.#line.textContent = sentence;
+    this.#remedy.hidden = true; // it was for what the line said before
+  }
+
+  /** Beside what the line says: what can be done about it. */
+  offer(words, remedy) {
+    this.#remedy.textContent = words;
+    this.#remedy.onclick = remedy;
+    this.#remedy.hidden = false;
   }
 
   sent() {
     this.#sent = performance.now();
     this.#first = this.#latest = this.#count = 0;
-    this.#rate = this.#seed = null;
+    this.#rate = this.#seed = this.#read = null;
     this.show("waiting", FIRST);
     this.#paint();
   }
@@ -42,8 +58,19 @@ export class Status {
     this.show("waiting", `Waiting in queue, position ${position}${eta}`);
   }
 
-  started({ seed }) {
+  /** Refused for now; tried again in so many seconds. */
+  waits({ seconds, message }) {
+    this.show("waiting", `${message.replace(/\.?$/, ".")} Trying again in ${seconds} s.`);
+  }
+
+  lost() {
+    this.show("waiting", "The connection was lost. Going on where it broke off \u2026");
+  }
+
+  started({ seed, prompt_tokens: read, truncated = false }) {
     this.#seed = String(seed);
+    this.#cut = truncated;
+    this.#read = read ?? null;
     this.show("waiting", FIRST); // out of the queue
     this.#paint();
   }
@@ -61,7 +88,8 @@ export class Status {
     this.#count = usage?.completion_tokens ?? this.#count;
     // And than our own clock, which sees tokens in the bundles that the network delivers.
     this.#rate = timings?.tokens_per_second ?? null;
-    this.show("done", `Done (${choices[0].finish_reason})`);
+    const reasons = [...new Set(choices.map((choice) => choice.finish_reason))].join(", ");
+    this.show("done", `Done (${reasons})${this.#cut ? "; the model read the end of the text only" : ""}`);
     this.#paint();
   }
 
@@ -78,11 +106,17 @@ export class Status {
   #paint() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
-    const { firstToken, rate, count, seed } = this.#numbers;
+    const { firstToken, rate, count, context, seed } = this.#numbers;
     firstToken.textContent = this.#first ? `${Math.round(this.#first - this.#sent)} ms` : NONE;
     rate.textContent = rateText(this.#rate ?? this.#ownRate());
     count.textContent = String(this.#count);
+    context.textContent = this.#used();
     seed.textContent = this.#seed ?? NONE;
+  }
+
+  #used() {
+    if (this.#read === null || this.#context === null) return NONE;
+    return `${this.#read + this.#count} of ${this.#context}`;
   }
 
   #ownRate() {
@@ -90,9 +124,6 @@ export class Status {
     return seconds > 0 ? (this.#count - 1) / seconds : null;
   }
 }
-
-const FIRST = "Waiting for the first token";
-const NONE = "\u2013"; // en dash
 
 function rateText(rate) {
   return Number.isFinite(rate) ? rate.toFixed(rate < 10 ? 1 : 0) : NONE;

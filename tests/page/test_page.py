@@ -1,65 +1,30 @@
-"""The page in a real browser, against the real app on a tiny random model (fixture `server`, tests/conftest.py).
+"""The page in a real browser, against the real app on a tiny random model: the text, errors, what a browser does."""
 
-What a server cannot be made to do at will (a queue, a lost connection, text that looks like markup) is played to the
-page by answering its request in the browser. Skipped where there is no Chromium: apt-get install chromium.
-"""
-
-import json
 import re
-import shutil
 
 import httpx
 import pytest
+from hand import (
+    DONE,
+    PROMPT,
+    answer_with,
+    as_textarea,
+    cut_streams,
+    drip,
+    generate,
+    play,
+    set_fields,
+    slow_down,
+    start,
+    status,
+    stream_of,
+    text,
+    wait_for,
+    watch_status,
+    whole_text,
+)
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page tests need playwright: make install brings it")
-
-CHROMIUM = shutil.which("chromium")
-if CHROMIUM is None:
-    print("tests/test_page.py skipped: no `chromium` on PATH (Debian: apt-get install chromium)")
-    pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)", allow_module_level=True)
-
-ARGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
-PROMPT = "Once upon a time"
 MARKUP = '<img src=x onerror="window.pwned = 1"><script>window.pwned = 2</script>'
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser, server):
-    """A new visitor in front of the page. At the end: no console error, no CSP violation, no asset that failed."""
-    context = browser.new_context(base_url=server.url, viewport={"width": 1000, "height": 700})
-    context.set_default_timeout(10_000)
-    page = context.new_page()
-    trouble = watch(page)
-    page.goto("/")
-    yield page
-    context.close()
-    assert trouble == []
-
-
-@pytest.fixture(scope="module")
-def long_seed(server):
-    """A seed with which the model does not stop early: tests that interrupt a run need one to interrupt."""
-    for seed in range(50):
-        answer = complete(server, seed=seed, max_tokens=200)
-        if answer["usage"]["completion_tokens"] >= 60:
-            return seed
-    raise AssertionError("50 seeds, and every text ended before 60 tokens")
-
 
 # Text in, text out
 
@@ -100,21 +65,6 @@ def test_an_empty_field_is_left_to_the_model_and_a_filled_one_is_sent_as_a_numbe
     assert request.value.post_data_json == {"prompt": PROMPT, "stream": True, "top_p": 0.5, "max_tokens": 5}
 
 
-def test_a_source_is_asked_for_only_by_models_that_read_one(page):
-    assert page.locator("#source-field").is_hidden()
-    facts = page.request.get("/v1/models").json()
-    facts["data"][0]["has_encoder"] = True
-    page.route("**/v1/models", lambda route: route.fulfill(json=facts))
-    page.reload()
-    page.locator("#source").fill(" 12 ")
-    page.route("**/complete", lambda route: route.fulfill(status=400, json={"error": {"message": "seen"}}))
-    with page.expect_request("**/complete") as request:
-        page.locator("#generate").click()
-    assert request.value.post_data_json["source"] == "12", "text, although it looks like a number"
-    page.unroute("**/complete")
-    page.unroute("**/v1/models")
-
-
 # Stop, seed, undo
 
 
@@ -143,13 +93,11 @@ def test_the_seed_that_was_used_is_shown_and_gives_the_same_text_again(page):
     set_fields(page, seed="", max_tokens=40)
     generate(page)
     first, seed = text(page), page.locator("#used-seed").inner_text()
-    page.get_by_role("button", name="Keep this seed").click()
-    assert page.locator("#seed").input_value() == seed
     page.locator("#document").fill(PROMPT)
+    set_fields(page, seed=seed)
     generate(page)
     assert text(page) == first
     assert page.locator("#used-seed").inner_text() == seed
-    assert page.locator("#keep-seed").is_hidden()
 
 
 def test_a_seed_above_53_bits_keeps_every_digit(page):
@@ -160,14 +108,85 @@ def test_a_seed_above_53_bits_keeps_every_digit(page):
     assert page.locator("#used-seed").inner_text() == "9007199254740993"
 
 
-def test_undo_restores_the_text_before_the_run_and_redo_the_text_after(page, long_seed):
+def test_undo_and_redo_go_over_whole_generations_and_over_what_was_typed(page, long_seed):
     set_fields(page, seed=long_seed, max_tokens=20)
     generate(page)
-    after = text(page)
+    generated = text(page)
+    page.locator("#document").press_sequentially(" The end.")
+    typed = text(page)
+    assert typed == generated + " The end."
     page.get_by_role("button", name="Undo").click()
+    assert text(page) == generated
+    page.locator("#document").press("Control+z")
     assert text(page) == PROMPT
+    assert page.locator("#undo").get_attribute("aria-disabled") == "true"
+    page.locator("#document").press("Control+Shift+z")
     page.get_by_role("button", name="Redo").click()
+    assert text(page) == typed
+    assert page.locator("#redo").get_attribute("aria-disabled") == "true"
+
+
+def test_undo_in_a_field_is_the_fields_own(page):
+    generate(page)
+    after = text(page)
+    page.locator("#seed").press_sequentially("12")
+    page.locator("#seed").press("Control+z")
     assert text(page) == after
+
+
+def test_regenerate_writes_another_text_from_the_same_beginning(page):
+    set_fields(page, max_tokens=30)
+    generate(page)
+    first = text(page)
+    page.locator("#document").press_sequentially(" typed behind it")
+    page.get_by_role("button", name="Regenerate").click()
+    wait_for(page, "done")
+    assert text(page).startswith(PROMPT)
+    assert text(page) != first
+    page.locator("#document").press("Control+Shift+Enter")
+    wait_for(page, "done")
+
+
+def test_regenerate_with_a_locked_seed_says_why_it_would_be_the_same(page):
+    set_fields(page, seed=3, max_tokens=5)
+    generate(page)
+    after = text(page)
+    page.get_by_role("button", name="Regenerate").click()
+    assert "The seed is locked" in status(page)
+    assert text(page) == after
+    set_fields(page, seed=4)
+    page.get_by_role("button", name="Regenerate").click()
+    wait_for(page, "done")
+    assert text(page).startswith(PROMPT) and not text(page).startswith(after)
+
+
+def test_the_models_words_have_another_ink_and_what_is_typed_among_them_has_not(page):
+    inks = "() => [...document.querySelectorAll('#mirror span:not(.tail)')].map((e) => [e.className, e.textContent])"
+    play(page, ("start", {"seed": 1}), ("token", {"text": ", there"}), ("token", {"text": " was"}), DONE)
+    generate(page)
+    assert page.evaluate(inks) == [["own", PROMPT], ["written", ", there was"]]
+    page.locator("#document").evaluate("(e, at) => (e.focus(), e.setSelectionRange(at, at))", len(PROMPT) + 2)
+    page.keyboard.type("and ")
+    assert page.evaluate(inks) == [["own", PROMPT], ["written", ", "], ["own", "and "], ["written", "there was"]]
+    assert text(page) == f"{PROMPT}, and there was"
+    colour = "(e) => getComputedStyle(e).color"
+    assert page.locator("#mirror .written").first.evaluate(colour) != page.locator("#mirror .own").first.evaluate(
+        colour
+    )
+    page.reload()
+    assert page.evaluate(inks) == [["own", PROMPT], ["written", ", "], ["own", "and "], ["written", "there was"]]
+
+
+def test_the_mirror_lies_on_the_text_glyph_on_glyph(page):
+    """Both wrap alike at every width: the same height, whatever the text."""
+    words = "A long word: " + "x" * 200 + " and   spaces\tand\n\nempty lines, caf\u00e9 \u4e2d\u6587 \U0001f600 "
+    page.locator("#document").fill(words * 12 + "\n")
+    heights = "() => { const e = document.getElementById('document'); e.style.height = '0'; const own = e.scrollHeight;"
+    heights += " e.style.height = ''; return [own, document.getElementById('mirror').scrollHeight] }"
+    for width in (320, 390, 777, 1280, 1900):
+        page.set_viewport_size({"width": width, "height": 800})
+        own, mirror = page.evaluate(heights)
+        assert own == mirror, width
 
 
 def test_a_run_that_fails_leaves_the_last_undo_alone(page, long_seed):
@@ -196,7 +215,7 @@ def test_a_refusal_shows_the_servers_own_sentence_and_keeps_the_text(page, serve
 def test_an_answer_without_a_stream_is_told_in_words_and_keeps_the_text(page):
     full = {"error": {"message": "The queue is full", "type": "unavailable_error"}}
     answers = {
-        "Error: The queue is full. Try again in 7 s.": {"status": 503, "headers": {"Retry-After": "7"}, "json": full},
+        "Error: The queue is full": {"status": 503, "json": full},
         "Error: The server answered 502 Bad Gateway.": {"status": 502, "content_type": "text/html", "body": "<p>No"},
     }
     for sentence, answer in answers.items():
@@ -209,8 +228,73 @@ def test_an_answer_without_a_stream_is_told_in_words_and_keeps_the_text(page):
     assert text(page) == PROMPT
 
 
+def test_a_busy_server_is_asked_again_after_a_countdown(page):
+    answers = [
+        {"status": 503, "headers": {"Retry-After": "2"}, "json": {"error": {"message": "The queue is full"}}},
+        {
+            "content_type": "text/event-stream",
+            "body": stream_of(("start", {"seed": 1}), ("token", {"text": "!"}), DONE),
+        },
+    ]
+    said = watch_status(page)
+    page.route("**/complete", lambda route: route.fulfill(**answers.pop(0)))
+    generate(page)
+    assert text(page) == PROMPT + "!"
+    assert said.json_value()[1:3] == [f"The queue is full. Trying again in {seconds} s." for seconds in (2, 1)]
+
+
+def test_a_countdown_can_be_stopped(page):
+    busy = {"error": {"message": "The queue is full"}}
+    answer_with(page, status=503, headers={"Retry-After": "60"}, json=busy)
+    start(page)
+    page.get_by_text("Trying again in 60 s").wait_for()
+    page.keyboard.press("Escape")
+    wait_for(page, "stopped")
+    assert text(page) == PROMPT
+
+
+def test_a_text_longer_than_the_context_is_cut_only_when_asked(page, server):
+    page.locator("#document").fill("word and " * 1000)
+    set_fields(page, max_tokens=4)
+    generate(page, ends="error")
+    for way in (page.get_by_role("button", name="Go on from the end of it"), page.locator("#generate")):
+        with page.expect_request("**/complete") as request:
+            way.click()
+        wait_for(page, "done")
+        assert "the model read the end of the text only" in status(page)
+    context = httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+    assert request.value.post_data_json["truncate_prompt_tokens"] == context - 4
+    assert text(page).startswith("word and " * 1000)
+    assert page.locator("#remedy").is_hidden()
+    assert page.locator("#context").inner_text().endswith(f" of {context}")
+
+
+def test_a_stream_survives_a_connection_that_breaks(page, server, long_seed):
+    """The server's own stream, cut after some events; the rest comes by GET /complete/{id}/events."""
+    set_fields(page, seed=long_seed, max_tokens=60)
+    cut_streams(page, after=12)
+    said = watch_status(page)
+    with page.expect_response("**/events") as resumed:
+        start(page)
+    assert resumed.value.ok
+    wait_for(page, "done")
+    assert any("connection was lost" in sentence for sentence in said.json_value())
+    assert text(page) == as_textarea(PROMPT + whole_text(server, seed=long_seed, max_tokens=60))
+
+
+def test_stop_tells_the_server(page, long_seed):
+    set_fields(page, seed=long_seed, max_tokens=200)
+    slow_down(page)
+    start(page)
+    wait_for(page, "streaming")
+    with page.expect_request(lambda request: request.method == "DELETE") as request:
+        page.keyboard.press("Escape")
+    assert "/complete/req-" in request.value.url
+
+
 def test_a_stream_that_ends_badly_keeps_what_had_come(page):
     begun = [("start", {"seed": 1}), ("token", {"text": " there"})]
+    page.route("**/events", lambda route: route.fulfill(status=404, json={}))
     play(page, *begun)
     generate(page, ends="error")
     assert "connection was lost" in status(page)
@@ -223,11 +307,7 @@ def test_a_stream_that_ends_badly_keeps_what_had_come(page):
 
 
 def test_a_place_in_the_queue_is_shown(page):
-    said = page.evaluate_handle("""() => {
-        const said = [], status = document.getElementById("status");
-        new MutationObserver(() => said.push(status.textContent)).observe(status, { childList: true });
-        return said;
-    }""")
+    said = watch_status(page)
     drip(page)
     play(page, ("queue", {"position": 3, "eta_ms": 1500}), ("start", {"seed": 1}), ("token", {"text": "!"}), DONE)
     generate(page)
@@ -276,7 +356,7 @@ def test_nothing_is_fetched_from_elsewhere(page, server):
     page.reload()
     set_fields(page, max_tokens=2)
     generate(page)
-    assert {"/", "/web/main.js", "/web/sse.js", "/web/style.css", "/v1/models", "/complete"} <= {
+    assert {"/", "/web/main.js", "/web/request/sse.js", "/web/style.css", "/v1/models", "/complete"} <= {
         url.removeprefix(server.url) for url in asked
     }
     assert [url for url in asked if not url.startswith((server.url + "/", "data:"))] == []
@@ -300,8 +380,8 @@ def test_no_width_has_a_horizontal_scroll(page):
     for width in (320, 390, 2000):
         page.set_viewport_size({"width": width, "height": 700})
         assert page.evaluate("() => document.documentElement.scrollWidth") == width
-        assert page.locator("#document").evaluate("e => e.scrollWidth - e.clientWidth") == 0
-        for name in ("Undo", "Stop", "Generate"):
+        assert page.locator("#paper").evaluate("e => e.scrollWidth - e.clientWidth") == 0
+        for name in ("Undo", "Redo", "Stop", "Regenerate", "Continue"):
             box = page.get_by_role("button", name=name).bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= width
 
@@ -319,6 +399,35 @@ def test_a_reload_keeps_text_and_settings(page):
     page.locator("#document").fill("")
     page.reload()
     assert text(page) == "", "an emptied text is no first visit"
+
+
+def test_a_reload_in_the_middle_of_a_run_keeps_what_had_come(page):
+    page.evaluate(
+        """(events) => window.fetch = async () => {
+            const start = (controller) => controller.enqueue(new TextEncoder().encode(events));
+            return new Response(new ReadableStream({ start })); // and nothing more comes
+        }""",
+        stream_of(("token", {"index": 0, "text": " there was"})),
+    )
+    start(page)
+    wait_for(page, "streaming")
+    page.reload()
+    assert text(page) == f"{PROMPT} there was"
+    page.locator("#undo").click()
+    assert text(page) == PROMPT
+
+
+def test_each_tab_keeps_its_own_text_and_a_new_one_begins_with_the_last(page):
+    page.locator("#document").fill("The first tab")
+    other = page.context.new_page()
+    other.goto("/")
+    other.locator("#document").fill("The second tab")
+    other.reload()  # it is saved
+    page.reload()
+    assert text(page) == "The first tab"
+    new = page.context.new_page()
+    new.goto("/")
+    assert text(new) == "The second tab"
 
 
 def test_without_storage_the_page_works_and_forgets(page):
@@ -343,9 +452,9 @@ def test_a_burst_of_tokens_is_a_few_writes(page):
 
 
 def test_the_view_follows_at_the_bottom_and_stays_anywhere_else(page):
-    top, bottom = "e => e.scrollTop", "e => Math.round(e.scrollHeight - e.clientHeight - e.scrollTop)"
-    area = page.locator("#document")
-    area.fill("line\n" * 100)
+    """Also when the tree strip comes under it and the sheet gets lower."""
+    top, area = "e => e.scrollTop", page.locator("#paper")
+    page.locator("#document").fill("line\n" * 100)
     play(page, ("start", {"seed": 1}), ("token", {"text": "more\n" * 100}), DONE)
     area.evaluate("e => { e.scrollTop = 40 }")
     generate(page)
@@ -353,7 +462,8 @@ def test_the_view_follows_at_the_bottom_and_stays_anywhere_else(page):
     area.evaluate("e => { e.scrollTop = e.scrollHeight }")
     generate(page)
     assert area.evaluate(top) > 1000
-    assert area.evaluate(bottom) <= 1
+    at_bottom = "e => e.scrollHeight - e.clientHeight - e.scrollTop <= 1"
+    page.wait_for_function(at_bottom, arg=area.element_handle())
 
 
 def test_a_line_end_cut_between_two_tokens_is_one_line_end(page):
@@ -368,174 +478,14 @@ def test_everything_can_be_reached_and_named_without_a_mouse(page, server):
     assert page.locator("#model").inner_text() == served["id"]
     assert page.locator("#weights").get_attribute("title") == served["weights_version"]
     assert page.locator("#status").get_attribute("aria-live") == "polite"
-    names = ["Document", "Temperature", "Top p", "Max tokens", "Seed"]
-    shown = "[...document.querySelectorAll('textarea, input')].filter((e) => e.checkVisibility())"
-    labels = f"() => {shown}.map((e) => e.labels[0].textContent)"
-    assert page.evaluate(labels) == names
+    shown = "[...document.querySelectorAll('textarea, input, button')].filter((e) => e.checkVisibility())"
+    nameless = (
+        f"() => {shown}.filter((e) => !(e.labels?.length || e.textContent.trim() || e.ariaLabel)).map((e) => e.id)"
+    )
+    assert page.evaluate(nameless) == []
     reached = [page.evaluate("() => document.activeElement.id")]
-    for _ in range(7):
+    for _ in range(8):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("() => document.activeElement.id"))
-    assert reached == ["document", "temperature", "top-p", "max-tokens", "seed", "undo", "stop", "generate"]
-
-
-# sse.js alone
-
-
-@pytest.fixture(scope="module")
-def module_page(browser, server):
-    """Any page of the server's: a pure module leaves nothing behind that a second test could stumble over."""
-    page = browser.new_page()
-    page.goto(server.url)
-    yield page
-    page.context.close()
-
-
-STREAM = (
-    "\ufeffid: a:1\n: hello\nevent: start\ndata: {\"seed\": 1}\n\n"  # a byte order mark, a comment, a plain event
-    "event: token\r\ndata: \u00e9\u4e2d\U0001f600\r\n\r\n"  # CR LF; code points of two, three and four bytes
-    "event:token\rdata:no space\rdata:  two spaces\rdata\r\r"  # CR; data of three lines, the last one empty
-    ": ping\ndata: unnamed\nretry: 10\nid: b\0c\nunknown: x\n\n"  # no type; ids with NUL and unknown fields are ignored
-    "event: lost\n\nid: a:2\ndata: a: b\u2028c\n\n"  # no data, no event; U+2028 is no line end here
-    "data: never finished\n"
-)  # fmt: skip
-EVENTS = [
-    {"type": "start", "data": '{"seed": 1}', "id": "a:1"},
-    {"type": "token", "data": "\u00e9\u4e2d\U0001f600", "id": "a:1"},
-    {"type": "token", "data": "no space\n two spaces\n", "id": "a:1"},
-    {"type": "message", "data": "unnamed", "id": "a:1"},
-    {"type": "message", "data": "a: b\u2028c", "id": "a:2"},
-]
-
-
-def test_a_stream_gives_the_same_events_however_it_is_cut(module_page):
-    cuts = """async (bytes) => {
-        const { SseParser } = await import("/web/sse.js");
-        const all = new Uint8Array(bytes), wrong = [];
-        const parse = (...chunks) => {
-            const parser = new SseParser();
-            return JSON.stringify(chunks.flatMap((chunk) => parser.feed(chunk)));
-        };
-        const whole = parse(all);
-        for (let i = 0; i <= all.length; i++)
-            for (let j = i; j <= Math.min(i + 8, all.length); j++)
-                if (parse(all.slice(0, i), all.slice(i, j), all.slice(j)) !== whole) wrong.push([i, j]);
-        if (parse(...Array.from(all, (b) => Uint8Array.of(b))) !== whole) wrong.push("byte by byte");
-        return [JSON.parse(whole), wrong];
-    }"""
-    events, wrong = module_page.evaluate(cuts, list(STREAM.encode()))
-    assert events == EVENTS
-    assert wrong == []
-
-
-def test_an_event_is_given_out_with_its_last_line_end_and_not_a_byte_later(module_page):
-    for end in ("\n", "\r", "\r\n"):
-        block = f"data: x{end}{end}"
-        # A CR ends a line by itself, so behind CR LF CR the block is already complete.
-        first = len(block) - (end == "\r\n")
-        counts = module_page.evaluate(
-            """async (bytes) => {
-                const { SseParser } = await import("/web/sse.js");
-                const parser = new SseParser();
-                return bytes.map((byte) => parser.feed(Uint8Array.of(byte)).length);
-            }""",
-            list(block.encode()),
-        )
-        assert [i + 1 for i, count in enumerate(counts) if count] == [first]
-
-
-# The hand on the page
-
-DONE = ("done", {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": None}]})
-
-
-def watch(page):
-    trouble = []
-    page.on("pageerror", lambda error: trouble.append(f"exception: {error}"))
-    page.on("console", lambda message: trouble.append(message.text) if _is_defect(message) else None)
-    page.on("response", lambda answer: trouble.append(f"{answer.status} {answer.url}") if _is_missing(answer) else None)
-    return trouble
-
-
-def _is_defect(message):
-    # Chromium reports a refused request as an error of its own; the assets are checked by their status.
-    return message.type in ("error", "warning") and not message.text.startswith("Failed to load resource")
-
-
-def _is_missing(answer):
-    return answer.status >= 400 and answer.request.method == "GET"
-
-
-def text(page):
-    return page.locator("#document").input_value()
-
-
-def status(page):
-    return page.locator("#status").inner_text()
-
-
-def set_fields(page, **fields):
-    for name, value in fields.items():
-        page.locator("#" + name.replace("_", "-")).fill(str(value))
-
-
-def start(page):
-    page.get_by_role("button", name="Generate").click()
-
-
-def generate(page, ends="done"):
-    start(page)
-    wait_for(page, ends)
-
-
-def wait_for(page, state):
-    page.locator(f'#status[data-state="{state}"]').wait_for()
-    if state not in ("waiting", "streaming"):
-        page.locator("#document:not([readonly])").wait_for()
-
-
-def slow_down(page):
-    """A line of 4 kB/s, so that there is time to interrupt."""
-    conditions = {"offline": False, "latency": 0, "downloadThroughput": 4000, "uploadThroughput": -1}
-    page.context.new_cdp_session(page).send("Network.emulateNetworkConditions", conditions)
-
-
-def play(page, *events):
-    """Answer the page's POST /complete with these events, all at once, and then close the connection."""
-    body = "".join(f"id: r:{i}\nevent: {name}\ndata: {json.dumps(data)}\n\n" for i, (name, data) in enumerate(events))
-    answer_with(page, content_type="text/event-stream", body=body)
-
-
-def drip(page):
-    """From now on every event of an answer comes in a frame of its own, as over a slow line."""
-    page.evaluate("""() => {
-        const fetch = window.fetch;
-        window.fetch = async (...request) => {
-            const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
-            const pull = async (controller) => {
-                // Two frames: what is written in the first has been drawn in the second.
-                for (const _ of "12") await new Promise(requestAnimationFrame);
-                if (events.length) controller.enqueue(new TextEncoder().encode(events.shift()));
-                else controller.close();
-            };
-            return new Response(new ReadableStream({ pull }));
-        };
-    }""")
-
-
-def answer_with(page, **answer):
-    page.route("**/complete", lambda route: route.fulfill(**answer))
-
-
-def complete(server, **fields):
-    answer = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": False, **fields}, timeout=30)
-    return answer.raise_for_status().json()
-
-
-def whole_text(server, **fields):
-    return complete(server, **fields)["choices"][0]["text"]
-
-
-def as_textarea(value):
-    """A textarea knows one line end: LF."""
-    return re.sub("\r\n?", "\n", value)
+    assert reached[:6] == ["document", "undo", "redo", "regenerate", "stop", "generate"]
+    assert "temperature" in reached[6:], "after the head of the settings"

@@ -1,0 +1,91 @@
+// What leaves the page and comes into it, wired: the request as a program, the text as a link, a run's receipt and its
+// replay. main.js makes it, and tells it when something else is on the sheet.
+
+import { requestFields } from "./request/body.js";
+import { complete } from "./request/completion.js";
+import { Exits } from "./request/exits.js";
+import { authorization } from "./request/key.js";
+import { digest, taken, typedOf } from "./request/receipt-facts.js";
+import { Receipt } from "./request/receipt.js";
+import { replay } from "./request/replay.js";
+import { decode, encode, isShared } from "./request/share.js";
+import { snippet } from "./request/snippets.js";
+
+export class Exchange {
+  #notebook;
+  #panel;
+  #reach;
+  #failed;
+  #exits;
+  #receipt;
+  #replaying = null; // the AbortController of the replay that is going on
+
+  /** What GET /v1/models says of the model. */
+  served = {};
+
+  /**
+   * `places` are the elements { exits, receipt }; `reach()` is what a request says, beside the settings, of how much of
+   * the text is read; `failed(message)` tells the user of a link that cannot be opened.
+   */
+  constructor({ notebook, panel, reach, places, failed }) {
+    [this.#notebook, this.#panel, this.#reach, this.#failed] = [notebook, panel, reach, failed];
+    this.#exits = new Exits(places.exits, { program: (language) => this.#program(language), link: () => this.#link() });
+    this.#receipt = new Receipt(places.receipt, {
+      replay: () => this.#replay(),
+      stop: () => this.#replaying.abort(),
+      take: (receipt) => this.#take(receipt),
+    });
+    addEventListener("hashchange", () => this.open());
+    this.open();
+  }
+
+  /** Something else is on the sheet. */
+  show() {
+    this.#receipt.show(this.#notebook.tree.lastRun?.facts.receipt ?? null);
+  }
+
+  /** Opens the link that is in the address bar, if there is one. The text that was there before is one undo away. */
+  async open() {
+    const { hash, pathname, search } = location;
+    if (!isShared(hash)) return;
+    if (this.#notebook.running) return this.#exits.tell("The link is opened when the run has ended.");
+    history.replaceState(null, "", pathname + search);
+    try {
+      const { text, typed } = await decode(hash);
+      if (this.#notebook.running) throw new Error("A run began while the link was being read: open it again.");
+      this.#panel.reset();
+      this.#panel.fill(typed);
+      this.#notebook.open(text);
+      this.#exits.tell("Opened from a link. Undo brings back the text that was here.");
+    } catch (error) {
+      this.#failed(error.message);
+    }
+  }
+
+  #program(language) {
+    const typed = { ...this.#reach(), ...this.#panel.typed };
+    const fields = requestFields(this.#notebook.text, typed, this.#panel.parameters);
+    const url = new URL("complete", document.baseURI).href;
+    return snippet(language, { url, fields, keyed: "Authorization" in authorization() });
+  }
+
+  async #link() {
+    return new URL(await encode({ text: this.#notebook.text, typed: this.#panel.typed }), location.href).href;
+  }
+
+  async #replay() {
+    const { state, facts } = this.#notebook.tree.lastRun;
+    const { parameters } = this.#panel;
+    const run = { ...facts, prompt: state.text.slice(0, facts.at), text: state.text.slice(facts.at) };
+    const send = (prompt, typed, signal) => complete(prompt, typed, signal, parameters);
+    this.#replaying = new AbortController();
+    const { sentence } = await replay(run, { complete: send, parameters, signal: this.#replaying.signal });
+    return sentence;
+  }
+
+  async #take(receipt) {
+    this.#panel.reset();
+    this.#panel.fill(typedOf(receipt, this.#panel.parameters));
+    return taken(receipt, { ...this.served, prompt_sha256: await digest(this.#notebook.text) });
+  }
+}

@@ -1,0 +1,26 @@
+// Which key does what. What a field does with a key itself (undo in a number's field, Enter in a text) stays its own.
+// Knows the names of actions, and nothing of what they do.
+
+const TYPED_INTO = "input:not([type=range], [type=radio]), textarea:not(#document)";
+
+/** `actions`: { generate, regenerate, stop, undo, redo, look }; `running()`: whether there is something to stop. */
+export function listen(actions, running) {
+  document.addEventListener("keydown", (event) => {
+    const name = event.isComposing ? null : nameOf(event, running());
+    if (!name) return;
+    event.preventDefault();
+    // A key that is held is one wish, but for the two that go step by step.
+    if (!event.repeat || name === "undo" || name === "redo") actions[name]();
+  });
+}
+
+function nameOf({ key, target, ctrlKey, metaKey, altKey, shiftKey }, isRunning) {
+  if (key === "Escape") return isRunning ? "stop" : null;
+  if (!(ctrlKey || metaKey) || altKey) return null; // Ctrl with Alt is how some keyboards write letters
+  if (key === "Enter") return shiftKey ? "regenerate" : "generate";
+  if (target.closest?.(TYPED_INTO)) return null;
+  const letter = key.toLowerCase();
+  if (letter === "i" && !shiftKey) return "look";
+  if (letter === "z") return shiftKey ? "redo" : "undo";
+  return letter === "y" ? "redo" : null;
+}

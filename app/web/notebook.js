@@ -1,0 +1,191 @@
+// The life of the document: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text
+// and its history, runs one request at a time, and tells its view what happened. Knows no element and no address.
+
+import { Manuscript } from "./text/manuscript.js";
+import { Tree } from "./text/tree.js";
+
+const MOST_CHOICES = 16; // of a request, in any server
+const PAUSE = 1500; // ms between two keys that belong to one step of undo
+
+export class Notebook {
+  #complete;
+  #view;
+  #tree;
+  #manuscript;
+  #run = null; // what is going on: { abort, before, drafts, facts, picked }
+  #typedAt = -Infinity;
+
+  /**
+   * `complete(prompt, typed, signal)`: see request/completion.js. `view` is told what happens:
+   * changed() the text is another one; began(count); told(type, data) what the server said; wrote(index, unit, text);
+   * ended({ error, stopped, nodes }) with the tree's node for each continuation, null for one that brought nothing.
+   */
+  constructor(complete, view, tree = new Tree({ text: "", units: [] })) {
+    [this.#complete, this.#view, this.#tree] = [complete, view, tree];
+    this.#manuscript = new Manuscript(tree.current.state);
+  }
+
+  get tree() {
+    return this.#tree;
+  }
+
+  get text() {
+    return this.#manuscript.text;
+  }
+
+  get units() {
+    return this.#manuscript.units;
+  }
+
+  get written() {
+    return this.#manuscript.written;
+  }
+
+  get running() {
+    return this.#run !== null;
+  }
+
+  get canUndo() {
+    return !this.running && this.#tree.canUndo;
+  }
+
+  get canRedo() {
+    return !this.running && this.#tree.canRedo;
+  }
+
+  get canRegenerate() {
+    return !this.running && (this.#tree.lastRun?.parent ?? null) !== null; // where it began may be forgotten
+  }
+
+  /** The user's hand changed the text. */
+  type(text) {
+    const now = performance.now();
+    this.#manuscript.rewrite(text);
+    this.#tree.type(this.#manuscript.state, now - this.#typedAt < PAUSE);
+    this.#typedAt = now;
+  }
+
+  /** Another text altogether, as a step that can be undone. */
+  open(text) {
+    if (this.running) return;
+    this.#manuscript.rewrite(text);
+    this.#typedAt = -Infinity;
+    this.#tree.commit("text", this.#manuscript.state);
+    this.#view.changed();
+  }
+
+  undo() {
+    if (this.canUndo) this.#show(this.#tree.undo());
+  }
+
+  redo() {
+    if (this.canRedo) this.#show(this.#tree.redo());
+  }
+
+  /** To another node of the tree. */
+  go(id) {
+    if (!this.running) this.#show(this.#tree.go(id));
+  }
+
+  /** Continues the text. `typed`: request fields as the user typed them; n above 1 writes so many drafts beside it. */
+  generate(typed) {
+    return this.#start(typed, false);
+  }
+
+  /** The last run once more, from where it began. What follows now stays in the tree. */
+  regenerate(typed) {
+    if (!this.canRegenerate) return null;
+    const { parent, state, facts } = this.#tree.lastRun;
+    const before = new Manuscript(state);
+    before.cut(facts.at);
+    const picked = before.text !== this.#tree.node(parent).state.text; // it began behind a token that was picked
+    this.#show(this.#tree.go(parent), before);
+    return this.#start(picked ? { ...typed, n: "" } : typed, picked);
+  }
+
+  /** Cuts the text at `at`, takes `token` in its place, and goes on. */
+  pick(at, token, typed) {
+    if (this.running) return null;
+    this.#manuscript.cut(at);
+    this.#manuscript.append(token.text, [token]);
+    this.#view.changed();
+    return this.#start({ ...typed, n: "" }, true);
+  }
+
+  stop() {
+    this.#run?.abort.abort();
+  }
+
+  /** The history as it would be if the run ended now: for a page that goes in the middle of one. */
+  get soFar() {
+    if (!this.running) return this.#tree;
+    const tree = Tree.from(this.#tree.data);
+    keep(tree, this.#run);
+    return tree;
+  }
+
+  async #start(typed, picked) {
+    if (this.running) return;
+    const abort = new AbortController();
+    const { signal } = abort;
+    const count = continuations(typed.n);
+    const drafts = count === 1 ? [this.#manuscript] : Array.from({ length: count }, () => this.#draft());
+    const before = this.text;
+    const facts = drafts.map((_, index) => ({ typed, count: 0, at: before.length, index }));
+    const run = (this.#run = { abort, before, drafts, facts, picked });
+    this.#view.began(count);
+    let error = null;
+    try {
+      for await (const { type, data } of this.#complete(before, typed, signal)) {
+        if (type === "token") this.#write(drafts, facts, data);
+        note(facts, type, data);
+        this.#view.told(type, data);
+      }
+    } catch (thrown) {
+      error = signal.aborted ? null : thrown;
+    }
+    this.#run = null;
+    this.#typedAt = -Infinity;
+    const nodes = keep(this.#tree, run);
+    this.#view.ended({ error, stopped: signal.aborted, nodes });
+  }
+
+  #draft() {
+    return new Manuscript(this.#manuscript.state);
+  }
+
+  #write(drafts, facts, { index = 0, text, tokens = null }) {
+    const unit = drafts[index].append(text, tokens);
+    facts[index].count += 1;
+    this.#view.wrote(index, unit, drafts[index].text.slice(unit.start));
+  }
+
+  #show(node, manuscript = new Manuscript(node.state)) {
+    this.#typedAt = -Infinity;
+    this.#manuscript = manuscript;
+    this.#view.changed();
+  }
+}
+
+// A node for each text of a run. One that brought nothing leaves none: undo still leads where it led.
+function keep(tree, { before, drafts, facts, picked }) {
+  return drafts.map((draft, index) => {
+    if (!picked && draft.text === before) return null;
+    const isOnly = drafts.length === 1;
+    return isOnly ? tree.commit("run", draft.state, facts[index]) : tree.add("run", draft.state, facts[index]);
+  });
+}
+
+// How many will come. Where that is more than any server takes, or no number, the server says so.
+function continuations(n) {
+  const count = Number(n);
+  return Number.isInteger(count) && count > 1 && count <= MOST_CHOICES ? count : 1;
+}
+
+// What is worth remembering of a run: enough to say how it came about, and to have it again.
+function note(facts, type, data) {
+  if (type === "start") for (const one of facts) one.seed = String(data.seed);
+  if (type !== "done") return;
+  for (const { index, finish_reason: reason } of data.choices) if (facts[index]) facts[index].finish = reason;
+  for (const one of facts) one.receipt = data.receipt;
+}

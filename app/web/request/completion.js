@@ -1,0 +1,188 @@
+// The server, as the page sees it: complete() is one POST /complete as a sequence of events, ask() any other question
+// as its JSON. Waits where the server says "later", and goes on with a stream whose connection broke.
+// Knows nothing of the page: no element, no text area, no storage.
+
+import { requestBody } from "./body.js";
+import { parseExact } from "./exact.js";
+import { authorization } from "./key.js";
+import { SseParser } from "./sse.js";
+
+const PATIENCE = 5; // how often a request that was refused with Retry-After is sent again
+const RESUME_SECONDS = [0.25, 0.5, 1, 2, 4, 8, 8, 8]; // pauses before the attempts to go on with a broken stream
+const UNREACHABLE = "The server cannot be reached. Is it running, and are you online?";
+const LOST = "The connection was lost before the end. The text so far is kept.";
+
+/** Anything that ended a request other than `done` or the user. The message is meant for the user's eyes. */
+export class CompletionError extends Error {
+  constructor(message, { status = null, retryAfter = null, detail = {} } = {}) {
+    super(message);
+    this.status = status; // of the answer, where there was one
+    this.retryAfter = retryAfter; // seconds, or null where the server did not say
+    this.detail = detail; // the server's error object
+  }
+}
+
+/**
+ * Yields { type, data }: start, queue and token as the server sends them, wait { seconds, message } once a second
+ * while it is too busy, lost { seconds } where the connection broke and is sought again, and done as the last.
+ * Everything else throws: an `error` event, a refusal, a lost connection (CompletionError), or the caller's own
+ * abort (AbortError).
+ *
+ * `typed` maps a request field to what the user typed into it. An empty one is left out: the model's default.
+ * `parameters` (schema.js) tell of which kind each is.
+ */
+export async function* complete(prompt, typed, signal, parameters = []) {
+  const body = requestBody(prompt, typed, parameters);
+  for (let attempt = 1; ; attempt++) {
+    try {
+      return yield* stream(await post("complete", body, signal, "text/event-stream"), signal);
+    } catch (error) {
+      if (!error.retryAfter || attempt > PATIENCE) throw error;
+      yield* countdown(error, signal);
+    }
+  }
+}
+
+/** The JSON that the server answers: to `body` by POST, without one by GET. Throws CompletionError or AbortError. */
+export async function ask(path, body = null, signal = null) {
+  const response = body === null ? await get(path, signal) : await post(path, JSON.stringify(body), signal);
+  return reach(response.json(), LOST);
+}
+
+/** { id, weights_version, ... } of the model that is being served. */
+export async function model() {
+  return (await ask("v1/models")).data[0];
+}
+
+function post(path, body, signal, accept = "application/json") {
+  const headers = { "Content-Type": "application/json", Accept: accept, ...authorization() };
+  return answer(fetch(path, { method: "POST", headers, body, cache: "no-store", signal }));
+}
+
+function get(path, signal, headers = {}) {
+  return answer(fetch(path, { headers: { ...headers, ...authorization() }, cache: "no-store", signal }));
+}
+
+async function answer(request) {
+  const response = await reach(request, UNREACHABLE);
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+// One stream, over as many connections as it takes.
+async function* stream(response, signal) {
+  const last = { id: "" };
+  signal?.addEventListener("abort", () => cancel(last.id), { once: true });
+  for (let lost = 0; ; ) {
+    try {
+      for await (const event of events(response, last)) {
+        lost = 0; // it goes on: the next break is a new one
+        yield event;
+        if (event.type === "done") return;
+      }
+    } catch (error) {
+      if (!error.broken || !last.id) throw error;
+    }
+    for (response = null; !response; lost++) {
+      const seconds = RESUME_SECONDS[lost];
+      if (seconds === undefined || !last.id) throw new CompletionError(LOST);
+      yield { type: "lost", data: { seconds } };
+      await pause(seconds, signal);
+      response = await resumed(last.id, signal);
+    }
+  }
+}
+
+// A connection that goes might come back: only this tells the server that nobody wants the rest.
+function cancel(id) {
+  if (id) fetch(streamPath(id), { method: "DELETE", headers: authorization(), keepalive: true }).catch(() => {});
+}
+
+function streamPath(id) {
+  return `complete/${encodeURIComponent(id.replace(/:\d+$/, ""))}`;
+}
+
+// null where the server cannot be reached yet; where it knows nothing of the stream any more, there is no hope.
+async function resumed(id, signal) {
+  try {
+    return await get(`${streamPath(id)}/events`, signal, { Accept: "text/event-stream", "Last-Event-ID": id });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    if (error.status === null || error.status >= 502) return null;
+    throw new CompletionError(LOST, { status: error.status });
+  }
+}
+
+async function* events(response, last) {
+  const reader = response.body.getReader();
+  const parser = new SseParser();
+  let ended = false;
+  try {
+    for (;;) {
+      const { done, value } = await connected(reader.read());
+      if (done) return;
+      for (const event of parser.feed(value)) {
+        const data = event.type === "token" ? JSON.parse(event.data) : parseExact(event.data); // seeds have 64 bits
+        if (event.type === "error") throw new CompletionError(data.error?.message ?? data.message ?? LOST);
+        ended = event.type === "done";
+        last.id = event.id;
+        yield { type: event.type, data };
+        if (ended) return;
+      }
+    }
+  } finally {
+    // Whatever went wrong, an open body would keep the server generating. One that is broken has nothing left to
+    // cancel, and its reason was thrown above. After `done` the server closes, and the connection can be used again.
+    if (!ended) reader.cancel().catch(() => {});
+  }
+}
+
+async function connected(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw Object.assign(new CompletionError(LOST), { broken: true });
+  }
+}
+
+// fetch tells "no network" by a TypeError with a text that differs from browser to browser.
+async function reach(promise, sentence) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new CompletionError(sentence);
+  }
+}
+
+async function refusal(response) {
+  // A proxy in between answers in HTML: then the status is all that there is to say.
+  const body = await response.json().catch(() => null);
+  const message = body?.error?.message ?? `The server answered ${response.status} ${response.statusText}`.trim() + ".";
+  const retryAfter = secondsOf(response.headers.get("Retry-After"));
+  return new CompletionError(message, { status: response.status, retryAfter, detail: body?.error ?? {} });
+}
+
+async function* countdown({ retryAfter, message }, signal) {
+  for (let seconds = retryAfter; seconds > 0; seconds--) {
+    yield { type: "wait", data: { seconds, message } };
+    await pause(1, signal);
+  }
+}
+
+function pause(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, seconds * 1000);
+    const aborted = () => (clearTimeout(timer), reject(signal.reason));
+    if (signal?.aborted) aborted();
+    signal?.addEventListener("abort", aborted, { once: true });
+  });
+}
+
+// Retry-After is a number of seconds or, from some proxies, a date.
+function secondsOf(header) {
+  if (header === null) return null;
+  if (/^\d+$/.test(header)) return Number(header);
+  const until = Math.ceil((Date.parse(header) - Date.now()) / 1000);
+  return Number.isFinite(until) ? Math.max(until, 0) : null;
+}

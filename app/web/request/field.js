@@ -1,0 +1,118 @@
+// One setting: its name, its control, a slider where there is a range, a way back to the default, what it does in
+// words, and what is wrong with what was typed. What is wrong is marked, never changed: the server is the judge.
+
+import { element, put } from "../elements.js";
+import { control, explain, idOf } from "./control.js";
+import { complaint, hint } from "./range.js";
+import { Segments } from "./segments.js";
+import { Slider } from "./slider.js";
+
+const MOST_ABREAST = 4; // as many as there is room for side by side
+
+export class Field {
+  #parameter;
+  #start;
+  #slider = null;
+  #reset = element("button", "reset");
+  #wrong = element("p");
+
+  /** `parameter` is one of schema.js; `start` the text that the field begins with, and goes back to. */
+  constructor(parameter, start = "") {
+    [this.#parameter, this.#start] = [parameter, start];
+    this.element = element("div");
+    this.element.className = `field ${parameter.kind}`;
+    this.control = parameter.name === "n" ? segments(parameter) : control(parameter);
+    this.#build();
+    this.fill(start);
+  }
+
+  get name() {
+    return this.#parameter.name;
+  }
+
+  /** What it does, and what it takes. */
+  get help() {
+    const words = this.control instanceof Segments ? "" : hint(this.#parameter);
+    return `${this.#parameter.help} ${words && `${words[0].toUpperCase()}${words.slice(1)}.`}`.trim();
+  }
+
+  get typed() {
+    const { value } = this.control;
+    return ["text", "texts"].includes(this.#parameter.kind) ? value : value.trim();
+  }
+
+  get changed() {
+    return this.typed !== this.#start && this.typed !== "";
+  }
+
+  fill(text) {
+    this.control.value = text;
+    this.show();
+  }
+
+  reset() {
+    this.fill(this.#start);
+  }
+
+  /** What the server puts in the place of nothing. */
+  explain(value) {
+    if (this.control instanceof Segments) return;
+    explain(this.control, value);
+    this.#slider?.rest(value);
+  }
+
+  focus() {
+    this.control.focus();
+  }
+
+  /** The control holds something else: everything around it follows. */
+  show() {
+    const wrong = complaint(this.#parameter, this.typed);
+    if (this.#wrong.textContent !== wrong) this.#wrong.textContent = wrong;
+    this.input.setAttribute("aria-invalid", String(wrong !== ""));
+    this.element.classList.toggle("changed", this.changed);
+    this.#reset.hidden = !this.changed;
+    this.#slider?.show();
+  }
+
+  /** The element that is the control. */
+  get input() {
+    return this.control instanceof Segments ? this.control.element : this.control;
+  }
+
+  #build() {
+    const { label, sweep } = this.#parameter;
+    const id = idOf(this.#parameter);
+    const caption = element(this.control instanceof Segments ? "span" : "label", label);
+    caption.className = "caption";
+    caption.htmlFor = id;
+    Object.assign(this.#reset, { type: "button", className: "quiet reset" });
+    this.#reset.setAttribute("aria-label", `Reset ${label}`);
+    this.#reset.addEventListener("click", () => this.#back());
+    Object.assign(this.#wrong, { className: "wrong", id: `${id}-wrong` });
+    this.#wrong.setAttribute("aria-live", "polite");
+    const help = element("p", this.help);
+    Object.assign(help, { className: "help", id: `${id}-help` });
+    this.input.setAttribute("aria-describedby", `${id}-wrong ${id}-help`);
+    put(this.element, caption, this.#reset, this.input);
+    if (sweep && !(this.control instanceof Segments)) {
+      this.#slider = new Slider(this.control, sweep, label);
+      this.element.append(this.#slider.element);
+    }
+    put(this.element, this.#wrong, help);
+    this.element.addEventListener("input", () => this.show());
+  }
+
+  #back() {
+    this.reset();
+    this.focus(); // the button is gone, and its focus with it
+    this.input.dispatchEvent(new Event("input", { bubbles: true }));
+  }
+}
+
+function segments(parameter) {
+  const { label, minimum = 1, maximum = Infinity } = parameter;
+  const last = Math.min(maximum, MOST_ABREAST);
+  const values = Array.from({ length: last - minimum + 1 }, (_, place) => minimum + place);
+  return new Segments(values, { id: idOf(parameter), label });
+}

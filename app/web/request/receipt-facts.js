@@ -1,0 +1,133 @@
+// What a receipt says: read from JSON, turned into settings to send again, and two runs compared by theirs. `settings`
+// and `seed` of a receipt, sent with the same prompt, give the same text on the same weights, build and hardware.
+// Pure: knows no element and no connection.
+
+import { parseExact } from "./exact.js";
+import { typedAs } from "./literal.js";
+
+const EXPECTED = "A receipt is the JSON that a run ends with: an object with weights_version, seed and settings.";
+// The page decides on these itself, and none of them changes what is written. The prompt's cut does.
+const NOT_SETTINGS = ["logprobs", "echo"];
+const WHY = {
+  weights_version: "the weights are others",
+  numerics: "it was computed otherwise",
+  version: "the service is another version",
+};
+
+/** The receipt in a text that somebody pasted, its seed a text of digits; an Error in words where there is none. */
+export function readReceipt(text) {
+  let found;
+  try {
+    found = parseExact(text);
+  } catch {
+    throw new Error(`This is no JSON. ${EXPECTED}`);
+  }
+  const receipt = found?.receipt ?? found; // a whole answer has one inside
+  if (receipt === null || typeof receipt !== "object" || Array.isArray(receipt)) throw new Error(EXPECTED);
+  const { settings, seed } = receipt;
+  const missing = ["weights_version", "seed", "settings"].filter((name) => receipt[name] === undefined);
+  if (missing.length) throw new Error(`This receipt has no ${missing.join(" and no ")}. ${EXPECTED}`);
+  if (!/^-?\d{1,19}$/.test(seed)) throw new Error("The seed of this receipt is no whole number.");
+  if (settings?.constructor !== Object) throw new Error("The settings of this receipt are no object.");
+  return { ...receipt, seed: String(seed) };
+}
+
+/** JSON text of a receipt whose seed is a text of digits: there it is a number again. */
+export function receiptJson(receipt) {
+  const text = JSON.stringify({ ...receipt, seed: 0 }, null, 2);
+  return text.replace(/^ {2}"seed": 0/m, () => `  "seed": ${receipt.seed}`); // deeper ones stand further right
+}
+
+/** { field: text } of all that a receipt says, to be sent again; `parameters` (schema.js) tell the kinds. */
+export function typedOf(receipt, parameters) {
+  const kinds = new Map(parameters.map(({ name, kind }) => [name, kind]));
+  const settings = Object.entries(receipt.settings).filter(([name]) => !NOT_SETTINGS.includes(name));
+  const typed = settings.map(([name, value]) => [name, isNothing(name, value) ? "" : typedAs(kinds.get(name), value)]);
+  return { ...Object.fromEntries(typed.filter(([, text]) => text !== "")), seed: String(receipt.seed) };
+}
+
+function isNothing(name, value) {
+  // An empty list is none. An empty object is one only here: as a json_schema it is a wish, for any JSON.
+  return (Array.isArray(value) || name === "logit_bias") && isEmpty(value ?? {});
+}
+
+/** [[name, what to show, the whole of it], ...]: what a reader wants to see of a receipt. */
+export function rowsOf({ settings = {}, seed, weights_version: weights, numerics, version, prompt_sha256: prompt }) {
+  const short = (digest) => (typeof digest === "string" ? digest.replace(/^sha256:/, "").slice(0, 12) : "several");
+  const shown = Object.entries(settings).filter(([, value]) => value !== null && !isEmpty(value));
+  return [
+    ["seed", String(seed), ""],
+    ["weights", short(weights), weights],
+    ["prompt", short(prompt), prompt],
+    ["computed by", `${numerics}, version ${version}`, ""],
+    ...shown.map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : String(value), ""]),
+  ];
+}
+
+function isEmpty(value) {
+  return typeof value === "object" && Object.keys(value).length === 0;
+}
+
+/** SHA-256 of a text as receipts have it, or null where the browser keeps it from pages that came without TLS. */
+export async function digest(text) {
+  if (!globalThis.crypto?.subtle) return null;
+  const bytes = new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(text)));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** What to say of a receipt whose settings were taken over; `here` is { weights_version, numerics, prompt_sha256 }. */
+export function taken(receipt, here) {
+  const other = (name) => receipt[name] && here[name] && receipt[name] !== here[name];
+  const { truncate_prompt_tokens: cut } = receipt.settings;
+  const warnings = [
+    other("prompt_sha256") && "It was made with another text than this one.",
+    other("weights_version") && "The weights here are others: expect another text.",
+    other("numerics") && `It was computed by ${receipt.numerics}, here it is ${here.numerics}: the text may differ.`,
+    cut && `Its prompt was cut to the last ${cut} tokens, which the page does only where a text is too long.`,
+  ];
+  return ["The settings and the seed are those of the receipt.", ...warnings.filter(Boolean)].join(" ");
+}
+
+/**
+ * What a replay showed: { same, at, sentence }. `first` and `again` are { text, receipt }; `at` is where the texts
+ * part (UTF-16 units), or null.
+ */
+export function compared(first, again) {
+  if (first.text === again.text) return verdict(true, null, `The same text, to the letter: ${counted(again.text)}.`);
+  const at = parting(first.text, again.text);
+  const [shorter, longer] = [first.text, again.text].sort((a, b) => a.length - b.length);
+  if (at === shorter.length) {
+    const who = shorter === first.text ? "the first run" : "the replay";
+    return verdict(true, null, `The same text as far as ${who} went: ${counted(shorter)} of ${counted(longer, "")}.`);
+  }
+  const place = `Another text from character ${counted(first.text.slice(0, at), "", 1)} on`;
+  const pieces = `\u201c${piece(first.text, at)}\u201d became \u201c${piece(again.text, at)}\u201d`;
+  return verdict(false, at, `${place}: ${pieces}. ${reason(first.receipt, again.receipt)}`);
+}
+
+function verdict(same, at, sentence) {
+  return { same, at, sentence };
+}
+
+function reason(first, again) {
+  const reasons = Object.keys(WHY).filter((name) => first?.[name] !== again?.[name]);
+  if (reasons.length) return `The reason may be that ${reasons.map((name) => WHY[name]).join(", and that ")}.`;
+  return "Weights, build and number format are the same: the hardware may be another.";
+}
+
+// Where two texts part, never inside a character.
+function parting(a, b) {
+  let at = 0;
+  while (at < a.length && at < b.length && a[at] === b[at]) at += 1;
+  const isInside = at > 0 && /[\uD800-\uDBFF]/.test(a[at - 1]) && at < Math.max(a.length, b.length);
+  return isInside ? at - 1 : at;
+}
+
+function piece(text, at) {
+  return [...text.slice(at, at + 80)].slice(0, 20).join("").replace(/\s/g, " ");
+}
+
+function counted(text, unit = "characters", more = 0) {
+  const count = [...text].length + more;
+  return unit === "" ? String(count) : `${count} ${count === 1 ? unit.slice(0, -1) : unit}`;
+}

@@ -1,0 +1,116 @@
+// The parameters of POST /complete, read out of the server's own description (GET /openapi.json): what may be set,
+// of which kind, within which limits. A field that this page has never heard of comes along by its type.
+// Pure: knows no element, no value, no request.
+
+const PATH = "/complete";
+const MAIN = ["temperature", "top_p", "top_k", "max_tokens", "seed", "n"];
+// The page sets these itself, or they make no sense on it.
+const LEFT_OUT = ["prompt", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens"];
+const WORDS = { json: "JSON", eos: "EOS" };
+const LABELS = { n: "Continuations" };
+// Where one works, within what is allowed: from 1 to 10 no temperature is worth a pixel of a slider.
+const SWEEPS = {
+  temperature: { min: 0, max: 2, step: 0.05 },
+  top_k: { min: 0, max: 100, step: 1 },
+  max_tokens: { min: 0, max: 512, step: 8 },
+  repetition_penalty: { min: 0.5, max: 2, step: 0.05 },
+};
+
+/**
+ * A list of { name, label, help, kind, group, sweep, minimum, maximum, above, below, minLength, maxLength, maxItems,
+ * choices, example }: the main group first, then the others as the server orders them; what there is none of is absent.
+ *
+ * `kind` is integer, number, boolean, text, texts, integers or json; `group` main or more; `sweep` the { min, max,
+ * step } of a slider, where one makes sense. `above` and `below` are limits that are not allowed themselves.
+ */
+export function parameters(openapi, { encoder = false } = {}) {
+  const { content } = openapi.paths[PATH].post.requestBody;
+  const properties = Object.entries(resolved(content["application/json"].schema, openapi).properties);
+  const fields = properties.filter(([name]) => !LEFT_OUT.includes(name) && (encoder || name !== "source"));
+  const all = fields.map(([name, schema]) => parameter(name, schema, openapi));
+  return all.sort((a, b) => place(a, all) - place(b, all));
+}
+
+// Sorting is stable: what has the same place stays in the server's order. A switch of the stops stands with them.
+function place({ name }, all) {
+  const main = MAIN.indexOf(name);
+  if (main >= 0) return main;
+  const near = name === "include_stop" ? all.findIndex((other) => other.name === "stop") + 0.5 : 0;
+  return MAIN.length + (near || all.findIndex((other) => other.name === name));
+}
+
+function parameter(name, schema, openapi) {
+  const shapes = alternatives(schema, openapi);
+  const kind = kindOf(shapes.map(typeOf));
+  const limits = limitsOf(kind, shapes);
+  return {
+    name,
+    label: LABELS[name] ?? labelOf(name),
+    help: schema.description ?? "",
+    kind,
+    group: MAIN.includes(name) ? "main" : "more",
+    sweep: sweepOf(name, kind, limits),
+    ...(schema.examples ? { example: JSON.stringify(schema.examples[0]) } : {}),
+    ...limits,
+  };
+}
+
+function resolved(schema, openapi) {
+  const path = schema.$ref?.split("/").slice(1) ?? [];
+  return path.length ? path.reduce((node, step) => node[step], openapi) : schema;
+}
+
+// What the field may be, without null: that is said by leaving it out.
+function alternatives(schema, openapi) {
+  const found = resolved(schema, openapi);
+  const several = found.anyOf ?? found.oneOf;
+  if (several) return several.flatMap((one) => alternatives(one, openapi));
+  if (Array.isArray(found.type)) return found.type.flatMap((type) => alternatives({ ...found, type }, openapi));
+  return found.type === "null" ? [] : [found];
+}
+
+function typeOf({ type, items }) {
+  return type === "array" ? `${items?.type}s` : type;
+}
+
+function kindOf(types) {
+  const only = (...allowed) => types.length > 0 && types.every((type) => allowed.includes(type));
+  if (only("integer")) return "integer";
+  if (only("integer", "number")) return "number";
+  if (only("boolean")) return "boolean";
+  if (only("integers")) return "integers";
+  if (only("string", "integers")) return "text"; // one who wants token ids there writes a program
+  if (only("string", "strings")) return "texts";
+  return "json";
+}
+
+function limitsOf(kind, shapes) {
+  const isList = kind === "texts" || kind === "integers";
+  const list = isList ? shapes.find((shape) => shape.type === "array") : null;
+  const one = list?.items ?? shapes.find((shape) => shape.type !== "array") ?? {};
+  const limits = {
+    minimum: one.minimum,
+    maximum: one.maximum,
+    above: one.exclusiveMinimum,
+    below: one.exclusiveMaximum,
+    minLength: one.minLength,
+    maxLength: one.maxLength,
+    maxItems: list?.maxItems,
+    choices: one.enum,
+  };
+  return Object.fromEntries(Object.entries(limits).filter(([, value]) => value !== undefined));
+}
+
+function sweepOf(name, kind, { minimum, maximum, above, below }) {
+  if (kind !== "number" && kind !== "integer") return null;
+  if (SWEEPS[name]) return SWEEPS[name];
+  const [min, max] = [minimum ?? above, maximum ?? below];
+  if (!Number.isFinite(min) || !Number.isFinite(max) || max - min > 1000) return null;
+  if (kind === "number") return { min, max, step: max - min > 4 ? 0.1 : 0.01 };
+  return { min: minimum ?? above + 1, max: maximum ?? below - 1, step: 1 };
+}
+
+function labelOf(name) {
+  const text = name.split("_").map((word) => WORDS[word] ?? word).join(" ");
+  return text[0].toUpperCase() + text.slice(1);
+}

@@ -1,0 +1,180 @@
+// The tree strip: every run as a dot, joined to what it went on from, and one line that says which run a dot is.
+// For the keyboard it is one stop, a tree whose arrows go along the lines. Knows nothing of the document: it is
+// told the runs, and tells which one was chosen.
+
+import { classed, element } from "../elements.js";
+import { inOrder, lay, neighbour } from "./lanes.js";
+
+const COLUMN = 32; // px from dot to dot, and
+const LANE = 24; // px from line to line: as much as a finger needs
+
+export class Branches {
+  #root;
+  #onselect;
+  #strip = classed("div", "branch-strip");
+  #lines = [svg("path"), svg("path")]; // the faint ones, then the path one is on
+  #words = classed("p", "branch-words");
+  #dots = new Map(); // id -> its element, which stays the same, so that the focus stays in it
+  #runs = new Map();
+  #places = new Map();
+  #stop = null; // the id of the dot that Tab leads to
+  #current = null;
+
+  /** `root` is a section of the page; `onselect(id)` hears which run is wanted. */
+  constructor(root, { onselect }) {
+    this.#root = root;
+    this.#onselect = onselect;
+    const picture = svg("svg");
+    picture.setAttribute("aria-hidden", "true");
+    picture.append(...this.#lines);
+    this.#strip.setAttribute("role", "tree");
+    this.#strip.setAttribute("aria-label", "Runs");
+    this.#strip.append(picture);
+    this.#words.setAttribute("aria-hidden", "true"); // the dots' names say the same
+    root.hidden = true;
+    root.append(this.#strip, this.#words);
+    this.#strip.addEventListener("click", (event) => this.#select(dotOf(event)));
+    this.#strip.addEventListener("keydown", (event) => this.#pressed(event));
+    this.#strip.addEventListener("focusin", (event) => this.#focused(dotOf(event)));
+    this.#strip.addEventListener("focusout", () => this.#settle());
+    this.#strip.addEventListener("pointerover", (event) => (dotOf(event) ? this.#tell(dotOf(event)) : this.#settle()));
+    this.#strip.addEventListener("pointerleave", () => this.#settle());
+  }
+
+  /** Draws `tree.runs()`. */
+  show(runs) {
+    this.#runs = new Map(runs.map((run, number) => [String(run.id), { ...run, number }]));
+    const { places, edges, columns, lanes } = lay(runs.map(byName));
+    this.#places = places;
+    this.#current = [...this.#runs].find(([, run]) => run.current)?.[0] ?? null;
+    this.#stop = this.#current ?? this.#runs.keys().next().value;
+    this.#root.hidden = runs.length < 3; // one run is undone and redone; there is nowhere else to go
+    this.#draw(edges, columns, lanes);
+    this.#order();
+    this.#tell(this.#current);
+    if (!this.#root.hidden) this.#reveal();
+  }
+
+  /** While a run goes on there is no going elsewhere. */
+  hold(held) {
+    this.#strip.setAttribute("aria-disabled", String(held));
+  }
+
+  #draw(edges, columns, [first, last]) {
+    const spot = ({ column, lane }) => ({ x: (column + 0.5) * COLUMN, y: (lane - first + 0.5) * LANE });
+    const strokes = ["", ""];
+    for (const { from, to, here } of edges) {
+      const [a, b] = [spot(this.#places.get(from)), spot(this.#places.get(to))];
+      const middle = (a.x + b.x) / 2;
+      strokes[Number(here)] += `M${a.x} ${a.y}C${middle} ${a.y} ${middle} ${b.y} ${b.x} ${b.y}`;
+    }
+    this.#lines.forEach((line, i) => line.setAttribute("d", strokes[i]));
+    const picture = this.#strip.firstChild;
+    picture.setAttribute("width", columns * COLUMN);
+    picture.setAttribute("height", (last - first + 1) * LANE);
+    for (const [id, dot] of this.#dots) if (!this.#runs.has(id)) (dot.remove(), this.#dots.delete(id));
+    for (const place of this.#places.values()) this.#place(place, spot(place));
+  }
+
+  #place({ id, parent, column }, { x, y }) {
+    const dot = this.#dots.get(id) ?? newDot(id);
+    const run = this.#runs.get(id);
+    const among = this.#places.get(parent)?.children ?? [id];
+    this.#dots.set(id, dot);
+    dot.style.transform = `translate(${x - LANE / 2}px, ${y - LANE / 2}px)`;
+    dot.tabIndex = id === this.#stop ? 0 : -1;
+    dot.classList.toggle("here", Boolean(run.here));
+    set(dot, "aria-label", sentence(run));
+    set(dot, "aria-selected", String(id === this.#current));
+    set(dot, "aria-level", column + 1);
+    set(dot, "aria-setsize", among.length);
+    set(dot, "aria-posinset", among.indexOf(id) + 1);
+  }
+
+  // A screen reader reads them in the order of the document: a run, then what was written on from it. A dot that
+  // is there already is never moved, since moving it would take the focus from it.
+  #order() {
+    let after = this.#strip.firstChild;
+    for (const id of inOrder(this.#places)) {
+      const dot = this.#dots.get(id);
+      if (after.nextSibling !== dot) after.after(dot);
+      after = dot;
+    }
+  }
+
+  #reveal() {
+    const dot = this.#dots.get(this.#current);
+    if (!dot) return;
+    const [strip, box] = [this.#strip.getBoundingClientRect(), dot.getBoundingClientRect()];
+    const left = box.left - strip.left - (strip.width - box.width) * 0.7; // most of what is seen led here
+    const top = box.top - strip.top - (strip.height - box.height) / 2;
+    this.#strip.scrollBy({ left, top });
+  }
+
+  #select(id) {
+    const held = this.#strip.getAttribute("aria-disabled") === "true";
+    if (!held && id !== null && id !== this.#current) this.#onselect(this.#runs.get(id).id);
+  }
+
+  #pressed(event) {
+    const id = dotOf(event);
+    if (id === null || event.ctrlKey || event.metaKey || event.altKey) return;
+    const other = neighbour(this.#places, id, event.key);
+    const chosen = event.key === "Enter" || event.key === " ";
+    if (other === null && !chosen && !/^(Arrow|Home|End)/.test(event.key)) return;
+    event.preventDefault(); // an arrow that leads nowhere does not scroll either
+    if (chosen) this.#select(id);
+    else if (other !== null) this.#dots.get(other).focus();
+  }
+
+  #focused(id) {
+    if (id === null) return;
+    if (this.#dots.has(this.#stop)) this.#dots.get(this.#stop).tabIndex = -1;
+    this.#dots.get(id).tabIndex = 0;
+    this.#stop = id;
+    this.#tell(id);
+  }
+
+  #settle() {
+    this.#tell(dotOf({ target: document.activeElement }) ?? this.#current);
+  }
+
+  #tell(id) {
+    const run = this.#runs.get(id);
+    const text = run ? sentence(run) : "";
+    if (this.#words.textContent !== text) this.#words.textContent = text;
+  }
+}
+
+// Ids go through the document as text.
+function byName(run) {
+  const name = (id) => (id === null ? null : String(id));
+  return { ...run, id: name(run.id), parent: name(run.parent), next: name(run.next) };
+}
+
+function dotOf({ target }) {
+  return target.closest?.("[role=treeitem]")?.dataset.id ?? null;
+}
+
+function newDot(id) {
+  const dot = element("div");
+  dot.dataset.id = id;
+  dot.setAttribute("role", "treeitem");
+  return dot;
+}
+
+function sentence({ number, words, facts: { finish, seed } }) {
+  const told = [number ? `Run ${number}` : "Beginning", words || "nothing yet"];
+  if (finish) told.push(`ended by ${finish}`);
+  if (seed !== undefined) told.push(`seed ${seed}`);
+  return told.join(" \u00b7 ");
+}
+
+// An attribute that is set again is work for the browser and a change for the screen reader, also if it is the same.
+function set(dot, name, value) {
+  if (dot.getAttribute(name) !== String(value)) dot.setAttribute(name, value);
+}
+
+function svg(name) {
+  return document.createElementNS("http://www.w3.org/2000/svg", name);
+}

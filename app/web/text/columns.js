@@ -1,0 +1,126 @@
+// Continuations side by side, over the sheet: how the text ends so far, and the ways in which it may go on, as they
+// stream. One is taken, or none. Knows nothing of the document, its history or the server; main.js says what comes.
+
+import { classed } from "../elements.js";
+import { Column } from "./column.js";
+
+const FIELDS = "input, textarea, select, [contenteditable]";
+
+export class Columns {
+  #root;
+  #over;
+  #hear;
+  #columns = [];
+  #before = null; // what had the focus
+  #keys = null; // the AbortController of the listener for keys
+  #running = false;
+  #frame = 0;
+
+  /**
+   * `root` stands over the element `over`. Closes itself, and then calls ontake(index) or onclose();
+   * announce(words) is for who does not see it.
+   */
+  constructor(root, { over, ontake, onclose, announce }) {
+    [this.#root, this.#over] = [root, over];
+    this.#hear = { ontake, onclose, announce };
+    root.setAttribute("role", "group");
+    root.tabIndex = -1;
+  }
+
+  get isOpen() {
+    return this.#keys !== null;
+  }
+
+  /** Room for `count` continuations behind `tail`, the end of the text so far. */
+  open(count, tail) {
+    this.close();
+    this.#running = true;
+    this.#keys = new AbortController();
+    document.addEventListener("keydown", (event) => this.#pressed(event), { signal: this.#keys.signal });
+    this.#columns = Array.from({ length: count }, (_, index) => new Column(index + 1, () => this.#take(index)));
+    this.#root.setAttribute("aria-label", `${count} continuations`);
+    this.#root.replaceChildren(
+      classed("p", "tail", tail),
+      classed("div", `abreast abreast-${Math.min(count, 4)}`, ...this.#columns.map(({ element }) => element)),
+      this.#foot(count),
+    );
+    this.#root.hidden = false;
+    this.#before = document.activeElement;
+    if (this.#over.contains(this.#before) || this.#before === document.body) this.#root.focus({ preventScroll: true });
+    this.#over.inert = true;
+    this.#root.scrollIntoView({ block: "nearest" });
+    this.#hear.announce(`${count} continuations.`);
+  }
+
+  /** More of one of them; `tokens` as the server told them, or null. All are written in one go, once a frame. */
+  append(index, text, tokens = null) {
+    this.#columns[index].append(text, tokens);
+    this.#frame ||= requestAnimationFrame(() => this.#write());
+  }
+
+  /** One of them has ended. */
+  finish(index, reason) {
+    this.#columns[index].finish(reason);
+    this.#hear.announce(`Continuation ${index + 1} ended.`);
+  }
+
+  /** The run is over: what has come can be taken. */
+  end() {
+    if (!this.isOpen) return;
+    this.#write();
+    this.#running = false;
+    for (const column of this.#columns) {
+      if (!column.ended) column.finish("stopped");
+      column.offer();
+    }
+    this.#root.lastElementChild.classList.remove("later");
+  }
+
+  close() {
+    if (!this.isOpen) return;
+    this.#keys.abort();
+    cancelAnimationFrame(this.#frame);
+    [this.#keys, this.#frame, this.#running] = [null, 0, false];
+    const inside = this.#root.contains(document.activeElement);
+    this.#over.inert = false;
+    this.#root.hidden = true;
+    this.#root.replaceChildren();
+    if (inside) this.#before.focus({ preventScroll: true });
+  }
+
+  // It takes its room from the beginning, so that nothing moves once it is seen.
+  #foot(count) {
+    const none = classed("button", "quiet", "Take none");
+    none.type = "button";
+    none.addEventListener("click", () => this.#leave());
+    return classed("p", "columns-note later", `All ${count} stay as branches. `, none);
+  }
+
+  // The view stays at the beginnings: they are what is compared.
+  #write() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = 0;
+    for (const column of this.#columns) column.write();
+  }
+
+  #take(index) {
+    if (this.#running || !this.#columns[index]?.hasText) return;
+    this.close();
+    this.#hear.ontake(index);
+  }
+
+  #leave() {
+    this.close();
+    this.#hear.onclose();
+  }
+
+  #pressed(event) {
+    if (event.defaultPrevented) return; // it stopped the run just now
+    if (event.ctrlKey || event.metaKey || event.altKey || event.isComposing) return;
+    const number = /^[1-9]$/.test(event.key) && !event.target.closest(FIELDS) ? Number(event.key) : 0;
+    if (number > 0) this.#take(number - 1);
+    else if (event.key === "Escape" && !this.#running) this.#leave();
+    else return;
+    event.preventDefault();
+  }
+}

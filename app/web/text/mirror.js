@@ -1,0 +1,72 @@
+// The document's text once more, in two inks: what the user wrote and what the model wrote. A line of the text is a
+// block of its own, so that text which comes in at the end is laid out and painted with its own line only. Knows
+// nothing of the textarea that it lies under, nor of when to write.
+
+import { element } from "../elements.js";
+
+export class Mirror {
+  #root;
+
+  constructor(root) {
+    this.#root = root;
+  }
+
+  /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. Touches only what differs. */
+  paint(text, written) {
+    const lines = split(text, written);
+    const blocks = this.#root.children;
+    while (blocks.length > lines.length) blocks[blocks.length - 1].remove();
+    lines.forEach((parts, index) => paintLine(blocks[index] ?? this.#root.appendChild(element("div")), parts));
+  }
+
+  /** Text of the model's, at the end. */
+  append(text) {
+    const [first, ...more] = text.split("\n");
+    this.#write(this.#root.lastElementChild ?? this.#root.appendChild(element("div")), first);
+    for (const line of more) this.#write(this.#root.appendChild(element("div")), line);
+  }
+
+  #write(block, text) {
+    if (text === "") return;
+    const last = block.lastElementChild;
+    if (last?.className === "written") last.lastChild.appendData(text);
+    else block.append(span("written", text));
+  }
+}
+
+function paintLine(block, parts) {
+  const spans = block.children;
+  while (spans.length > parts.length) spans[spans.length - 1].remove();
+  parts.forEach(([kind, piece], index) => {
+    const old = spans[index];
+    if (!old) block.append(span(kind, piece));
+    else {
+      if (old.className !== kind) old.className = kind;
+      if (old.textContent !== piece) old.textContent = piece;
+    }
+  });
+}
+
+function span(kind, text) {
+  const made = element("span", text);
+  made.className = kind;
+  return made;
+}
+
+// A list for each line, of [kind, text]: own and written stretches in turn.
+function split(text, written) {
+  const lines = [[]];
+  const put = (kind, stretch) => {
+    const [first, ...more] = stretch.split("\n");
+    if (first !== "") lines.at(-1).push([kind, first]);
+    for (const line of more) lines.push(line === "" ? [] : [[kind, line]]);
+  };
+  let at = 0;
+  for (const [start, end] of written) {
+    put("own", text.slice(at, start));
+    put("written", text.slice(start, end));
+    at = end;
+  }
+  put("own", text.slice(at));
+  return lines;
+}

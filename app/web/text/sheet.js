@@ -1,0 +1,125 @@
+// The sheet: one textarea, and a mirror behind it that shows the same text with the model's words in another ink (a
+// textarea has one colour only). The mirror's height makes the textarea's, and both scroll together in `scroller`.
+// While text streams it is seen in the mirror, with one write per animation frame; the textarea, which lays its whole
+// text out again for every letter, follows now and then. Knows nothing of where text comes from: no server, no
+// history, no storage.
+
+import { difference } from "./manuscript.js";
+import { Mirror } from "./mirror.js";
+
+const NEAR = 24; // px: so close to the bottom counts as being there
+const LAG = 500; // ms that the textarea may be behind the mirror
+
+export class Sheet {
+  #scroller;
+  #area;
+  #mirror;
+  #unseen = ""; // text that is not in the mirror yet,
+  #unwritten = ""; // and text that is not in the textarea yet
+  #writtenAt = -Infinity;
+  #frame = 0;
+  #height = 0; // of the scroller, when it was last laid out
+  #caretAtEnd = false;
+
+  /** `ontype(text)` is called when the user changed the text. */
+  constructor({ scroller, area, mirror }, { ontype }) {
+    [this.#scroller, this.#area, this.#mirror] = [scroller, area, new Mirror(mirror)];
+    area.addEventListener("input", () => ontype(area.value));
+    new ResizeObserver(() => this.#resized()).observe(scroller);
+  }
+
+  focus() {
+    this.#area.focus({ preventScroll: true });
+  }
+
+  /** The whole text as it is now; `written`: [[start, end]] of what the model wrote. The caret goes to the change. */
+  show(text, written) {
+    this.#forget();
+    const { start, removed, added } = difference(this.#area.value, text);
+    if (removed || added) {
+      this.#area.value = text;
+      this.#area.setSelectionRange(start + added, start + added);
+    }
+    this.paint(text, written);
+  }
+
+  /** The mirror alone: the text stands in the textarea already. */
+  paint(text, written) {
+    this.#mirror.paint(text, written);
+  }
+
+  toEnd() {
+    this.#caretToEnd();
+    this.#follow();
+  }
+
+  /** From here to close() the text belongs to the stream: what the user types would land in its middle. */
+  open() {
+    this.#caretAtEnd = this.#area.selectionStart === this.#area.value.length;
+    this.#area.readOnly = true;
+    this.#writtenAt = -Infinity; // what comes first is written at once: there may be a placeholder
+  }
+
+  /** Text from the model, at the end. */
+  append(text) {
+    this.#unseen += text;
+    this.#unwritten += text;
+    this.#frame ||= requestAnimationFrame(() => this.#draw());
+  }
+
+  /** Writes what is waiting, without waiting for the frame: a tab in the background draws none. */
+  flush() {
+    cancelAnimationFrame(this.#frame);
+    this.#draw(0);
+  }
+
+  close() {
+    this.flush();
+    this.#area.readOnly = false;
+    // Who was writing at the end goes on writing at the new end; who selected something keeps it.
+    const { selectionStart, selectionEnd } = this.#area;
+    if (this.#caretAtEnd && selectionStart === selectionEnd) this.#caretToEnd();
+  }
+
+  #forget() {
+    cancelAnimationFrame(this.#frame);
+    [this.#unseen, this.#unwritten, this.#frame] = ["", "", 0];
+  }
+
+  // The view follows the text only for a reader who is at its end; who scrolled up to read stays there.
+  #draw(lag = LAG) {
+    if (this.#unwritten === "") return;
+    const following = this.#atEnd(this.#scroller.clientHeight);
+    if (this.#unseen !== "") this.#mirror.append(this.#unseen);
+    [this.#unseen, this.#frame] = ["", 0];
+    if (performance.now() - this.#writtenAt >= lag) this.#write();
+    if (following) this.#follow();
+  }
+
+  // The same where the sheet gets lower: what came under it, or a phone's keyboard, does not hide the end. Not while
+  // another view of the text stands in its place.
+  #resized() {
+    if (this.#area.offsetParent && this.#atEnd(this.#height)) this.#follow();
+    this.#height = this.#scroller.clientHeight;
+  }
+
+  #atEnd(height) {
+    const { scrollTop, scrollHeight } = this.#scroller;
+    return scrollHeight - scrollTop - height < NEAR;
+  }
+
+  #follow() {
+    this.#scroller.scrollTop = 1e9; // as far as it goes
+  }
+
+  #write() {
+    const end = this.#area.value.length;
+    this.#area.setRangeText(this.#unwritten, end, end, "preserve");
+    this.#unwritten = "";
+    this.#writtenAt = performance.now();
+  }
+
+  #caretToEnd() {
+    this.#area.setSelectionRange(this.#area.value.length, this.#area.value.length);
+  }
+}

@@ -1,0 +1,146 @@
+// The next token as bars: what the model says (outline) and what sampling leaves of it (filled), drawn again at once
+// when a setting changes. Knows no request and no document: it is shown the most likely tokens of a place.
+
+import { element, put } from "../elements.js";
+import { Alternative, obstacle, walk } from "./alternative.js";
+import { OFF, sampled } from "./sampling.js";
+import { percent, probability, restOf } from "./token.js";
+
+// What also decides, and is not drawn: it depends on more than this place. With what counts as unset.
+const OTHERS = {
+  repetition_penalty: ["1"],
+  presence_penalty: ["0"],
+  frequency_penalty: ["0"],
+  logit_bias: ["{}"],
+  min_tokens: ["0"],
+  regex: [],
+  json_schema: [],
+  grammar: [],
+};
+
+const MOST = 10; // bars, beside that of the chosen token and that of all others
+
+export class Bars {
+  #onpick;
+  #head = element("p");
+  #list = element("ol");
+  #rest = element("div");
+  #note = element("p");
+  #alternatives = [];
+  #top = [];
+  #vocabulary = 0;
+  #typed = {};
+  #resolved = {};
+
+  /** `onpick(token)`: a bar was taken. */
+  constructor(root, { onpick }) {
+    this.#onpick = onpick;
+    this.#list.className = "alternatives";
+    this.#rest.className = "alternative rest";
+    this.#note.className = "note";
+    this.#note.setAttribute("role", "status");
+    this.#head.className = "alternative head";
+    put(root, this.#head, this.#list, this.#note);
+    this.#list.addEventListener("click", (event) => this.#clicked(event));
+    this.#list.addEventListener("keydown", (event) => walk(event, this.#alternatives.map((one) => one.element)));
+  }
+
+  /** The most likely tokens of a place; `chosen`: the id of the one that stands in the text. */
+  show(top, { vocabulary, chosen = null }) {
+    const hadFocus = this.#list.contains(document.activeElement);
+    [this.#top, this.#vocabulary] = [top, vocabulary];
+    const shown = top.filter(({ id }, index) => index < MOST || id === chosen);
+    this.#alternatives = shown.map((token) => new Alternative(token, token.id === chosen));
+    const items = this.#alternatives.map((one) => element("li", one.element));
+    this.#list.replaceChildren(...items, ...(top.length ? [element("li", this.#rest)] : []));
+    this.#draw();
+    if (hadFocus) this.#alternatives[0]?.element.focus({ preventScroll: true });
+  }
+
+  /** The settings as typed, and what the model takes where nothing is. */
+  settings(typed, resolved = {}) {
+    [this.#typed, this.#resolved] = [typed, resolved];
+    this.#draw();
+  }
+
+  /** In place of bars. */
+  say(sentence) {
+    this.show([], { vocabulary: 0 });
+    this.#head.replaceChildren();
+    this.#note.textContent = sentence;
+  }
+
+  #draw() {
+    if (!this.#top.length) return;
+    const { values, doubts } = this.#settings();
+    const { shares, rest, exact } = sampled(this.#top, this.#vocabulary, values);
+    const left = new Map(this.#top.map((token, index) => [token, shares[index]]));
+    const models = this.#alternatives.map((one) => probability(one.token));
+    const full = scale(Math.max(...models, ...shares));
+    this.#alternatives.forEach((one, at) => one.show({ model: models[at], left: left.get(one.token), full }));
+    this.#drawHead(full);
+    for (const one of this.#alternatives) left.delete(one.token);
+    this.#drawRest([...left], rest, full);
+    const told = percent(1 - restOf(this.#top));
+    const estimate = `Estimated: the ${this.#top.length} best hold ${told}, the rest is taken to fall off as words do.`;
+    this.#note.textContent = [...doubts, ...(exact ? [] : [estimate])].join(" ");
+  }
+
+  #drawHead(full) {
+    const words = ["", `0 to ${100 * full} %`, "model", "sampled"];
+    this.#head.replaceChildren(...words.map((text) => element("span", text)));
+  }
+
+  // All that have no bar of their own: `known` [[token, share]] of those that were told, and those that were not.
+  #drawRest(known, rest, full) {
+    const others = this.#vocabulary - this.#alternatives.length;
+    const model = known.reduce((sum, [token]) => sum + probability(token), restOf(this.#top));
+    const share = known.reduce((sum, [, left]) => sum + left, rest.share);
+    const count = known.filter(([, left]) => left > 0).length + rest.count;
+    this.#rest.hidden = others <= 0;
+    const parts = ["label", "track", "share", "share made"].map((name) => Object.assign(element("span"), { className: name }));
+    parts[0].append(count > 0 && count < others ? `${count} of ${others} others` : `${others} others`);
+    for (const [name, width] of [["outline", model], ["fill", share]]) {
+      const bar = Object.assign(element("span"), { className: name });
+      bar.style.width = `${Math.min((100 * width) / full, 100)}%`;
+      parts[1].append(bar);
+    }
+    parts[2].append(percent(model));
+    parts[3].append(count > 0 ? percent(share) : "out");
+    this.#rest.classList.toggle("out", count === 0);
+    this.#rest.replaceChildren(...parts);
+  }
+
+  // Numbers for the arithmetic, and sentences on what it leaves out.
+  #settings() {
+    const [values, doubts] = [{}, []];
+    for (const name of Object.keys(OFF)) {
+      const typed = this.#typed[name]?.trim() ?? "";
+      const value = Number(typed === "" ? (this.#resolved[name] ?? OFF[name]) : typed);
+      if (Number.isFinite(value)) values[name] = value;
+      else doubts.push(`${name} is no number, and not drawn.`);
+    }
+    const set = Object.keys(OTHERS).filter((name) => this.#isSet(name));
+    if (set.length) doubts.push(`Not drawn: ${set.join(", ")}.`);
+    return { values, doubts };
+  }
+
+  #isSet(name) {
+    const text = String(this.#typed[name]?.trim() || (this.#resolved[name] ?? "")).trim();
+    const isNeutral = text === "" || OTHERS[name].some((neutral) => text === neutral || Number(text) === Number(neutral));
+    return !isNeutral;
+  }
+
+  #clicked({ target }) {
+    const button = target.closest("button");
+    const taken = this.#alternatives.find((one) => one.element === button)?.token;
+    if (!taken) return;
+    if (obstacle(taken)) this.#note.textContent = obstacle(taken);
+    else this.#onpick({ ...taken, top: this.#top });
+  }
+}
+
+// The share of a whole bar, in steps: a bar that grows must not be outrun by its scale.
+function scale(largest) {
+  return [0.25, 0.5].find((step) => largest <= step) ?? 1;
+}

@@ -1,0 +1,169 @@
+// What the page shows of tokens, kept in step with the document: the inspect view and what it has to have measured,
+// and the bars of the next token. Knows the views and what to ask; neither addresses nor what taking a token does.
+
+import { difference } from "../text/manuscript.js";
+import { Bars } from "./bars.js";
+import { fill } from "./fill.js";
+import { Inspect } from "./inspect.js";
+import { NextToken } from "./next.js";
+import { legend } from "./scale.js";
+import { gaps, isTold, within } from "./units.js";
+
+export class Reading {
+  #elements;
+  #server;
+  #inspect;
+  #bars;
+  #next;
+  #onerror;
+  #document = { text: "", units: [], running: false };
+  #known = { text: "", units: [] }; // what the view shows, with all that was measured
+  #measuredText = null; // the text of which all is known that the server can tell: of a long one the end
+  #request = null; // the AbortController of the measurement that is out
+  #vocabulary = 0;
+  #drawn = null; // the text whose next token the bars show
+
+  /**
+   * `elements`: inspect (the view), scroller (what it scrolls in), note (the line under it), next (<details>), bars.
+   * `server`: tokenize(text, signal), score(ids, logprobs, signal), next(text, signal): see fill.js and next.js.
+   * `onpick(at, token)`: that token in that place; `onerror(error)` for what is more than the view's own concern.
+   */
+  constructor(elements, server, { onpick, onerror }) {
+    [this.#elements, this.#server, this.#onerror] = [elements, server, onerror];
+    const onselect = () => this.#drawBars();
+    this.#inspect = new Inspect(elements.inspect, elements.scroller, { onpick, onselect });
+    const onbar = (token) => this.#isStale || onpick(this.#place, token);
+    this.#bars = new Bars(elements.bars, { onpick: onbar });
+    const answered = { onanswer: (token) => this.#answered(token), onerror: (error) => this.#failed(error) };
+    this.#next = new NextToken(server.next, answered);
+    elements.next.addEventListener("toggle", () => this.#drawBars());
+  }
+
+  /** Whether the inspect view is shown: then a run should tell its tokens. */
+  get isOpen() {
+    return !this.#elements.inspect.hidden;
+  }
+
+  /** Of the model, once it is known; what was refused for want of a key is asked again. */
+  set vocabulary(count) {
+    this.#vocabulary = count;
+    this.show(this.#document);
+  }
+
+  open({ withFocus }) {
+    [this.#elements.inspect.hidden, this.#elements.note.hidden] = [false, false];
+    this.show(this.#document);
+    if (withFocus) this.#inspect.focus();
+  }
+
+  close() {
+    [this.#elements.inspect.hidden, this.#elements.note.hidden] = [true, true];
+    this.#request?.abort();
+    this.#drawBars();
+  }
+
+  /** The document changed, or a run began or ended: { text, units, running }, as they are whenever they are read. */
+  show(document) {
+    this.#document = document;
+    this.#request?.abort(); // what it measures is not this text, or not all of it
+    if (this.isOpen) this.#read();
+    this.#drawBars();
+  }
+
+  /** A unit that came at the end, and its text. */
+  append(unit, text) {
+    if (!this.isOpen) return;
+    this.#inspect.append(unit, text);
+    this.#known.text += text;
+    if (unit.tokens) this.#known.units.push(unit);
+  }
+
+  /** The settings as typed, and what the model takes where nothing is. */
+  settings(typed, resolved) {
+    this.#bars.settings(typed, resolved);
+  }
+
+  // Where the bars stand: the selected token's place, or the end of the text.
+  get #place() {
+    return this.isOpen ? this.#inspect.selected.start : this.#document.text.length;
+  }
+
+  // While the bars are still those of another text.
+  get #isStale() {
+    return this.#elements.bars.ariaBusy === "true";
+  }
+
+  set #isStale(value) {
+    this.#elements.bars.ariaBusy = String(value);
+  }
+
+  async #read() {
+    const { text, units, running } = this.#document;
+    const isWhole = () => this.#measuredText === text || !gaps(this.#known.units, text.length).length;
+    if (this.#known.text === text && isWhole()) return;
+    const all = [...units.filter(isTold), ...this.#measured(text, units)].sort((a, b) => a.start - b.start);
+    this.#show(text, all, 0);
+    if (running || !gaps(all, text.length).length) return;
+    const { signal } = (this.#request = new AbortController());
+    try {
+      const { units: filled, unread } = await fill(text, all, { ...this.#server, signal });
+      if (signal.aborted) return;
+      this.#show(text, filled, unread);
+      this.#measuredText = text;
+    } catch (error) {
+      if (!signal.aborted) this.#refused(error);
+    }
+  }
+
+  // What was measured before still holds where nothing in front of it has changed. Of the last token nobody knows,
+  // unless the model itself went on behind it: a letter more may make another token of it.
+  #measured(text, units) {
+    const { start } = difference(this.#known.text, text);
+    const ends = new Set(units.map((unit) => unit.start));
+    const holds = this.#known.units.filter(({ end }) => end < start || (end === start && ends.has(end)));
+    return gaps(units, text.length).flatMap((hole) => within(holds, hole));
+  }
+
+  #show(text, units, unread) {
+    this.#known = { text, units: [...units] };
+    this.#inspect.show(text, units);
+    const plain = unread ? `The first ${unread.toLocaleString("en")} tokens are beyond what the model reads.` : "";
+    this.#elements.note.replaceChildren(legend(), plain);
+    this.#drawBars();
+  }
+
+  #refused(error) {
+    this.#elements.note.replaceChildren(legend(), `Not measured: ${error.message}`);
+    this.#onerror(error);
+  }
+
+  #drawBars() {
+    const { next } = this.#elements;
+    const { text, running } = this.#document;
+    const wanted = next.open && !running;
+    if (wanted && !this.isOpen) {
+      this.#isStale = text !== this.#drawn;
+      return this.#next.want(text);
+    }
+    this.#next.stop();
+    [this.#isStale, this.#drawn] = [!wanted, null];
+    if (wanted) this.#drawSelected();
+  }
+
+  #drawSelected() {
+    const [token] = this.#inspect.selected?.tokens ?? [];
+    if (token?.top?.length) this.#bars.show(token.top, { vocabulary: this.#vocabulary, chosen: token.id });
+    else this.#bars.say(token ? "This place has no alternatives." : "Select a token to see its place.");
+  }
+
+  #answered(token) {
+    [this.#isStale, this.#drawn] = [false, this.#document.text];
+    if (token) this.#bars.show(token.top, { vocabulary: this.#vocabulary });
+    else this.#bars.say("The text fills the context: no token can follow.");
+  }
+
+  #failed(error) {
+    this.#bars.say(error.message);
+    this.#onerror(error);
+  }
+}

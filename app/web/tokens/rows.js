@@ -1,0 +1,135 @@
+// The text, one element for each token and one row for each paragraph, so that a token that comes makes the browser
+// lay out one paragraph and not the text (and of a long one its end: fold.js). What streams in is written once a frame,
+// and no more than the frame has time for. Knows what a unit is and how likely it was; neither keys nor what is selected.
+
+import { element } from "../elements.js";
+import { fold, unfold } from "./fold.js";
+import { tint } from "./scale.js";
+import { probability } from "./token.js";
+import { single } from "./units.js";
+
+const NEAR = 24; // px: so close to the bottom counts as being there
+const BUDGET = 1; // ms of a frame for making elements; laying them out and painting them takes three times that
+
+export class Rows {
+  #root;
+  #scroller;
+  #row = null;
+  #units = new WeakMap(); // of an element
+  #queue = [];
+  #frame = 0;
+  #width = 0;
+
+  constructor(root, scroller) {
+    [this.#root, this.#scroller] = [root, scroller];
+    new ResizeObserver(() => this.#resized()).observe(root);
+  }
+
+  /** The whole text. What no unit tells of is plain. */
+  show(text, units) {
+    this.#forget();
+    this.#root.replaceChildren();
+    this.#row = null;
+    let at = 0;
+    for (const unit of single(units, text)) {
+      if (unit.start > at) this.#put(null, text.slice(at, unit.start));
+      this.#put(unit, text.slice(unit.start, unit.end));
+      at = unit.end;
+    }
+    this.#put(null, text.slice(at));
+  }
+
+  /** A unit that came, and its text. */
+  append(unit, text) {
+    for (const one of single([unit], text, unit.start)) {
+      this.#queue.push([one, text.slice(one.start - unit.start, one.end - unit.start)]);
+    }
+    this.#frame ||= requestAnimationFrame(() => this.#write());
+  }
+
+  /** The unit of an element, or undefined where it is none of a token. */
+  unit(token) {
+    return this.#units.get(token);
+  }
+
+  /** The first (-1) or the last (1) token, or null. */
+  end(step) {
+    const tokens = this.#tokens;
+    return tokens[step > 0 ? tokens.length - 1 : 0] ?? null;
+  }
+
+  /** The token in which this place of the text is, or null. */
+  at(offset) {
+    return [...this.#tokens].find((token) => this.unit(token).end > offset) ?? null;
+  }
+
+  /** The first token that is in sight, or null. */
+  inSight() {
+    const { top } = this.#scroller.getBoundingClientRect();
+    return [...this.#tokens].find((token) => token.getBoundingClientRect().top >= top) ?? null;
+  }
+
+  /** The element before (-1) or behind (1) this one, whatever it is of; null at the ends. */
+  beside(token, step) {
+    if (step > 0) return token.nextElementSibling ?? token.parentElement.nextElementSibling?.firstElementChild ?? null;
+    return token.previousElementSibling ?? token.parentElement.previousElementSibling?.lastElementChild ?? null;
+  }
+
+  get #tokens() {
+    return this.#root.getElementsByClassName("token");
+  }
+
+  #forget() {
+    cancelAnimationFrame(this.#frame);
+    [this.#queue, this.#frame] = [[], 0];
+  }
+
+  // The view follows the text only for a reader who is at its end; who scrolled up to read stays there.
+  #write() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
+    const following = scrollHeight - scrollTop - clientHeight < NEAR;
+    const until = performance.now() + BUDGET;
+    if (this.#row) this.#row = fold(this.#row, (token, at) => this.#split(token, at));
+    let written = 0;
+    while (written < this.#queue.length && performance.now() < until) this.#put(...this.#queue[written++]);
+    this.#queue.splice(0, written);
+    if (following) this.#scroller.scrollTop = this.#scroller.scrollHeight;
+    this.#frame = this.#queue.length ? requestAnimationFrame(() => this.#write()) : 0;
+  }
+
+  #put(unit, text) {
+    for (const line of text.match(/[^\n]*\n|[^\n]+/g) ?? []) {
+      this.#row ??= this.#root.appendChild(element("div"));
+      this.#row.append(this.#token(unit, line));
+      if (line.endsWith("\n")) this.#row = null;
+    }
+  }
+
+  // Only the width moves the ends of lines. The last row is sought anew: it may have gone.
+  #resized() {
+    if (this.#root.clientWidth === this.#width) return;
+    this.#width = this.#root.clientWidth;
+    unfold(this.#root);
+    if (this.#row) this.#row = this.#root.lastElementChild;
+  }
+
+  // An element in two, which are of the same unit; returns the second.
+  #split(token, at) {
+    const rest = element("span", token.firstChild.splitText(at));
+    rest.className = token.className;
+    this.#units.set(rest, this.#units.get(token));
+    token.after(rest);
+    return rest;
+  }
+
+  #token(unit, text) {
+    const token = element("span", text);
+    if (!unit?.tokens) return token;
+    this.#units.set(token, unit);
+    const logprob = unit.tokens.reduce((sum, one) => sum + one.logprob, 0);
+    const isFirst = unit.tokens[0].logprob === null;
+    token.className = isFirst ? "token" : `token ${tint(probability({ logprob }))}`;
+    if (text[0] === " ") token.classList.add("spaced");
+    return token;
+  }
+}

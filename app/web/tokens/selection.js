@@ -1,0 +1,88 @@
+// The one token that is selected: it alone can have the focus, its blanks are seen, and a screen reader hears what it
+// was worth. A token may be of several elements (a line end cuts it): the first stands for it. Knows no keys.
+
+import { bits, MARKS, percent, probability, rank, spoken, surprise } from "./token.js";
+
+const BLANKS = { before: /^[ \t]+/, after: /\n$/ };
+
+export class Selection {
+  #rows;
+  #token = null;
+
+  constructor(rows) {
+    this.#rows = rows;
+  }
+
+  /** The element, or null. */
+  get token() {
+    return this.#token;
+  }
+
+  get unit() {
+    return this.#token && this.#rows.unit(this.#token);
+  }
+
+  get text() {
+    return this.#parts(this.#token).map(({ textContent }) => textContent).join("");
+  }
+
+  /** Another one, or none (null). */
+  set(token) {
+    if (this.#token) this.#leave();
+    this.#token = token && this.#parts(token)[0];
+    if (this.#token) this.#enter();
+  }
+
+  /** The elements are gone. */
+  forget() {
+    this.#token = null;
+  }
+
+  /** The first element of the token before (-1) or behind (1) this one, past plain text; null at the ends. */
+  beside(token, step) {
+    const unit = this.#rows.unit(token);
+    let one = token;
+    do one = this.#rows.beside(one, step);
+    while (one && (!this.#rows.unit(one) || this.#rows.unit(one) === unit));
+    return one && this.#parts(one)[0];
+  }
+
+  #enter() {
+    for (const part of this.#parts(this.#token)) {
+      part.classList.add("selected");
+      for (const [side, blanks] of Object.entries(BLANKS)) {
+        part.dataset[side] = Array.from(part.textContent.match(blanks)?.[0] ?? "", (blank) => MARKS[blank]).join("");
+      }
+    }
+    this.#token.tabIndex = 0;
+    this.#token.setAttribute("role", "button");
+    this.#token.setAttribute("aria-haspopup", "dialog");
+    this.#token.setAttribute("aria-label", said(this.unit.tokens));
+  }
+
+  #leave() {
+    for (const part of this.#parts(this.#token)) {
+      part.classList.remove("selected");
+      for (const side of Object.keys(BLANKS)) delete part.dataset[side];
+    }
+    for (const name of ["tabindex", "role", "aria-haspopup", "aria-label"]) this.#token.removeAttribute(name);
+  }
+
+  #parts(token) {
+    const unit = this.#rows.unit(token);
+    const walk = (step) => {
+      const found = [];
+      let one = this.#rows.beside(token, step);
+      for (; one && this.#rows.unit(one) === unit; one = this.#rows.beside(one, step)) found.push(one);
+      return found;
+    };
+    return [...walk(-1).reverse(), token, ...walk(1)];
+  }
+}
+
+function said([token, ...others]) {
+  const name = others.length ? `the first of ${others.length + 1} in one character` : spoken(token);
+  if (token.logprob === null) return `token ${name}, the first, without a probability`;
+  const place = rank(token) ? `rank ${rank(token)}` : `rank beyond ${token.top?.length ?? 0}`;
+  return `token ${name}, ${percent(probability(token))}, ${place}, ${bits(surprise(token))}`.replaceAll("\u00a0", " ");
+}

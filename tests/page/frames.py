@@ -1,0 +1,69 @@
+"""What a browser's main thread does for each frame that it draws, in milliseconds of CPU.
+
+Taken from Chromium's own trace, and counted by the thread's clock: it stands still while others have the core, so that
+a busy machine measures much what a quiet one does. A frame is everything since the frame before: reading the stream,
+scripts, style, layout, and recording what is to be painted. Knows nothing of what the page is.
+"""
+
+import json
+import statistics
+from contextlib import contextmanager
+
+CATEGORIES = ["devtools.timeline", "disabled-by-default-devtools.timeline"]
+DRAWN = "FireAnimationFrame"  # of each frame that has work the page asked for
+
+
+class Frames:
+    """`costs` in ms, one for each frame, in the order of time; filled when the measurement ends."""
+
+    def __init__(self):
+        self.costs = []
+
+    @property
+    def median(self):
+        return statistics.median(self.costs)
+
+    @property
+    def p95(self):
+        return statistics.quantiles(self.costs, n=20)[-1]
+
+    def __str__(self):
+        return f"{len(self.costs)} frames, median {self.median:.1f} ms, 95th percentile {self.p95:.1f} ms of CPU"
+
+
+@contextmanager
+def measured(browser, page):
+    """The frames that `page` draws inside the block."""
+    frames = Frames()
+    browser.start_tracing(page=page, categories=CATEGORIES)
+    try:
+        yield frames
+    finally:
+        events = json.loads(browser.stop_tracing())["traceEvents"]
+        frames.costs = costs(events)
+
+
+def costs(events):
+    """Complete events ("ph": "X") have a beginning and a length in us: "ts" and "dur" of the wall, "tdur" of CPU."""
+    drawn = [event for event in events if event["name"] == DRAWN]
+    main = _thread(max(drawn, key=lambda event: event["ts"]))
+    begun = sorted(event["ts"] for event in drawn if _thread(event) == main)
+    tasks = [e for e in events if e["name"] == "RunTask" and e["ph"] == "X" and _thread(e) == main]
+    found, cost = [], 0.0
+    for task in sorted(tasks, key=lambda task: task["ts"]):
+        cost += task["tdur"] / 1000
+        if _holds(begun, task):
+            found.append(cost)
+            cost = 0.0
+    return found[1:]  # what was before the first one is no frame's
+
+
+def _thread(event):
+    return event["pid"], event["tid"]
+
+
+def _holds(begun, task):
+    """Is one of these moments within the task? They are in order: those that are over are dropped."""
+    while begun and begun[0] < task["ts"]:
+        begun.pop(0)
+    return bool(begun) and begun[0] <= task["ts"] + task["dur"]

@@ -1,0 +1,198 @@
+"""The hand on the page: fixtures of a real browser, and what a visitor does and sees in it (a plug-in of conftest.py).
+
+What a server cannot be made to do at will (a queue, a lost connection, text that looks like markup) is played to the
+page by answering its request in the browser. Skipped where there is no Chromium: apt-get install chromium.
+"""
+
+import json
+import re
+import shutil
+
+import httpx
+import pytest
+
+ARGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
+    chromium = shutil.which("chromium") or pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """A new visitor in front of the page. At the end: no console error, no CSP violation, no asset that failed."""
+    context = browser.new_context(base_url=server.url, viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(30_000)  # for what only has to happen
+    page = context.new_page()
+    trouble = watch(page)
+    page.goto("/")
+    yield page
+    context.close()
+    assert trouble == []
+
+
+@pytest.fixture(scope="module")
+def long_seed(server):
+    """A seed with which the model does not stop early: tests that interrupt a run need one to interrupt."""
+    for seed in range(50):
+        answer = complete(server, seed=seed, max_tokens=200)
+        if answer["usage"]["completion_tokens"] >= 60:
+            return seed
+    raise AssertionError("50 seeds, and every text ended before 60 tokens")
+
+
+DONE = ("done", {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": None}]})
+
+
+def watch(page):
+    trouble = []
+    page.on("pageerror", lambda error: trouble.append(f"exception: {error}"))
+    page.on("console", lambda message: trouble.append(message.text) if _is_defect(message) else None)
+    page.on("response", lambda answer: trouble.append(f"{answer.status} {answer.url}") if _is_missing(answer) else None)
+    return trouble
+
+
+def _is_defect(message):
+    # Chromium reports a refused request as an error of its own; the assets are checked by their status.
+    return message.type in ("error", "warning") and not message.text.startswith("Failed to load resource")
+
+
+def _is_missing(answer):
+    return answer.status >= 400 and answer.request.method == "GET" and not answer.url.endswith("/events")
+
+
+def text(page):
+    return page.locator("#document").input_value()
+
+
+def status(page):
+    return page.locator("#status").inner_text()
+
+
+def set_fields(page, **fields):
+    for name, value in fields.items():
+        field = setting(page, name)
+        if name == "n":
+            field.locator(f'[value="{value}"]').check()
+        else:
+            field.fill(str(value))
+
+
+def setting(page, name):
+    """The control of a request field: one of the main settings, or one of those that are folded away."""
+    known = name in ("temperature", "top_p", "top_k", "max_tokens", "seed", "n")
+    return page.locator(f"#{'' if known else 'setting-'}{name.replace('_', '-')}")
+
+
+def start(page):
+    page.locator("#generate").click()
+
+
+def generate(page, ends="done"):
+    start(page)
+    wait_for(page, ends)
+
+
+def wait_for(page, state):
+    page.locator(f'#status[data-state="{state}"]').wait_for()
+    if state not in ("waiting", "streaming"):
+        page.locator("#document:not([readonly])").wait_for(state="attached")  # it is hidden in the inspect view
+
+
+def slow_down(page):
+    """A line of 4 kB/s, so that there is time to interrupt."""
+    conditions = {"offline": False, "latency": 0, "downloadThroughput": 4000, "uploadThroughput": -1}
+    page.context.new_cdp_session(page).send("Network.emulateNetworkConditions", conditions)
+
+
+def play(page, *events):
+    """Answer the page's POST /complete with these events, all at once, and then close the connection."""
+    answer_with(page, content_type="text/event-stream", body=stream_of(*events))
+
+
+def stream_of(*events):
+    return "".join(f"id: r:{i}\nevent: {name}\ndata: {json.dumps(data)}\n\n" for i, (name, data) in enumerate(events))
+
+
+def watch_status(page):
+    """What the status line says from now on, as a handle to a list that grows."""
+    return page.evaluate_handle("""() => {
+        const said = [], status = document.getElementById("status");
+        new MutationObserver(() => said.push(status.textContent)).observe(status, { childList: true });
+        return said;
+    }""")
+
+
+def cut_streams(page, after):
+    """The page's first POST /complete breaks off after so many events; what follows goes its way."""
+    page.evaluate(
+        """(after) => {
+        const fetch = window.fetch;
+        window.fetch = async (...request) => {
+            const response = await fetch(...request);
+            if (request[1]?.method !== "POST") return response;
+            window.fetch = fetch;
+            const reader = response.body.getReader();
+            let seen = 0;
+            const pull = async (controller) => {
+                const { value } = await reader.read();
+                seen += new TextDecoder().decode(value).split("event:").length - 1;
+                controller.enqueue(value);
+                if (seen < after) return;
+                reader.cancel();
+                controller.error(new TypeError("network error"));
+            };
+            return new Response(new ReadableStream({ pull }));
+        };
+    }""",
+        after,
+    )
+
+
+def drip(page):
+    """From now on every event of an answer comes in a frame of its own, as over a slow line."""
+    page.evaluate("""() => {
+        const fetch = window.fetch;
+        window.fetch = async (...request) => {
+            const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
+            const pull = async (controller) => {
+                // Two frames: what is written in the first has been drawn in the second.
+                for (const _ of "12") await new Promise(requestAnimationFrame);
+                if (events.length) controller.enqueue(new TextEncoder().encode(events.shift()));
+                else controller.close();
+            };
+            return new Response(new ReadableStream({ pull }));
+        };
+    }""")
+
+
+def answer_with(page, **answer):
+    page.route("**/complete", lambda route: route.fulfill(**answer))
+
+
+def complete(server, **fields):
+    answer = httpx.post(f"{server.url}/complete", json={"prompt": PROMPT, "stream": False, **fields}, timeout=30)
+    return answer.raise_for_status().json()
+
+
+def whole_text(server, **fields):
+    return complete(server, **fields)["choices"][0]["text"]
+
+
+def as_textarea(value):
+    """A textarea knows one line end: LF."""
+    return re.sub("\r\n?", "\n", value)

@@ -1,0 +1,327 @@
+"""The tree of runs, continuations side by side, and what is announced, in a real browser."""
+
+import pytest
+from hand import DONE, PROMPT, generate, play, set_fields, start, text, wait_for
+
+CHOICES = [{"index": 0, "finish_reason": "length"}, {"index": 1, "finish_reason": "stop"}]
+TWO = [
+    ("start", {"seed": 7}),
+    ("token", {"index": 0, "text": " there was", "tokens": [{"id": 1, "text": " there was", "logprob": -1.0}]}),
+    ("token", {"index": 1, "text": " a girl.", "tokens": None}),
+    ("token", {"index": 0, "text": " a king", "tokens": [{"id": 2, "text": " a king", "logprob": -0.2}]}),
+]
+
+
+def play_run(page, words, seed=7):
+    play(page, ("start", {"seed": seed}), ("token", {"text": words}), DONE)
+    generate(page)
+
+
+def regenerate(page, words):
+    play(page, ("start", {"seed": 8}), ("token", {"text": words}), DONE)
+    page.get_by_role("button", name="Regenerate").click()
+    wait_for(page, "done")
+
+
+def dots(page):
+    return page.get_by_role("treeitem")
+
+
+def dot(page, words):
+    return page.get_by_role("treeitem", name=words)
+
+
+@pytest.fixture
+def branched(page):
+    """Beginning - "one" - "two", and beside "two" its sibling "three", where we are."""
+    play_run(page, " one")
+    assert page.locator("#branches").is_hidden(), "one run is undone and redone: there is nowhere else to go"
+    play_run(page, " two")
+    regenerate(page, " three")
+    assert dots(page).count() == 4
+    return page
+
+
+# The tree strip
+
+
+def test_every_run_is_a_dot_and_one_click_goes_back_to_it(branched):
+    assert text(branched) == f"{PROMPT} one three"
+    dot(branched, "two").click()
+    assert text(branched) == f"{PROMPT} one two"
+    assert dot(branched, "two").get_attribute("aria-selected") == "true"
+    dot(branched, "Beginning").click()
+    assert text(branched) == PROMPT
+    dot(branched, "three").click()
+    assert text(branched) == f"{PROMPT} one three"
+    assert dots(branched).count() == 4, "going about makes no branches"
+
+
+def test_the_strip_tells_of_the_dot_under_the_pointer_or_the_focus_and_else_of_where_one_is(branched):
+    words = branched.locator(".branch-words")
+    assert words.inner_text() == "Run 3 \u00b7 three \u00b7 ended by length \u00b7 seed 8"
+    dot(branched, "two").hover()
+    assert words.inner_text() == "Run 2 \u00b7 two \u00b7 ended by length \u00b7 seed 7"
+    branched.mouse.move(0, 0)
+    assert words.inner_text().startswith("Run 3")
+    dot(branched, "one").focus()
+    assert words.inner_text().startswith("Run 1")
+    dot(branched, "two").hover()
+    branched.mouse.move(0, 0)
+    assert words.inner_text().startswith("Run 1"), "the focus is still there"
+
+
+def test_the_tree_is_one_stop_for_the_keyboard_and_its_arrows_go_along_the_lines(branched):
+    page = branched
+    assert [d.get_attribute("tabindex") for d in dots(page).all()].count("0") == 1
+    dot(page, "three").focus()
+    for key, name in [
+        ("ArrowUp", "two"),
+        ("ArrowLeft", "one"),
+        ("ArrowRight", "three"),
+        ("Home", "Beginning"),
+        ("End", "three"),
+    ]:
+        page.keyboard.press(key)
+        assert name in page.evaluate("() => document.activeElement.getAttribute('aria-label')"), key
+    page.keyboard.press("ArrowUp")
+    assert text(page) == f"{PROMPT} one three", "the focus alone goes nowhere"
+    page.keyboard.press("Enter")
+    assert text(page) == f"{PROMPT} one two"
+    assert "two" in page.evaluate("() => document.activeElement.getAttribute('aria-label')"), "the focus stays"
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Tab")
+    assert "two" in page.evaluate("() => document.activeElement.getAttribute('aria-label')")
+
+
+def test_a_screen_reader_gets_the_tree_as_one(branched):
+    seen = [
+        [d.get_attribute(f"aria-{name}") for name in ("level", "posinset", "setsize", "selected")]
+        for d in dots(branched).all()
+    ]
+    assert seen == [
+        ["1", "1", "1", "false"],
+        ["2", "1", "1", "false"],
+        ["3", "1", "2", "false"],
+        ["3", "2", "2", "true"],
+    ]
+    assert branched.get_by_role("tree", name="Runs").count() == 1
+
+
+def test_two_hundred_runs_are_a_strip_that_scrolls_to_where_one_is(page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    seen = page.evaluate("""async () => {
+        const { Branches } = await import("/web/text/branches.js");
+        const root = document.getElementById("branches");
+        root.replaceChildren();
+        const runs = Array.from({ length: 200 }, (_, id) => ({
+            id, parent: id ? (id % 5 ? id - 1 : id - 5) : null, next: null, words: `words of ${id}`, facts: {},
+            current: id === 199, here: false,
+        }));
+        const branches = new Branches(root, { onselect() {} });
+        branches.show(runs);
+        const before = root.querySelector("[data-id='199']");
+        branches.show(runs);
+        await new Promise((done) => setTimeout(done, 600)); // it scrolls smoothly
+        const [box, strip] = [before, root.firstChild].map((e) => e.getBoundingClientRect());
+        const beside = box.left >= strip.left && box.right <= strip.right;
+        return {
+            same: before === root.querySelector("[data-id='199']"),
+            dots: root.querySelectorAll("[role=treeitem]").length,
+            inside: beside && box.top >= strip.top && box.bottom <= strip.bottom,
+            width: document.documentElement.scrollWidth,
+            height: strip.height,
+        };
+    }""")
+    assert seen.pop("height") <= 130
+    assert seen == {"same": True, "dots": 200, "inside": True, "width": 390}
+
+
+# Continuations side by side
+
+
+@pytest.fixture
+def abreast(page):
+    """Two continuations that have come to their ends."""
+    play(page, *TWO, ("done", {"choices": CHOICES}))
+    choose_two(page)
+    page.locator("#document").press("Control+Enter")
+    wait_for(page, "done")
+    return page
+
+
+def choose_two(page):
+    set_fields(page, n="2")
+
+
+def continuations(page):
+    return page.get_by_role("group", name="2 continuations")
+
+
+def test_two_continuations_stand_beside_each_other_with_the_end_of_the_text_above(abreast):
+    group = continuations(abreast)
+    assert group.locator(".tail").inner_text() == PROMPT
+    assert group.get_by_role("group", name="Continuation 1").inner_text() == "there was a king"
+    assert group.get_by_role("group", name="Continuation 2").inner_text() == "a girl."
+    assert group.locator(".facts").all_inner_texts() == ["length \u00b7 mean probability 0.55", "stop"]
+    boxes = [group.get_by_role("group", name=f"Continuation {i}").bounding_box() for i in (1, 2)]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    abreast.set_viewport_size({"width": 390, "height": 800})
+    boxes = [group.get_by_role("group", name=f"Continuation {i}").bounding_box() for i in (1, 2)]
+    assert boxes[0]["x"] == boxes[1]["x"] and boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
+    assert abreast.evaluate("() => document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize("how", ["key", "button"])
+def test_one_is_taken_and_the_other_stays_a_branch(abreast, how):
+    if how == "key":
+        abreast.keyboard.press("2")
+    else:
+        abreast.get_by_role("button", name="Take continuation 2").click()
+    assert text(abreast) == f"{PROMPT} a girl."
+    assert continuations(abreast).is_hidden()
+    assert abreast.evaluate("() => document.activeElement.id") == "document"
+    assert dots(abreast).count() == 3
+    dot(abreast, "there was a king").click()
+    assert text(abreast) == f"{PROMPT} there was a king"
+
+
+def test_escape_takes_none_and_both_stay_branches(abreast):
+    abreast.keyboard.press("Escape")
+    assert continuations(abreast).is_hidden()
+    assert text(abreast) == PROMPT
+    assert dots(abreast).count() == 3
+    abreast.keyboard.press("2")
+    assert text(abreast) == PROMPT + "2", "the keys are letters again, and the sheet has the focus"
+
+
+def test_a_number_typed_into_a_field_takes_nothing(abreast):
+    abreast.locator("#seed").press("2")
+    assert continuations(abreast).is_visible()
+    assert abreast.locator("#seed").input_value() == "2"
+
+
+def test_the_focus_goes_from_each_text_to_its_button_and_never_under_the_sheet(abreast):
+    reached = []
+    for _ in range(6):
+        abreast.keyboard.press("Tab")
+        reached.append(abreast.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.textContent"))
+    ways = [f"{what} {i}" for i in (1, 2) for what in ("Continuation", "Take continuation")]
+    assert reached[:5] == [*ways, "Take none"]
+
+
+def test_during_the_run_escape_stops_it_and_nothing_can_be_taken_yet(page):
+    choose_two(page)
+    hold_answers(page)
+    page.locator("#document").press("Control+Enter")
+    give(page, *TWO)
+    page.get_by_text("there was a king").wait_for()
+    page.keyboard.press("1")
+    assert continuations(page).is_visible(), "not while it is written"
+    assert page.get_by_role("button", name="Take none").is_hidden()
+    page.keyboard.press("Escape")
+    wait_for(page, "stopped")
+    assert continuations(page).locator(".facts").all_inner_texts()[1] == "stopped"
+    page.keyboard.press("1")
+    assert text(page) == f"{PROMPT} there was a king"
+
+
+def test_a_run_that_brings_nothing_leaves_the_sheet_as_it_was(page):
+    choose_two(page)
+    play(page, ("error", {"error": {"message": "no"}}))
+    generate(page, ends="error")
+    assert continuations(page).is_hidden()
+    assert text(page) == PROMPT
+
+
+def test_many_tokens_are_one_write_a_frame_for_all_columns_together(page):
+    choose_two(page)
+    page.evaluate("""() => {
+        window.frames = []; // of each write
+        const seen = () => window.frames.push(document.timeline.currentTime);
+        const changes = { childList: true, characterData: true, subtree: true };
+        new MutationObserver(seen).observe(document.getElementById("columns"), changes);
+    }""")
+    tokens = [("token", {"index": i % 2, "text": f" {i}", "tokens": None}) for i in range(2000)]
+    play(page, ("start", {"seed": 1}), *tokens, ("done", {"choices": CHOICES}))
+    generate(page)
+    assert len(page.get_by_role("group", name="Continuation 2").inner_text().split()) == 1000
+    frames = page.evaluate("() => window.frames")
+    assert 2 <= len(frames) < 30, "two thousand would be one for each token"
+
+
+# What is announced
+
+
+def heard(page):
+    return page.evaluate("() => window.heard")
+
+
+def listen(page):
+    page.evaluate("""() => {
+        window.heard = [];
+        const region = document.getElementById("announcer");
+        new MutationObserver(() => window.heard.push(region.textContent)).observe(region, { childList: true });
+    }""")
+
+
+def test_whole_sentences_are_announced_and_the_rest_at_the_end(page):
+    listen(page)
+    hold_answers(page)
+    start(page)
+    give(
+        page,
+        ("start", {"seed": 1}),
+        *[("token", {"text": part}) for part in (" Mr", ".", " Darcy", " bowed", ".", " She")],
+    )
+    page.wait_for_function("() => window.heard.length === 1")
+    assert heard(page) == ["Mr. Darcy bowed."]
+    give(page, ("token", {"text": " smiled"}), DONE)
+    wait_for(page, "done")
+    page.wait_for_function("() => window.heard.length === 2")
+    assert heard(page)[1] == "She smiled"
+
+
+def test_continuations_are_announced_by_number(page):
+    listen(page)
+    choose_two(page)
+    play(page, *TWO, ("done", {"choices": CHOICES}))
+    page.locator("#document").press("Control+Enter")
+    wait_for(page, "done")
+    page.wait_for_function("() => window.heard.length === 2")
+    assert heard(page) == ["2 continuations.", "Continuation 1 ended. Continuation 2 ended."]
+
+
+def test_in_the_inspect_view_the_stream_is_not_read_out(page):
+    page.get_by_role("button", name="Inspect").click()
+    listen(page)
+    play(page, ("start", {"seed": 1}), ("token", {"text": " It rained. Then"}), DONE)
+    page.locator("#generate").click()
+    wait_for(page, "done")
+    page.get_by_role("button", name="Write").click()
+    generate(page)
+    page.wait_for_function("() => window.heard.length")
+    assert heard(page)[0].startswith("It rained."), "the second run's, and the first that was heard"
+    assert len(heard(page)) == 1
+
+
+def hold_answers(page):
+    """The next answer stays open: give() sends events of it."""
+    page.evaluate("""() => {
+        window.fetch = async (_, { signal } = {}) => {
+            const body = new ReadableStream({ start(controller) {
+                window.answer = controller;
+                signal?.addEventListener("abort", () => controller.error(new DOMException("", "AbortError")));
+            } });
+            return new Response(body, { headers: { "Content-Type": "text/event-stream" } });
+        };
+    }""")
+
+
+def give(page, *events):
+    page.wait_for_function("() => window.answer")
+    page.evaluate(
+        """(events) => events.forEach(([name, data], i) => window.answer.enqueue(new TextEncoder().encode(
+            `id: r:${i}\\nevent: ${name}\\ndata: ${JSON.stringify(data)}\\n\\n`)))""",
+        [list(event) for event in events],
+    )

@@ -1,0 +1,256 @@
+"""What leaves the page and comes into it, in a real browser: programs, links, receipts and their replay."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from hand import PROMPT, generate, play, set_fields, setting, start, status, text, wait_for
+
+RECEIPT = {
+    "weights_version": "w",
+    "seed": 9007199254740993,
+    "settings": {
+        "temperature": 0.25,
+        "top_k": 7,
+        "stop": ["\n"],
+        "max_tokens": 3,
+        "n": 1,
+        "regex": None,
+        "logit_bias": {},
+    },
+    "prompt_sha256": "f" * 64,
+    "numerics": "native-int8",
+    "version": "9.9",
+}
+
+
+def run_of(*pieces, **receipt):
+    """The events of a run that writes these pieces."""
+    ends = {
+        "choices": [{"index": 0, "finish_reason": "length", "stop_reason": None}],
+        "receipt": {**RECEIPT, **receipt},
+    }
+    tokens = [("token", {"index": 0, "text": piece}) for piece in pieces]
+    start = ("start", {"seed": 9007199254740993, "model": "tiny", "weights_version": "w", "settings": {}})
+    return [start, *tokens, ("done", ends)]
+
+
+@pytest.fixture(autouse=True)
+def described(page):
+    """Each test begins when the server has described itself, and may read the clipboard."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("#top-k").wait_for()
+
+
+def clipboard(page):
+    return page.evaluate("navigator.clipboard.readText()")
+
+
+def told(page, part="#exits"):
+    return page.locator(f"{part} [role=status]")
+
+
+def unfold_run(page):
+    page.locator("#run > summary").click()
+
+
+# Programs
+
+
+def test_a_program_is_copied_by_keyboard_and_sends_what_the_page_sends(page, server):
+    page.locator("#document").fill('It\'s "on" $HOME\n\U0001f600')
+    set_fields(page, temperature="0", max_tokens="3", seed="9007199254740993")
+    button = page.get_by_role("button", name="Copy as")
+    button.focus()
+    page.keyboard.press("ArrowDown")
+    assert button.get_attribute("aria-expanded") == "true"
+    assert page.evaluate("document.activeElement.textContent") == "curl"
+    page.keyboard.press("Enter")
+    told(page).filter(has_text="Copied the request as curl.").wait_for()
+    assert button.get_attribute("aria-expanded") == "false"
+    assert page.evaluate("document.activeElement.textContent") == "Copy as", "the focus is back"
+    program = clipboard(page)
+    assert f"'{server.url}/complete'" in program and "INKSTREAM_KEY" not in program
+    shown = subprocess.run(["bash"], input=program, capture_output=True, text=True, timeout=60, check=True).stdout
+    written = "".join(json.loads(line[6:]).get("text", "") for line in shown.splitlines() if line.startswith("data: "))
+    before = text(page)
+    generate(page)
+    assert text(page) == before + re.sub("\r\n?", "\n", written)
+
+
+def test_the_menu_goes_round_and_closes_by_escape_and_by_leaving(page):
+    button = page.get_by_role("button", name="Copy as")
+    words = "document.activeElement.textContent"
+    button.press("ArrowUp")
+    assert page.evaluate(words) == "JavaScript"
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate(words) == "curl"
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowUp")
+    assert page.evaluate(words) == "Python"
+    page.keyboard.press("Escape")
+    assert page.evaluate(words) == "Copy as" and page.get_by_role("menu").count() == 0
+    button.click()
+    assert page.get_by_role("menuitem").all_inner_texts() == ["curl", "Python", "JavaScript"]
+    page.locator("#document").click()
+    assert page.get_by_role("menu").count() == 0
+
+
+def test_a_key_is_never_a_part_of_a_program_or_a_link(page):
+    page.evaluate("sessionStorage.setItem('inkstream.key', 'ink-secret')")
+    page.reload()
+    page.locator("#top-k").wait_for()
+    for language in ("curl", "Python", "JavaScript"):
+        page.get_by_role("button", name="Copy as").click()
+        page.get_by_role("menuitem", name=language).click()
+        told(page).filter(has_text=f"as {language}.").wait_for()
+        assert "INKSTREAM_KEY" in clipboard(page) and "ink-secret" not in clipboard(page)
+    page.get_by_role("button", name="Copy link").click()
+    told(page).filter(has_text="Copied the link").wait_for()
+    assert "ink-secret" not in clipboard(page)
+
+
+def test_where_the_browser_keeps_its_clipboard_from_the_page_the_old_way_is_taken(page):
+    page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    page.reload()
+    page.locator("#top-k").wait_for()
+    page.get_by_role("button", name="Copy as").click()
+    page.get_by_role("menuitem", name="Python").click()
+    told(page).filter(has_text="Copied the request as Python.").wait_for()
+    assert page.evaluate("document.activeElement.textContent") == "Copy as"
+    page.locator("#document").fill("")
+    page.keyboard.press("Control+V")
+    assert "import httpx" in text(page)
+    page.evaluate("document.execCommand = () => false")
+    page.get_by_role("button", name="Copy link").click()
+    told(page).filter(has_text="This browser does not let the page copy.").wait_for()
+
+
+# Links
+
+
+def test_a_link_opens_the_text_and_its_settings_and_takes_nothing_away(page, server):
+    page.locator("#document").fill("A shared text \U0001f600\nwith 100% of it, & more #1")
+    page.locator("#panel summary").click()
+    set_fields(page, temperature="0.25", stop="\\n", seed="9007199254740993", n=2)
+    page.get_by_role("button", name="Copy link").click()
+    told(page).filter(has_text="Copied the link").wait_for()
+    link = clipboard(page)
+    assert link.startswith(f"{server.url}/#a.")
+    page.locator("#document").fill("my own text")
+    set_fields(page, temperature="0.9", top_p="0.5")
+    page.reload()  # the hand's text is saved
+    page.goto(link)
+    told(page).filter(has_text="Opened from a link").wait_for()
+    assert text(page) == "A shared text \U0001f600\nwith 100% of it, & more #1"
+    shown = {name: setting(page, name).input_value() for name in ("temperature", "top_p", "stop", "seed")}
+    assert shown == {"temperature": "0.25", "top_p": "", "stop": "\\n", "seed": "9007199254740993"}
+    assert page.url == f"{server.url}/", "the fragment has left the address bar"
+    page.locator("#undo").click()
+    assert text(page) == "my own text"
+    page.locator("#redo").click()
+    assert text(page).startswith("A shared text")
+    fresh = page.context.new_page()
+    fresh.goto(link)
+    told(fresh).filter(has_text="Opened from a link").wait_for()
+    assert text(fresh) == text(page)
+    fresh.close()
+
+
+def test_a_broken_link_is_told_and_loses_nothing(page, server):
+    page.locator("#document").fill("my own text")
+    for broken in ("#a.AAAA", "#a.", "#b.AAAA"):
+        page.goto(f"{server.url}/{broken}")
+        page.locator('#status[data-state="error"]').wait_for()
+        assert "This link" in status(page)
+        assert text(page) == "my own text"
+        page.wait_for_url(f"{server.url}/")
+    page.goto(f"{server.url}/#somewhere-else")
+    assert page.url.endswith("#somewhere-else") and text(page) == "my own text"
+
+
+def test_a_text_that_is_too_long_for_a_link_is_told_so(page):
+    page.evaluate("""() => {
+        const bytes = crypto.getRandomValues(new Uint8Array(40000));
+        const area = document.getElementById("document");
+        area.value = Array.from(bytes, (byte) => String.fromCharCode(0x4e00 + byte * 7)).join("");
+        area.dispatchEvent(new Event("input", { bubbles: true }));
+    }""")
+    page.get_by_role("button", name="Copy link").click()
+    told(page).filter(has_text="too long for a link").wait_for()
+
+
+# Receipts
+
+
+def test_a_receipt_is_shown_copied_and_replayed_to_the_letter(page):
+    unfold_run(page)
+    assert "No receipt yet" in page.locator("#receipt").inner_text()
+    set_fields(page, max_tokens=8)
+    generate(page)
+    after, seed = text(page), page.locator("#used-seed").inner_text()
+    rows = dict(row.split("\n") for row in page.locator("#receipt dl div").all_inner_texts())
+    assert rows["seed"] == seed and rows["max_tokens"] == "8" and rows["temperature"] == "1"
+    page.get_by_role("button", name="Copy receipt").click()
+    told(page, "#receipt").filter(has_text="Copied the receipt.").wait_for()
+    receipt = json.loads(clipboard(page))
+    assert receipt["seed"] == int(seed) and len(receipt["prompt_sha256"]) == 64
+    with page.expect_request("**/complete") as request:
+        page.get_by_role("button", name="Replay").click()
+    told(page, "#receipt").filter(has_text="The same text, to the letter").wait_for()
+    body = request.value.post_data_json
+    assert body["prompt"] == PROMPT and body["seed"] == int(seed) and body["min_p"] == 0
+    assert text(page) == after, "the document is left alone"
+    page.locator("#undo").click()
+    assert "No receipt yet" in page.locator("#receipt").inner_text()
+
+
+def test_a_replay_that_differs_says_where_and_why_that_may_be(page):
+    unfold_run(page)
+    play(page, *run_of(" there was", " a cat"))
+    generate(page)
+    play(page, *run_of(" there was", " a cow", weights_version="x"))
+    page.get_by_role("button", name="Replay").click()
+    told(page, "#receipt").filter(has_text="Another text from character 15 on").wait_for()
+    said = told(page, "#receipt").inner_text()
+    assert "\u201cat\u201d became \u201cow\u201d" in said and "the weights are others" in said
+    page.route("**/complete", lambda route: route.fulfill(status=400, json={"error": {"message": "Not today."}}))
+    page.get_by_role("button", name="Replay").click()
+    told(page, "#receipt").filter(has_text="Not today.").wait_for()
+
+
+def test_a_replay_can_be_stopped(page):
+    unfold_run(page)
+    play(page, *run_of(" there was"))
+    generate(page)
+    page.route("**/complete", lambda _: None)
+    page.get_by_role("button", name="Replay").click()
+    told(page, "#receipt").filter(has_text="Replaying").wait_for()
+    page.locator("#receipt").get_by_role("button", name="Stop").click()
+    told(page, "#receipt").filter(has_text="The replay was stopped.").wait_for()
+    assert page.get_by_role("button", name="Replay").is_visible()
+
+
+def test_a_receipt_that_one_was_sent_gives_its_settings_and_seed(page):
+    unfold_run(page)
+    page.get_by_text("Use another receipt").click()
+    set_fields(page, top_p="0.5")
+    use = page.get_by_role("button", name="Use its settings")
+    for wrong, words in [("{oops", "This is no JSON."), ('{"seed": 1}', "no weights_version and no settings")]:
+        page.locator("#pasted-receipt").fill(wrong)
+        use.click()
+        told(page, "#receipt").filter(has_text=words).wait_for()
+        assert setting(page, "top_p").input_value() == "0.5"
+    page.locator("#pasted-receipt").fill(json.dumps(RECEIPT))
+    use.click()
+    told(page, "#receipt").filter(has_text="The settings and the seed are those of the receipt.").wait_for()
+    said = told(page, "#receipt").inner_text()
+    assert "another text than this one" in said and "weights here are others" in said and "native-int8" in said
+    play(page, *run_of())
+    with page.expect_request("**/complete") as request:
+        start(page)
+    wait_for(page, "done")
+    expected = {"temperature": 0.25, "top_k": 7, "stop": ["\n"], "max_tokens": 3, "seed": 9007199254740993}
+    assert request.value.post_data_json == {"prompt": PROMPT, "stream": True, **expected}
+    assert '"seed":9007199254740993' in request.value.post_data

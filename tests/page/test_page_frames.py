@@ -1,0 +1,78 @@
+"""2,000 tokens without a stutter: what the page does for one frame while text streams in."""
+
+from frames import measured
+from hand import DONE, PROMPT, generate, play, text
+from places import WORDS, inspect, played
+
+BUDGET_MS = 8  # about half of a frame at 60 Hz, for everything that the page does
+TOKENS = 2000
+A_FRAME = 8  # tokens that come with each: 480 tokens/s
+STORY = " The harbour lay quiet under a low sky, and the boats turned on their chains."
+PARAGRAPH = 120  # tokens
+BUSY = 4_000_000  # square roots: some 30 ms
+
+
+def tokens():
+    """As the page gets them, each with the five most probable ones."""
+    words = [f" {word}" for word in STORY.split()]
+    for i in range(TOKENS):
+        text = "\n\nThe" if i % PARAGRAPH == PARAGRAPH - 1 else words[i % len(words)]
+        top = [{"id": k, "text": w, "bytes": list(w.encode()), "logprob": -0.5 - k} for k, w in enumerate(words[:5])]
+        token = {"id": i, "text": text, "bytes": list(text.encode()), "logprob": -0.4, "top": top}
+        yield "token", {"index": 0, "text": text, "tokens": [token]}
+
+
+def stream_by_frames(page, busy=0):
+    """From now on the answer comes `A_FRAME` events a frame; `busy`: so many square roots are drawn in each."""
+    page.evaluate(
+        """([aFrame, busy]) => {
+            const fetch = window.fetch;
+            window.fetch = async (...request) => {
+                const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
+                const encoder = new TextEncoder();
+                const pull = async (controller) => {
+                    await new Promise(requestAnimationFrame);
+                    for (let i = 0; i < busy; i += 1) window.root = Math.sqrt(i);
+                    for (const event of events.splice(0, aFrame)) controller.enqueue(encoder.encode(event));
+                    if (events.length === 0) controller.close();
+                };
+                return new Response(new ReadableStream({ pull }));
+            };
+        }""",
+        [A_FRAME, busy],
+    )
+    page.set_default_timeout(120_000)  # on a busy machine frames come when they can; their cost is what counts
+
+
+def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(browser, page):
+    play(page, ("start", {"seed": 1}), *tokens(), DONE)
+    stream_by_frames(page)
+    with measured(browser, page) as frames:
+        generate(page)
+    print(f"\nwriting: {frames}")
+    assert len(text(page)) > len(PROMPT) + 3 * TOKENS
+    assert len(frames.costs) >= TOKENS / A_FRAME, "they did not come all at once"
+    assert frames.median < BUDGET_MS, str(frames)
+
+
+def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_within_half_a_frame_each(browser, page):
+    """One paragraph is the worst: a browser lays it out as a whole."""
+    inspect(page)
+    play(page, ("start", {"seed": 1}), *played([f" {WORDS[i % len(WORDS)]}" for i in range(TOKENS)]), DONE)
+    stream_by_frames(page)
+    with measured(browser, page) as frames:
+        generate(page)
+        page.wait_for_function(f"() => document.querySelectorAll('.token').length > {TOKENS}")
+    print(f"\ninspecting: {frames}")
+    assert len(frames.costs) >= TOKENS / A_FRAME, "they did not come all at once"
+    assert frames.median < BUDGET_MS, str(frames)
+
+
+def test_the_measurement_sees_a_page_that_stutters(browser, page):
+    """The control: the same stream, shorter, with work in each frame that nobody asked for."""
+    play(page, ("start", {"seed": 1}), *list(tokens())[:200], DONE)
+    stream_by_frames(page, busy=BUSY)
+    with measured(browser, page) as frames:
+        generate(page)
+    print(f"\nwith {BUSY:,} square roots a frame: {frames}")
+    assert frames.median > BUDGET_MS, str(frames)

@@ -1,0 +1,129 @@
+// completion.js against a fetch that is a script: refusals, waiting, and streams over more than one connection.
+
+import assert from "node:assert/strict";
+import { mock, test } from "node:test";
+
+import { complete, CompletionError } from "../../app/web/request/completion.js";
+
+const START = 'id: r-1:0\nevent: start\ndata: {"seed": 9007199254740993}\n\n';
+const token = (n, text) => `id: r-1:${n}\nevent: token\ndata: {"text": "${text}"}\n\n`;
+const DONE = 'id: r-1:9\nevent: done\ndata: {"choices": [], "receipt": {"seed": 9007199254740993}}\n\n';
+
+function body(text, breaks = false) {
+  return new ReadableStream({
+    start(controller) {
+      controller.enqueue(new TextEncoder().encode(text));
+    },
+    pull(controller) {
+      if (breaks) controller.error(new TypeError("network error"));
+      else controller.close();
+    },
+  });
+}
+
+const busy = (seconds) =>
+  new Response('{"error": {"message": "The queue is full"}}', { status: 503, headers: { "Retry-After": String(seconds) } });
+
+// Answers in turn; what is an Error is thrown. Timers run at once, so that no test waits.
+async function run(answers, { signal = new AbortController().signal, stopAt = null } = {}) {
+  const asked = [];
+  mock.method(globalThis, "fetch", async (path, options) => {
+    asked.push([options.method ?? "GET", path, options.headers]);
+    const answer = options.method === "DELETE" ? new Response("{}") : answers.shift();
+    if (answer instanceof Error) throw answer;
+    return answer;
+  });
+  mock.method(globalThis, "setTimeout", (callback) => setImmediate(callback));
+  const events = [];
+  let error = null;
+  try {
+    for await (const event of complete("Once", {}, signal)) {
+      events.push(event);
+      if (event.type === stopAt) break;
+    }
+  } catch (thrown) {
+    error = thrown;
+  } finally {
+    mock.restoreAll();
+  }
+  return { events, asked, error, text: events.map(({ data }) => data.text ?? "").join("") };
+}
+
+test("one connection: the events as they come, a seed with every digit", async () => {
+  const { events, error } = await run([new Response(body(START + token(1, " upon") + DONE))]);
+  assert.equal(error, null);
+  assert.deepEqual(events.map(({ type }) => type), ["start", "token", "done"]);
+  assert.equal(events[0].data.seed, "9007199254740993");
+  assert.equal(events[2].data.receipt.seed, "9007199254740993");
+});
+
+for (const [how, breaks] of [["breaks", true], ["just ends", false]]) {
+  test(`a connection that ${how} is sought again, behind the last event that came`, async () => {
+    const { events, asked, error, text } = await run([
+      new Response(body(START + token(1, " upon") + "id: r-1:2\ndata: half", breaks)),
+      new TypeError("Failed to fetch"),
+      new Response("bad gateway", { status: 502 }),
+      new Response(body(token(2, " a"), breaks)),
+      new Response(body(DONE)),
+    ]);
+    assert.equal(error, null);
+    assert.equal(text, " upon a");
+    assert.equal(events.filter(({ type }) => type === "lost").length, 4);
+    assert.deepEqual(asked.slice(1).map(([method, path]) => [method, path]), Array(4).fill(["GET", "complete/r-1/events"]));
+    assert.deepEqual(asked.map(([, , headers]) => headers["Last-Event-ID"]), [undefined, "r-1:1", "r-1:1", "r-1:1", "r-1:2"]);
+  });
+}
+
+test("a stream that the server knows no more is lost, and so is one that nobody answers for", async () => {
+  const gone = await run([new Response(body(START, true)), new Response("{}", { status: 404 })]);
+  assert.ok(gone.error instanceof CompletionError);
+  assert.match(gone.error.message, /connection was lost/);
+  const silent = await run([new Response(body(START, true)), ...Array(20).fill(new TypeError("Failed to fetch"))]);
+  assert.match(silent.error.message, /connection was lost/);
+  assert.ok(silent.asked.length < 12, "there is an end to trying");
+  const nothing = await run([new Response(body("", true))]);
+  assert.match(nothing.error.message, /connection was lost/);
+});
+
+test("an error of the server's ends it, without another try", async () => {
+  const { error, asked } = await run([new Response(body(START + 'event: error\ndata: {"error": {"message": "It broke."}}\n\n'))]);
+  assert.equal(error.message, "It broke.");
+  assert.equal(asked.length, 1);
+});
+
+test("a server that is too busy is asked again after a countdown, and not for ever", async () => {
+  const { events, error } = await run([busy(2), busy(1), new Response(body(START + DONE))]);
+  assert.equal(error, null);
+  const waits = events.filter(({ type }) => type === "wait").map(({ data }) => data);
+  assert.deepEqual(waits.map(({ seconds }) => seconds), [2, 1, 1]);
+  assert.equal(waits[0].message, "The queue is full");
+  const never = await run(Array.from({ length: 20 }, () => busy(1)));
+  assert.equal(never.error.message, "The queue is full");
+  assert.equal(never.asked.length, 6);
+});
+
+test("a refusal without Retry-After is final; what is no JSON is told by its status", async () => {
+  const refused = { error: { message: "Too long", code: "context_length_exceeded", max_model_len: 512 } };
+  const { error } = await run([new Response(JSON.stringify(refused), { status: 400 })]);
+  assert.deepEqual([error.message, error.status, error.detail.max_model_len], ["Too long", 400, 512]);
+  const html = await run([new Response("<p>No", { status: 502, statusText: "Bad Gateway" })]);
+  assert.equal(html.error.message, "The server answered 502 Bad Gateway.");
+  const away = await run([new TypeError("Failed to fetch")]);
+  assert.match(away.error.message, /cannot be reached/);
+});
+
+test("stopped: the server is told, for a connection that just goes might come back", async () => {
+  const stop = new AbortController();
+  const answers = [new Response(body(START + token(1, " upon"), true))];
+  mock.method(globalThis, "fetch", async (path, options) => {
+    asked.push([options.method ?? "GET", path]);
+    if (options.method !== "POST" && options.signal?.aborted) throw options.signal.reason;
+    return answers.shift() ?? new Response("{}");
+  });
+  const asked = [];
+  await assert.rejects(async () => {
+    for await (const { type } of complete("Once", {}, stop.signal)) if (type === "lost") stop.abort();
+  }, { name: "AbortError" });
+  mock.restoreAll();
+  assert.deepEqual(asked, [["POST", "complete"], ["DELETE", "complete/r-1"]]);
+});

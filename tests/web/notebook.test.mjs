@@ -1,0 +1,142 @@
+// notebook.js with a server that is a script: what a run leaves behind, however it ends.
+
+import assert from "node:assert/strict";
+import test from "node:test";
+
+import { Notebook } from "../../app/web/notebook.js";
+import { Tree } from "../../app/web/text/tree.js";
+
+const token = (text, index = 0) => ({ type: "token", data: { index, text } });
+const DONE = { type: "done", data: { choices: [{ index: 0, finish_reason: "length" }], receipt: { seed: "7" } } };
+
+function notebook(...events) {
+  const asked = [];
+  const said = [];
+  async function* complete(prompt, typed, signal) {
+    asked.push({ prompt, typed });
+    for (const event of events) {
+      if (event === "hang") await new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
+      if (event instanceof Error) throw event;
+      yield event;
+    }
+  }
+  const names = ["changed", "began", "told", "wrote", "ended"];
+  const view = Object.fromEntries(names.map((name) => [name, (...args) => said.push([name, ...args])]));
+  const book = new Notebook(complete, view, new Tree({ text: "Once", units: [] }));
+  return { book, asked, said, ended: () => said.findLast(([name]) => name === "ended")[1] };
+}
+
+test("a run is one step: undone, redone, and told with what it was", async () => {
+  const { book, asked, ended } = notebook({ type: "start", data: { seed: "7" } }, token(" upon"), token(" a"), DONE);
+  await book.generate({ temperature: "0.5" });
+  assert.deepEqual(asked, [{ prompt: "Once", typed: { temperature: "0.5" } }]);
+  assert.equal(book.text, "Once upon a");
+  assert.deepEqual(book.written, [[4, 11]]);
+  const [node] = ended().nodes;
+  const told = { typed: { temperature: "0.5" }, count: 2, at: 4, index: 0, seed: "7", finish: "length", receipt: { seed: "7" } };
+  assert.deepEqual(node.facts, told);
+  book.undo();
+  assert.equal(book.text, "Once");
+  book.redo();
+  assert.equal(book.text, "Once upon a");
+});
+
+test("stop keeps what had come; nothing else runs meanwhile", async () => {
+  const { book, asked, ended } = notebook(token(" upon"), "hang");
+  const run = book.generate({});
+  await new Promise(setImmediate);
+  book.generate({});
+  book.undo();
+  book.open("other");
+  assert.ok(book.running && !book.canUndo);
+  book.stop();
+  await run;
+  assert.equal(asked.length, 1);
+  assert.deepEqual([book.text, ended().stopped, ended().error], ["Once upon", true, null]);
+  assert.ok(book.canUndo);
+});
+
+test("an error is told, text that had come is a step, and one that brought nothing leaves none", async () => {
+  const some = notebook(token(" upon"), new Error("It broke."));
+  await some.book.generate({});
+  assert.equal(some.ended().error.message, "It broke.");
+  assert.equal(some.book.text, "Once upon");
+  const none = notebook(new Error("Refused."));
+  await none.book.generate({});
+  assert.deepEqual([none.ended().nodes, none.book.canUndo], [[null], false]);
+});
+
+test("regenerate begins where the last run began, whatever was typed behind it", async () => {
+  const { book, asked } = notebook(token(" upon"), DONE);
+  await book.generate({});
+  book.type("Once upon!");
+  await book.regenerate({});
+  assert.deepEqual(asked.map(({ prompt }) => prompt), ["Once", "Once"]);
+  assert.equal(book.text, "Once upon");
+  assert.equal(book.tree.children(0).length, 2);
+});
+
+test("a picked token cuts the text, stands there, and the run goes on behind it as one step", async () => {
+  const { book, asked, said } = notebook(token(" upon"), token(" a"), DONE);
+  await book.generate({});
+  const other = { id: 9, text: " more", bytes: [], logprob: -2, top: [] };
+  await book.pick(4, other, { n: "3" });
+  assert.equal(asked[1].prompt, "Once more");
+  assert.equal(asked[1].typed.n, "", "one continuation, whatever the setting");
+  assert.equal(book.text, "Once more upon a");
+  assert.deepEqual(book.units[0].tokens, [other]);
+  assert.ok(said.some(([name]) => name === "changed"));
+  book.undo();
+  assert.equal(book.text, "Once upon a");
+});
+
+test("regenerate behind a picked token begins behind it, not at the end of the text that was cut", async () => {
+  const { book, asked } = notebook(token(" upon"), DONE);
+  await book.pick(2, { id: 9, text: "!", bytes: [33], logprob: -2, top: [] }, {});
+  await book.regenerate({ n: "3" });
+  assert.deepEqual(asked.map(({ prompt }) => prompt), ["On!", "On!"]);
+  assert.equal(asked[1].typed.n, "");
+  assert.equal(book.text, "On! upon");
+  book.undo();
+  assert.equal(book.text, "Once");
+  assert.equal(book.tree.children(0).length, 2);
+});
+
+test("a page that goes in the middle of a run takes along what has come, and changes nothing", async () => {
+  for (const [n, texts] of [["1", ["Once", "Once upon!"]], ["2", ["Once", "Once upon", "Once!"]]]) {
+    const { book } = notebook(token(" upon", 0), token("!", Number(n) - 1), "hang");
+    const run = book.generate({ n });
+    await new Promise(setImmediate);
+    const { data } = book.soFar;
+    const again = Tree.from(JSON.parse(JSON.stringify(data)));
+    assert.deepEqual(data.nodes.map(({ id }) => again.node(id).state.text), texts);
+    assert.equal(again.current.state.text, n === "1" ? "Once upon!" : "Once");
+    assert.ok(book.running && book.tree.data.nodes.length === 1);
+    book.stop();
+    await run;
+    assert.deepEqual(book.soFar, book.tree);
+    assert.equal(book.tree.data.nodes.length, texts.length);
+  }
+});
+
+test("a picked token stays even where the run behind it fails", async () => {
+  const { book } = notebook(new Error("Refused."));
+  await book.pick(2, { text: "!", top: [] }, {});
+  assert.equal(book.text, "On!");
+  book.undo();
+  assert.equal(book.text, "Once");
+});
+
+test("n drafts are branches beside the text, and one is taken", async () => {
+  const done = { type: "done", data: { choices: [0, 1].map((index) => ({ index, finish_reason: "stop" })) } };
+  const { book, ended, said } = notebook(token(" upon", 0), token(" more", 1), token("!", 1), done);
+  await book.generate({ n: "2" });
+  assert.equal(book.text, "Once", "nothing is taken yet");
+  const { nodes } = ended();
+  assert.deepEqual(nodes.map(({ state }) => state.text), ["Once upon", "Once more!"]);
+  assert.deepEqual(said.filter(([name]) => name === "wrote").map(([, index, , text]) => [index, text]), [[0, " upon"], [1, " more"], [1, "!"]]);
+  book.go(nodes[1].id);
+  assert.equal(book.text, "Once more!");
+  book.undo();
+  assert.equal(book.text, "Once");
+});

@@ -1,0 +1,80 @@
+// What sampling leaves of a distribution, by laws; tests/test_web_sampling.py holds it to the server's own sampler.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { sampled } from "../../app/web/tokens/sampling.js";
+
+const SHARES = [0.4, 0.25, 0.15, 0.1, 0.05, 0.05];
+
+test("without any filter it is what the model says, and the rest is what is missing", () => {
+  const { shares, rest, exact } = sampled(top(0.4, 0.2), 100, {});
+  near(shares, [0.4, 0.2]);
+  near([rest.share, rest.count], [0.4, 98]);
+  assert.ok(exact);
+});
+
+test("each filter keeps what it is defined to keep", () => {
+  const cases = [
+    [{ temperature: 0 }, [1, 0, 0, 0, 0, 0]],
+    [{ top_k: 1 }, [1, 0, 0, 0, 0, 0]],
+    [{ top_p: 0 }, [1, 0, 0, 0, 0, 0]],
+    [{ top_k: 2 }, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]],
+    [{ top_k: 5 }, SHARES], // the sixth is as good as the fifth
+    [{ top_k: -1 }, SHARES],
+    [{ top_p: 0.5 }, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]],
+    [{ top_p: 0.92 }, SHARES], // equals again
+    [{ min_p: 0.3 }, [0.5, 0.3125, 0.1875, 0, 0, 0]],
+    [{ min_p: 1 }, [1, 0, 0, 0, 0, 0]],
+    [{ temperature: 0.5 }, SHARES.map((p) => (p * p) / SHARES.reduce((sum, q) => sum + q * q, 0))],
+    [{ temperature: 1e-40, top_p: 0.9 }, [1, 0, 0, 0, 0, 0]],
+    [{ typical_p: 0.2 }, [0, 1, 0, 0, 0, 0]], // the entropy is 1.52 nats, and -ln 0.25 = 1.39 is nearest to it
+  ];
+  for (const [settings, expected] of cases) {
+    const { shares, rest, exact } = sampled(top(...SHARES), SHARES.length, settings);
+    near(shares, expected, JSON.stringify(settings));
+    assert.deepEqual([rest, exact], [{ share: 0, count: 0 }, true]);
+  }
+});
+
+test("top_p counts what temperature and top_k have left", () => {
+  const { shares } = sampled(top(...SHARES), 6, { top_k: 3, top_p: 0.8 });
+  near(shares, [0.4 / 0.65, 0.25 / 0.65, 0, 0, 0, 0]); // 0.65 of 0.8 reach 0.8; of the whole they would not
+});
+
+test("the rest of the vocabulary is cut off, or counted down", () => {
+  const first = top(0.4, 0.2, 0.1); // 0.3 for 97 others
+  near([sampled(first, 100, { top_k: 13 }).rest.count], [10]);
+  const { rest, shares } = sampled(first, 100, { top_p: 0.85 });
+  assert.ok(rest.count > 1 && rest.count < 97 / 2, "the likely half of the rest is the smaller one");
+  assert.ok(Math.abs(rest.share + shares[0] + shares[1] + shares[2] - 1) < 1e-12);
+  assert.deepEqual(sampled(first, 100, { min_p: 0.2 }).rest, { share: 0, count: 0 });
+});
+
+test("it says where the rest might change the answer", () => {
+  const first = top(0.5, 0.2, 0.1); // of the rest, one may have 0.1, too
+  const exact = (settings) => sampled(first, 100, settings).exact;
+  for (const settings of [{}, { temperature: 0 }, { top_k: 2 }, { top_p: 0.6 }, { min_p: 0.5, temperature: 2 }, { top_p: 0 }]) {
+    assert.ok(exact(settings), JSON.stringify(settings));
+  }
+  for (const settings of [
+    { temperature: 0.9 },
+    { top_k: 3 }, // another one may be as good as the third
+    { top_k: 4 },
+    { top_p: 0.75 },
+    { top_p: 0.9 },
+    { min_p: 0.1 },
+    { typical_p: 0.5 },
+    { temperature: 0.5, top_p: 0.6 },
+  ]) {
+    assert.ok(!exact(settings), JSON.stringify(settings));
+  }
+});
+
+function top(...shares) {
+  return shares.map((share, id) => ({ id, logprob: Math.log(share) }));
+}
+
+function near(found, expected, message) {
+  assert.equal(found.length, expected.length);
+  found.forEach((value, index) => assert.ok(Math.abs(value - expected[index]) < 1e-9, `${message}: ${found}`));
+}

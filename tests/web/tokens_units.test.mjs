@@ -1,0 +1,93 @@
+// From the server's tokens to units of the document.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { gaps, placed, single, within } from "../../app/web/tokens/units.js";
+
+const STAR = [0xe2, 0x98, 0x85]; // a character of three bytes
+const FACE = [0xf0, 0x9f, 0x98, 0x80]; // one of two UTF-16 units
+
+test("a unit with several tokens is cut into one for each", () => {
+  assert.deepEqual(cut("Once upon", [token("Once"), token(" upon")]), [[0, 4, ["Once"]], [4, 9, [" upon"]]]);
+});
+
+test("tokens that share a character stay together, and the bytes tell which", () => {
+  const parts = STAR.map((byte) => bytes([byte]));
+  const units = single([{ start: 0, end: 3, tokens: [token("a"), ...parts, token("b")] }], "a\u2605b");
+  assert.deepEqual(units.map(({ start, end, tokens }) => [start, end, tokens.length]), [[0, 1, 1], [1, 2, 3], [2, 3, 1]]);
+  assert.deepEqual(units[1].tokens, parts);
+});
+
+test("offsets are UTF-16 units", () => {
+  const tokens = [bytes(FACE.slice(0, 2)), bytes(FACE.slice(2)), token("!")];
+  const units = single([{ start: 5, end: 8, tokens }], "12345\u{1F600}!");
+  assert.deepEqual(units.map(({ start, end }) => [start, end]), [[5, 7], [7, 8]]);
+});
+
+test("a token that ends one character and begins another loses neither", () => {
+  const tokens = [bytes(STAR.slice(0, 2)), bytes([STAR[2], STAR[0]]), bytes(STAR.slice(1))];
+  const units = single([{ start: 0, end: 2, tokens }], "\u2605\u2605");
+  assert.deepEqual(units.map(({ start, end, tokens }) => [start, end, tokens.length]), [[0, 1, 2], [1, 2, 1]]);
+  const broken = single([{ start: 0, end: 2, tokens: tokens.slice(0, 2) }], "\u2605\ufffd");
+  assert.deepEqual(broken.map(({ start, end }) => [start, end]), [[0, 2]]);
+});
+
+test("bytes that are no character are U+FFFD, alone", () => {
+  const units = single([{ start: 0, end: 2, tokens: [bytes([0xe2]), token("a")] }], "\ufffda");
+  assert.deepEqual(units.map(({ start, end }) => [start, end]), [[0, 1], [1, 2]]);
+});
+
+test("a line end is LF, however the model wrote it", () => {
+  assert.deepEqual(cut("a\nb\nc", [token("a\r"), token("\nb"), token("\rc")]), [
+    [0, 2, ["a\r"]],
+    [2, 3, ["\nb"]],
+    [3, 5, ["\rc"]],
+  ]);
+});
+
+test("what the server took away is not in the units", () => {
+  assert.deepEqual(cut("Once up", [token(" Once"), token(" upon")]), [[0, 4, [" Once"]], [4, 7, [" upon"]]]);
+  assert.deepEqual(cut("end", [token("end"), bytes([])]), [[0, 3, ["end"]]], "a token that ends the text is none of it");
+});
+
+test("a unit whose tokens tell another text has no tokens", () => {
+  assert.deepEqual(single([{ start: 0, end: 3, tokens: [token("xyz")] }], "abc"), [{ start: 0, end: 3, tokens: null }]);
+});
+
+test("places come in code points; tokens of one place are one unit, and added ones none", () => {
+  const tokens = ["<s>", "a", "1", "2", "b"].map((text) => ({ text }));
+  const places = [[0, 0], [0, 1], [1, 2], [1, 2], [2, 4]].map(([start, end]) => ({ start, end }));
+  assert.deepEqual(placed(tokens, places, "a\u{1F600}bc"), [
+    { start: 0, end: 1, tokens: [tokens[1]] },
+    { start: 1, end: 3, tokens: [tokens[2], tokens[3]] },
+    { start: 3, end: 5, tokens: [tokens[4]] },
+  ]);
+});
+
+test("gaps are where nobody tells the tokens", () => {
+  const known = (start, end) => ({ start, end, tokens: [{ logprob: -1, top: [{}] }] });
+  assert.deepEqual(gaps([], 3), [[0, 3]]);
+  assert.deepEqual(gaps([known(2, 4), known(4, 6), { start: 6, end: 7, tokens: null }], 9), [[0, 2], [6, 9]]);
+  assert.deepEqual(gaps([known(0, 9)], 9), []);
+  assert.deepEqual(gaps([{ start: 0, end: 1, tokens: [{ logprob: null, top: [] }] }], 1), [], "the first has none");
+  assert.deepEqual(gaps([{ start: 0, end: 1, tokens: [{ logprob: -1, top: [] }] }], 1), [[0, 1]]);
+  assert.deepEqual(gaps([], 0), []);
+});
+
+test("of a unit that a border cuts the part inside remains", () => {
+  const unit = (start, end) => ({ start, end, tokens: [] });
+  assert.deepEqual(within([unit(0, 2), unit(2, 5), unit(5, 8), unit(8, 9)], [3, 6]), [unit(3, 5), unit(5, 6)]);
+});
+
+function cut(text, tokens) {
+  const units = single([{ start: 0, end: text.length, tokens }], text);
+  return units.map(({ start, end, tokens }) => [start, end, tokens.map(({ text }) => text)]);
+}
+
+function token(text) {
+  return { text, bytes: [...new TextEncoder().encode(text)] };
+}
+
+function bytes(list) {
+  return { text: "\ufffd", bytes: list };
+}
