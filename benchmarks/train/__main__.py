@@ -24,6 +24,7 @@ from benchmarks.result import this_machine
 from benchmarks.train.plain import PlainLoop
 from model.device import choose_device, choose_dtype
 from model.presets import preset
+from model.train.computing import computing_for
 from model.train.data.batch import of_windows
 from model.train.learner import Learner
 from model.train.memory import keep_freed_memory
@@ -82,7 +83,8 @@ def _rounds(
     batch = of_windows(windows_BN)
     decoder = Decoder(config).initialise(1).to(device)
     optimiser = Optimiser(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
-    objective, at_once = Objective(decoder, device, dtype), options.micro_windows
+    objective = Objective(decoder, device, dtype, computing_for("auto", device.type))
+    at_once = options.micro_windows
     learner = Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=at_once)
     plain = PlainLoop(config, device, dtype, at_once)
 

@@ -14,8 +14,7 @@ from model.files import one_line
 from model.train.memory import is_out_of_memory, keep_freed_memory
 from model.train.notices import python, tell
 from model.train.place import held
-from model.train.plan.auto import settle_size
-from model.train.plan.forecast import forecast
+from model.train.plan.forecast import forecast, settle_size
 from model.train.ranks import LeftAlone, Ranks, join
 from model.train.run import Run
 from model.train.stop import Diverged, Interrupted
@@ -32,15 +31,16 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         ranks = join(device=options.device)
         ranks.must_share(options.windows)
         if options.dry_run:
-            settle_size(options)
-            forecast(options)
+            if ranks.is_first:
+                settle_size(options)
+                forecast(options)
             return 0
         with _quiet_unless(ranks.is_first), _alone(options, ranks):
             ranks.in_turn(lambda: settle_size(options, follows=not ranks.is_first))
             keep_freed_memory()
             Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
     except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
-        return _failed(error, 2)
+        return _failed(error, 2) if ranks.tells(str(error)) else 2
     except Diverged as error:
         return _failed(error, 3) if ranks.is_first else 3
     except LeftAlone as error:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return _failed(_NO_MEMORY, 2)
+        return _failed(_NO_MEMORY, 2) if ranks.tells(_NO_MEMORY) else 2
     except KeyboardInterrupt:  # before the first step; nothing is lost
         return 130
     finally:

@@ -37,6 +37,18 @@ def in_shares(work: Callable[[Sequence[T]], R], items: Sequence[T], workers: int
         return [*(other.result() for other in others), own]
 
 
+def one_by_one(work: Callable[[T], object], items: Sequence[T]) -> None:
+    """work(item) of each item on one thread, as many at a time as torch has threads; begins with the first.
+
+    Who does which depends on time, so it must not matter. Returns or raises when all have ended.
+    """
+    workers = min(torch.get_num_threads(), len(items))
+    with _threads_each(1) as begin, ThreadPoolExecutor(workers, initializer=begin) as pool:
+        done = [pool.submit(work, item) for item in items]
+    for item in done:
+        item.result()
+
+
 @contextmanager
 def _threads_each(count: int) -> Iterator[Callable[[], None]]:
     """Within the block so many threads share an operation of this thread, and of those that call what is yielded."""

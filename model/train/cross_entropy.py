@@ -52,8 +52,11 @@ def _in_place(
     """Logits to their gradient. Returns the sum of the losses."""
     counts_S1 = targets_S.ne(ignored)[:, None]
     targets_S1 = targets_S.clamp(min=0)[:, None]
-    torch.log_softmax(room_SV.copy_(slice_SV), -1, out=scores_SV)
-    loss = -scores_SV.gather(1, targets_S1).masked_fill(~counts_S1, 0.0).sum()
-    scores_SV.exp_().scatter_add_(1, targets_S1, torch.full_like(targets_S1, -1, dtype=torch.float32))
+    torch.softmax(room_SV.copy_(slice_SV), -1, out=scores_SV)
+    # log softmax without its pass over exp, which costs more than softmax: the largest logit's is -log of its score.
+    largest_S1, most_S1 = (x_SV.amax(-1, keepdim=True) for x_SV in (room_SV, scores_SV))
+    losses_S1 = largest_S1 - room_SV.gather(1, targets_S1) - most_S1.log()
+    loss = losses_S1.masked_fill(~counts_S1, 0.0).sum()
+    scores_SV.scatter_add_(1, targets_S1, torch.full_like(targets_S1, -1, dtype=torch.float32))
     slice_SV.copy_(scores_SV.mul_(counts_S1 * weight))
     return loss

@@ -1,17 +1,179 @@
-"""The flags of python -m model.train, each with its sentence and its default. Knows not what they do, and no torch."""
+"""The flags of python -m model.train: one table, of which parser, help and defaults are made. Knows no torch."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from model.arguments import OneLineParser
 from model.presets import ARCHS, PRESET_NAMES
+from model.tokenizer import SEPARATOR
+from model.train import values
+from model.train.computing import ASKED
+from model.train.data.sources import USUAL_KEY
 from model.train.data.vocabulary import KINDS
-from model.train.recipes import DTYPES, OPTIMIZERS, told
 from model.train.schedule import SHAPES
-from model.train.values import count, decay, not_negative, positive, preset_name, share, small_share, whole, windows
 
-USUAL_PRESET = "small"
+_OF_PRESET = "the preset's"
+RATE_ALONE = 0.001
+"""The default of --lr where AdamW has everything: 0.004 learnt badly after a norm (textbook, width 128)."""
+TOY_RATE_ALONE = 0.1
+"""Learnt from each of ten seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A row of the table."""
+
+    name: str
+    """With a word for its value, behind which "..." says that there may be several."""
+    meaning: str
+    kind: Callable[[str], object] | tuple[str, ...] | type[argparse.Action] | str | None = None
+    """What makes a value of its text, what it may be, or what argparse is to do."""
+    default: object = None
+    own: Mapping[str, object] = field(default_factory=dict)
+    """The default of a preset, or with --init, where it is another; None where it comes from the model."""
+    more: str = ""
+    """What the help tells of the default beside that."""
+
+    @property
+    def option(self) -> str:
+        """What its value is called."""
+        return self.name.split()[0].removeprefix("--").replace("-", "_")
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Makes argparse know it. The value is None where nobody gave one."""
+        flag, _, value = self.name.partition(" ")
+        how: dict[str, Any] = {"help": self._help()}
+        if value:
+            how |= {"metavar": value.removesuffix("..."), "nargs": "+" if value.endswith("...") else None}
+        match self.kind:
+            case tuple():
+                how["choices"] = self.kind
+            case str() | type():
+                how["action"] = self.kind
+            case _:
+                how["type"] = self.kind
+        group.add_argument(flag, **how)
+
+    def _help(self) -> str:
+        told = [f"{whose}: {_word(value)}" for whose, value in self.own.items() if value is not None]
+        defaults = [_word(self.default), *told] if self.own or self.default is not None else []
+        default = "; ".join(defaults) + self.more
+        return f"{self.meaning} (default: {default})" if default else self.meaning
+
+
+FLAGS = {
+    "what to learn from": [
+        Flag("--data PATH...", ".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)"),
+        Flag("--pairs FILE.tsv...", "source<TAB>target lines, for presets with an encoder"),
+        Flag("--per-line", "every line is a text by itself", argparse.BooleanOptionalAction, False, {"toy": True}),
+        Flag("--tokenizer", "what tokens are", KINDS, "bpe", {"toy": "words"}),
+        Flag("--end-token TEXT", "the special token that ends a text", None, SEPARATOR, {"toy": "<EOS>"}),
+        Flag(
+            "--vocab-size N",
+            "tokens of the vocabulary",
+            values.count,
+            more="the preset's, fewer where the text supports no more; words: all",
+        ),
+        Flag("--straighten SHARE", "texts given ASCII quotes", values.share, more="0.5; --init: 0"),
+        Flag(
+            "--held-out SHARE",
+            "documents kept apart and measured",
+            values.small_share,
+            0.01,
+            more="; of fewer than 100 the last 5 %% of all text",
+        ),
+        Flag("--unseen PATH...", "texts never trained on, each measured by itself in the end"),
+        Flag("--text-key KEY", "under which .jsonl has its texts", more=USUAL_KEY),
+    ],
+    "the model": [
+        Flag(
+            "--preset NAME",
+            f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes",
+            values.preset_name,
+            "small",
+        ),
+        Flag("--arch", "another layout in the size of a preset", ARCHS, more=_OF_PRESET),
+        Flag("--init DIR", "go on from these weights: ours, or a Hugging Face directory with its tokenizer"),
+        Flag(
+            "--context N",
+            f"longest sequence in tokens (default: {_OF_PRESET}); with --init of training (default: up to 512)",
+            values.count,
+        ),
+        Flag("--layers N", "blocks; of an encoder as many", values.count, more=_OF_PRESET),
+        Flag("--width N", "size of the residual stream; the feed-forward follows", values.count, more=_OF_PRESET),
+        Flag("--heads N", "query heads; they share the width", values.count, more=_OF_PRESET),
+        Flag("--kv-heads N", "key and value heads", values.count, more=_OF_PRESET),
+        Flag("--mlp-width N", "hidden size of the feed-forward", values.count, more=_OF_PRESET),
+    ],
+    "how long": [
+        Flag("--max-minutes N", "train this long; the learning rate follows", values.positive),
+        Flag("--epochs N", "train this many times over the text", values.positive, None, {"--init": 3.0}),
+        Flag("--tokens N", "train on this many tokens", values.count),
+        Flag("--steps N", "train this many steps", values.count, None, {"toy": 400, "cross": 2000}),
+    ],
+    # With --init AdamW and not Muon: what is good in those weights are a few large directions of each matrix, and Muon
+    # moves all directions alike. 80 kB of plays brought our model, which Muon had trained, from 3.040 held-out bits per
+    # byte to 1.715 by AdamW, to 1.744 by Muon at 0.01, to 2.184 at 0.002. Rate and number format depend on the model.
+    "how it learns": [
+        Flag("--windows N", "windows, lines or pairs a step", values.windows, 16, {"toy": 2, "cross": 64, "--init": 8}),
+        Flag(
+            "--micro-windows N",
+            "how many of them at once",
+            values.count,
+            more="on a CPU about 2,048 tokens, else what fits",
+        ),
+        Flag("--optimizer", "of the blocks' matrices", values.OPTIMIZERS, "muon", {"toy": "adamw", "--init": "adamw"}),
+        Flag("--matrix-lr RATE", "learning rate of Muon", values.positive, 0.02, {"--init": 0.01}),
+        Flag(
+            "--lr RATE",
+            "learning rate of AdamW",
+            values.positive,
+            0.004,
+            {"--init": None},
+            more=f"; alone {RATE_ALONE}; toy: {TOY_RATE_ALONE}; --init: 4 / width^1.5",
+        ),
+        Flag("--weight-decay SHARE", "of the matrices", values.not_negative, 0.05),
+        Flag("--schedule", "how the learning rate falls", SHAPES, "linear"),
+        Flag("--warm-up STEPS", "until it is whole", values.whole, 100, {"--init": 10}),
+        Flag("--warm-down SHARE", "of a linear schedule: share of the run over which it falls to 0", values.share, 0.4),
+        Flag("--seed N", "of the weights and the order", values.whole, 1),
+    ],
+    "the run": [
+        Flag("--dry-run", "tell size, memory, disk and time, and write nothing", "store_true"),
+        Flag("--resume", "continue the run in --out", "store_true"),
+        Flag("--overwrite", "start anew although --out holds a run or a model", "store_true"),
+        Flag("--device", "auto: a GPU where one is", ("auto", "cpu", "cuda"), "auto"),
+        Flag(
+            "--dtype",
+            "of the computation; auto: bfloat16 where the device has it",
+            ("auto", "float32", "bfloat16"),
+            "auto",
+        ),
+        Flag("--compile", "the step by torch.compile; auto: on a GPU where Triton is", ASKED, "auto"),
+        Flag("--report-seconds N", "between progress lines", values.positive, 10.0),
+        Flag("--save-seconds N", "between snapshots", values.positive, 300.0),
+        Flag("--tensorboard", "also write event files into OUT/tensorboard", "store_true"),
+    ],
+    "the result": [
+        Flag("--ema DECAY", "export an average of the weights", values.decay, 0.0, more=", off"),
+        Flag("--keep", "which held-out measurement's weights", ("best", "last"), "best"),
+        Flag(
+            "--export-dtype",
+            "of the weights written",
+            values.DTYPES,
+            "bfloat16",
+            {"toy": "float32", "--init": None},
+            "; --init: as they were",
+        ),
+        Flag("--about FILE", "text for the model card: corpus, licence, intended use"),
+        Flag("--license ID", "of the model, for the card's head: mit, cc0-1.0, ...", values.license_id),
+        Flag("--language CODE", "of the text, for the card's head: en, pt-BR, ...", values.language),
+    ],
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,172 +185,16 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("--out", required=True, metavar="DIR", help="where the weights directory goes")
-    groups = {
-        "what to learn from": _add_data,
-        "the model": _add_shape,
-        "how long": _add_length,
-        "how it learns": _add_learning,
-        "the run": _add_run,
-        "the result": _add_result,
-    }
-    for title, add in groups.items():
-        add(p.add_argument_group(title))
+    for title, flags in FLAGS.items():
+        group = p.add_argument_group(title)
+        for flag in flags:
+            flag.add_to(group)
     return p
 
 
-def _add_data(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help=".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)",
-    )
-    p.add_argument(
-        "--pairs", nargs="+", metavar="FILE.tsv", help="source<TAB>target lines, for presets with an encoder"
-    )
-    p.add_argument(
-        "--per-line",
-        action=argparse.BooleanOptionalAction,
-        help=f"every line is a text by itself (default: {told('per_line')})",
-    )
-    p.add_argument("--tokenizer", choices=KINDS, help=f"what tokens are (default: {told('tokenizer')})")
-    p.add_argument(
-        "--end-token", metavar="TEXT", help=f"the special token that ends a text (default: {told('end_token')})"
-    )
-    p.add_argument(
-        "--vocab-size",
-        metavar="N",
-        type=count,
-        help="tokens of the vocabulary (default: the preset's, fewer where the text supports no more; words: all)",
-    )
-    p.add_argument(
-        "--straighten", metavar="SHARE", type=share, help="texts given ASCII quotes (default: 0.5; --init: 0)"
-    )
-    p.add_argument(
-        "--held-out",
-        type=small_share,
-        default=0.01,
-        metavar="SHARE",
-        help="documents kept apart and measured (default: 0.01; of fewer than 100 the last 5 %% of all text)",
-    )
-    p.add_argument(
-        "--unseen", nargs="+", metavar="PATH", help="texts never trained on, each measured by itself in the end"
-    )
-    p.add_argument("--text-key", default="text", metavar="KEY", help="under which .jsonl has its texts (default: text)")
-
-
-def _add_shape(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--preset",
-        type=preset_name,
-        metavar="NAME",
-        help=f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes (default: {USUAL_PRESET})",
-    )
-    p.add_argument("--arch", choices=ARCHS, help="another layout in the size of a preset (default: the preset's)")
-    p.add_argument(
-        "--init", metavar="DIR", help="go on from these weights: ours, or a Hugging Face directory with its tokenizer"
-    )
-    p.add_argument(
-        "--context",
-        metavar="N",
-        type=count,
-        help="longest sequence in tokens (default: the preset's); with --init of training (default: up to 512)",
-    )
-    sizes = {
-        "--layers": ("n_layers", "blocks; of an encoder as many"),
-        "--width": ("width", "size of the residual stream; the feed-forward follows"),
-        "--heads": ("n_heads", "query heads; they share the width"),
-        "--kv-heads": ("n_kv_heads", "key and value heads"),
-        "--mlp-width": ("mlp_width", "hidden size of the feed-forward"),
-    }
-    for flag, (name, meaning) in sizes.items():
-        p.add_argument(flag, dest=name, metavar="N", type=count, help=f"{meaning} (default: the preset's)")
-
-
-def _add_length(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--max-minutes", metavar="N", type=positive, help="train this long; the learning rate follows")
-    p.add_argument(
-        "--epochs", metavar="N", type=positive, help="train this many times over the text (default with --init: 3)"
-    )
-    p.add_argument("--tokens", metavar="N", type=count, help="train on this many tokens")
-    p.add_argument("--steps", metavar="N", type=count, help=f"train this many steps (default: {told('steps')})")
-
-
-def _add_learning(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--windows",
-        metavar="N",
-        type=windows,
-        help=f"windows, lines or pairs a step (default: {told('windows')}; --init: 8)",
-    )
-    p.add_argument(
-        "--micro-windows",
-        metavar="N",
-        type=count,
-        help="how many of them at once (default: on a CPU about 2,048 tokens, else what fits)",
-    )
-    p.add_argument(
-        "--optimizer", choices=OPTIMIZERS, help=f"of the blocks' matrices (default: {told('optimizer')}; --init: adamw)"
-    )
-    p.add_argument(
-        "--matrix-lr",
-        metavar="RATE",
-        type=positive,
-        help=f"learning rate of Muon (default: {told('matrix_lr')}; --init: 0.01)",
-    )
-    p.add_argument(
-        "--lr",
-        metavar="RATE",
-        type=positive,
-        help=f"learning rate of AdamW (default: {told('lr')}; alone {told('lr_alone')}; --init: 4 / width^1.5)",
-    )
-    p.add_argument(
-        "--weight-decay", metavar="SHARE", type=not_negative, default=0.05, help="of the matrices (default: 0.05)"
-    )
-    p.add_argument("--schedule", choices=SHAPES, default="linear", help="how the learning rate falls (default: linear)")
-    p.add_argument("--warm-up", metavar="STEPS", type=whole, help="until it is whole (default: 100; --init: 10)")
-    p.add_argument(
-        "--warm-down",
-        metavar="SHARE",
-        type=share,
-        help=f"of a linear schedule: share of the run over which it falls to 0 (default: {told('warm_down')})",
-    )
-    p.add_argument("--seed", metavar="N", type=whole, default=1, help="of the weights and the order (default: 1)")
-
-
-def _add_run(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--dry-run", action="store_true", help="tell size, memory, disk and time, and write nothing")
-    again = p.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue the run in --out")
-    again.add_argument("--overwrite", action="store_true", help="start anew although --out holds a run or a model")
-    p.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where one is (default: auto)"
-    )
-    p.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="of the computation; auto: bfloat16 where the device has it (default: auto)",
-    )
-    p.add_argument(
-        "--report-seconds", metavar="N", type=positive, default=10.0, help="between progress lines (default: 10)"
-    )
-    p.add_argument("--save-seconds", metavar="N", type=positive, default=300.0, help="between snapshots (default: 300)")
-    p.add_argument("--tensorboard", action="store_true", help="also write event files into OUT/tensorboard")
-
-
-def _add_result(p: argparse._ArgumentGroup) -> None:
-    p.add_argument(
-        "--ema", metavar="DECAY", type=decay, default=0.0, help="export an average of the weights (default: 0, off)"
-    )
-    p.add_argument(
-        "--keep", choices=("best", "last"), default="best", help="which held-out measurement's weights (default: best)"
-    )
-    p.add_argument(
-        "--export-dtype",
-        choices=DTYPES,
-        help=f"of the weights written (default: {told('export_dtype')}; --init: as they were)",
-    )
-    p.add_argument("--about", metavar="FILE", help="text for the model card: corpus, licence, intended use")
-    p.add_argument("--license", metavar="ID", help="of the model, for the card's head: mit, cc0-1.0, ...")
-    p.add_argument("--language", metavar="CODE", help="of the text, for the card's head: en, pt-BR, ...")
+def _word(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

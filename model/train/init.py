@@ -24,7 +24,7 @@ from model.checkpoint import load, stored_state
 from model.config import ConfigError, ModelConfig
 from model.families.layout import Family
 from model.families.registry import read_config
-from model.files import CheckpointError, parse_object, read_bytes, write_files
+from model.files import CheckpointError, parse_object, read_bytes, read_json, write_files
 from model.golden import verify
 from model.manifest import check_manifest
 from model.presence import WEIGHTS_FILE, check_layout
@@ -146,9 +146,9 @@ def settle(options: argparse.Namespace, base: Base) -> None:
 def _read(directory: Path) -> Base:
     names = sorted(path.name for path in directory.iterdir() if _KEPT.fullmatch(path.name))
     files = {name: read_bytes(directory / name, _MOST_BYTES) for name in names}
-    raw = {name: _object(directory / name, files[name]) for name in (_CONFIG, _GENERATION) if name in files}
+    config, generation = read_json(directory / _CONFIG), read_json(directory / _GENERATION, optional=True)
     try:
-        family, shape = read_config(raw[_CONFIG])
+        family, shape = read_config(config)
     except ConfigError as error:
         raise CheckpointError(f"{directory / _CONFIG}: {error}") from None
     tokenizer = Tokenizer.load(directory)
@@ -156,7 +156,7 @@ def _read(directory: Path) -> Base:
         raise CheckpointError(
             f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {shape.vocab_size}"
         )
-    named = {**raw[_CONFIG], **raw.get(_GENERATION, {})}.get("eos_token_id")
+    named = {**config, **generation}.get("eos_token_id")
     end = named[0] if isinstance(named, list) and named else named
     return Base(
         directory=directory, family=family, shape=shape, tokenizer=_ended(tokenizer, end, directory), files=files
@@ -172,10 +172,3 @@ def _ended(tokenizer: Tokenizer, end: Any, directory: Path) -> Tokenizer:
         raise CheckpointError(f"{directory / _CONFIG}: eos_token_id {end!r} is no token of its tokenizer.json")
     bos = None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
     return Tokenizer(RustTokenizer.from_str(tokenizer.files()["tokenizer.json"]), piece, bos)
-
-
-def _object(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        return parse_object(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None

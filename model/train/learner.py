@@ -86,7 +86,7 @@ class Learner:
     @property
     def workers(self) -> int:
         """How many micro-batches are computed side by side, where there are so many."""
-        return torch.get_num_threads() if self.objective.device.type == "cpu" else 1
+        return torch.get_num_threads() if self.objective.computing.by_hand else 1
 
     def rows_at_once(self, share: Batch) -> int:
         """How many of these rows make a micro-batch."""

@@ -65,8 +65,8 @@ class Weights:
     def logits(self, inputs_BN: Tensor, tiles: list[Tile]) -> Tensor:
         """[T, V]."""
         decoder, length = self.decoder, inputs_BN.shape[1]
-        cos_NF, sin_NF = self.rope_PC[:length].chunk(2, dim=-1)
-        positions = Positions(cos_NF[None, :, None], sin_NF[None, :, None], tiles)
+        group = decoder.config.n_heads // decoder.config.n_kv_heads
+        positions = Positions.make(self.rope_PC[:length], group, tiles)
         x_TD = F.embedding(inputs_BN.flatten(), decoder.embedding)
         for block, folded in zip(decoder.blocks, self.blocks, strict=True):
             assert isinstance(block, Block)
@@ -181,7 +181,7 @@ def _norm(x_TD: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 def _norm_backward(grad_TD: Tensor, normed_TD: Tensor, inverse_T1: Tensor, passed_TD: Tensor) -> Tensor:
     """The gradient of x: through the norm, plus what passed it by."""
-    along_T1 = (grad_TD * normed_TD).mean(-1, keepdim=True)
+    along_T1 = torch.linalg.vecdot(grad_TD, normed_TD)[:, None] / grad_TD.shape[-1]  # mean() takes 1.6 times as long
     through_TD = grad_TD.addcmul_(normed_TD, along_T1, value=-1)
     return torch.addcmul(passed_TD, through_TD.float(), inverse_T1)
 

@@ -13,31 +13,47 @@ from torch import Tensor
 
 from model.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
 from model.train.causal import TrainingAttend, tiles_of
+from model.train.computing import Computing, choose
 from model.train.cross_entropy import cross_entropy
 from model.train.data.batch import IGNORED, Batch
+from model.train.fused import FusedAttend
 from model.train.llama_block import Weights, is_llama
+from model.train.notices import tell
 from model.transformer import Decoder
 
 
 class Objective:
     """The decoder's loss on batches, computed in `dtype`."""
 
-    def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, computing: Computing | None = None
+    ) -> None:
+        """computing: by default that of the device, not compiled."""
         self.decoder = decoder
         self.device = device
         self.dtype = dtype
-        self._is_written_out = device.type == "cpu" and is_llama(decoder.config)
+        self.computing = computing or choose("off", device.type)
+        self._is_written_out = self.computing.by_hand and is_llama(decoder.config)
         self._weights: Weights | None = None
+        backend = self.computing.backend
+        self._compiled = torch.compile(self._plain, backend=backend) if backend else None
 
     def loss_sum(self, batch: Batch, weight: float = 1.0) -> Tensor:
         """Nats, summed over the targets that count, times `weight`."""
         targets_T = batch.targets_RN.flatten().to(self.device)
-        logits_TV = self._written_out(batch) if self._is_written_out else self._logits(batch, TrainingAttend)
-        return cross_entropy(logits_TV, targets_T, weight=weight, ignored=IGNORED)
+        if self.computing.by_hand:
+            logits_TV = self._written_out(batch) if self._is_written_out else self._logits(batch, TrainingAttend)
+            return cross_entropy(logits_TV, targets_T, weight=weight, ignored=IGNORED)
+        if self._compiled and batch.sources is None:
+            return weight * self._compiled_or_plain(batch, targets_T)
+        return weight * self._plain(batch, targets_T)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Within the block the weights do not change: each is made bfloat16 once, not for every micro-batch."""
+        if self._compiled:
+            yield  # a cast is part of what is compiled
+            return
         if not self._is_written_out:
             with self._autocast():
                 yield
@@ -59,6 +75,24 @@ class Objective:
             counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)]
             n_bytes += sum(len(bytes_of[token]) for token in counted.tolist())
         return nats / math.log(2) / max(n_bytes, 1)
+
+    def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
+        logits_TV = self._logits(batch, FusedAttend)
+        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORED)
+
+    def _compiled_or_plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
+        assert self._compiled is not None
+        there = Batch(inputs_RN=batch.inputs_RN.to(self.device), targets_RN=batch.targets_RN)
+        try:
+            loss: Tensor = self._compiled(there, targets_T)
+            return loss
+        except torch._dynamo.exc.TorchDynamoException as error:
+            what = " ".join(str(error).splitlines()[:2])  # who failed, and how
+            if not self.computing.may_fall_back:
+                raise ValueError(f"--compile on: torch's compiler failed ({what}); leave the flag out") from None
+            tell(f"warning: torch's compiler failed ({what}); training goes on without it")
+            self._compiled = None
+            return self._plain(batch, targets_T)
 
     def _logits(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
         attend = attend_for(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)

@@ -1,11 +1,18 @@
-"""Who updates which parameter. Knows no schedule, no data and no files."""
+"""Who updates which parameter. Knows no schedule, no data and no files.
+
+Each parameter has an optimiser of its own, which a CPU runs on one thread, several at a time. So the numbers do not
+depend on how many threads there are, and threads meet once an update, not behind each product of a matrix.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from model.train.recipes import Optimizer
+from model.train.crew import one_by_one
+from model.train.values import Optimizer
 from model.transformer import Decoder
 
 
@@ -23,13 +30,11 @@ class Optimiser:
         matrices = [p for part in blocks for p in part.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in decoder.parameters() if id(p) not in chosen]
-        self.parts: dict[str, torch.optim.Optimizer] = {}
-        groups = [{"params": others, "weight_decay": 0.0}]
+        self.parts: dict[str, list[torch.optim.Optimizer]] = {"muon": [], "adamw": [_adamw(p, 0.0) for p in others]}
         if kind == "muon":
-            self.parts["muon"] = torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95)
+            self.parts["muon"] += [torch.optim.Muon([p], weight_decay=weight_decay, momentum=0.95) for p in matrices]
         else:
-            groups.append({"params": matrices, "weight_decay": weight_decay})
-        self.parts["adamw"] = torch.optim.AdamW(groups, lr=other_lr, betas=(0.9, 0.95))
+            self.parts["adamw"] += [_adamw(p, weight_decay) for p in matrices]
         self._base_lr = {"muon": matrix_lr, "adamw": other_lr}
         self._parameters = list(decoder.parameters())
 
@@ -39,29 +44,48 @@ class Optimiser:
 
     def step(self, lr_factor: float) -> None:
         """Updates the parameters and clears the gradients."""
-        for name, part in self.parts.items():
-            for group in part.param_groups:
-                group["lr"] = self._base_lr[name] * lr_factor
-            part.step()
-            part.zero_grad(set_to_none=True)
+        for name, parts in self.parts.items():
+            for part in parts:
+                part.param_groups[0]["lr"] = self._base_lr[name] * lr_factor
+        in_order = sorted((part for parts in self.parts.values() for part in parts), key=_size, reverse=True)
+        if self._parameters[0].is_cpu:
+            one_by_one(_step, in_order)  # the largest first: the last ones to end are small
+        else:
+            for part in in_order:
+                _step(part)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state as flat names: part.parameter.key."""
         return {
             f"{name}.{index}.{key}": value
-            for name, part in self.parts.items()
-            for index, state in part.state_dict()["state"].items()
-            for key, value in state.items()
+            for name, parts in self.parts.items()
+            for index, part in enumerate(parts)
+            for key, value in part.state_dict()["state"].get(0, {}).items()
             if isinstance(value, Tensor)
         }
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of tensors()."""
-        for name, part in self.parts.items():
-            state: dict[int, dict[str, Tensor]] = {}
-            for flat, value in tensors.items():
-                owner, _, rest = flat.partition(".")
-                if owner == name:
-                    index, _, key = rest.partition(".")
-                    state.setdefault(int(index), {})[key] = value
-            part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+        states: dict[str, dict[str, Tensor]] = {}
+        for flat, value in tensors.items():
+            owner, _, key = flat.rpartition(".")
+            states.setdefault(owner, {})[key] = value
+        for name, parts in self.parts.items():
+            for index, part in enumerate(parts):
+                owner = f"{name}.{index}"
+                state = {0: states[owner]} if owner in states else {}
+                part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+
+def _adamw(parameter: Tensor, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter], betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+
+
+def _step(part: torch.optim.Optimizer) -> None:
+    part.step()
+    part.zero_grad(set_to_none=True)
+
+
+def _size(part: torch.optim.Optimizer) -> int:
+    parameter: Tensor = part.param_groups[0]["params"][0]
+    return parameter.numel()

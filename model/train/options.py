@@ -1,4 +1,4 @@
-"""The flags, the preset's recipe where there are none, and the nouns that they ask for. Knows no torch."""
+"""The flags, the preset's defaults where there are none, and the nouns that they ask for. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,39 +9,49 @@ from pathlib import Path
 
 from model.config import ConfigError, ModelConfig
 from model.presets import preset, reshaped
-from model.train.data.sources import Sources
+from model.train.data.sources import USUAL_KEY, Sources
+from model.train.data.text_file import suffix
 from model.train.data.vocabulary import UNKNOWN, Vocabulary
-from model.train.flags import USUAL_PRESET, parser
-from model.train.recipes import FINE_TUNING, recipe
+from model.train.flags import FLAGS, RATE_ALONE, TOY_RATE_ALONE, parser
 from model.train.schedule import Limits
 
-_SIZES = ("n_layers", "width", "n_heads", "n_kv_heads", "mlp_width")
-_BROUGHT = ("preset", "arch", *_SIZES, "vocab_size", "tokenizer", "end_token")
-LIMITS = ("max_minutes", "epochs", "tokens", "steps")
-"""Any of them says how long to train."""
+_BROUGHT = (
+    "preset",
+    "arch",
+    "layers",
+    "width",
+    "heads",
+    "kv_heads",
+    "mlp_width",
+    "vocab_size",
+    "tokenizer",
+    "end_token",
+)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags, with the preset's recipe where there are none. Ends the program on unknown ones."""
+    """The flags, with the preset's defaults where there are none. Ends the program on wrong ones."""
     flags = parser()
     options = flags.parse_args(arguments)
-    if options.init and (given := [name for name in _BROUGHT if getattr(options, name) is not None]):
-        named = {action.dest: action.option_strings[0] for action in flags._actions if action.option_strings}
-        both = ", ".join(named[name] for name in given)
+    if options.init and (brought := [name for name in _BROUGHT if getattr(options, name) is not None]):
+        both = ", ".join(f"--{name.replace('_', '-')}" for name in brought)
         flags.error(f"{both} and --init contradict one another: the model brings its shape and tokenizer")
-    if options.warm_down is not None and options.schedule != "linear":
+    if options.resume and options.overwrite:
+        flags.error("--resume and --overwrite contradict one another: continue the run, or start anew")
+    if options.warm_down is not None and options.schedule not in (None, "linear"):
         flags.error(f"--warm-down is for --schedule linear; {options.schedule} knows no such end: leave it out")
-    options.preset = options.preset or USUAL_PRESET
-    defaults = dataclasses.asdict(FINE_TUNING if options.init else recipe(options.preset))
-    if any(getattr(options, name) for name in LIMITS):
-        defaults["steps"] = defaults["epochs"] = None
-    if (options.optimizer or defaults["optimizer"]) == "adamw":
-        if options.matrix_lr is not None:
+    given, whose = argparse.Namespace(**vars(options)), "--init" if options.init else options.preset
+    for flag in (flag for rows in FLAGS.values() for flag in rows):
+        is_limited = flag.option in ("steps", "epochs") and limits(given).flags()
+        if getattr(given, flag.option) is None and not is_limited:
+            setattr(options, flag.option, flag.own.get(whose, flag.default))
+    if options.optimizer == "adamw":
+        if given.matrix_lr is not None:
             flags.error("--matrix-lr is the rate of --optimizer muon; adamw has --lr alone")
-        defaults["lr"] = defaults["lr_alone"]
-    for name, value in defaults.items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, value)
+        if given.lr is None and not options.init:
+            options.lr = TOY_RATE_ALONE if options.preset == "toy" else RATE_ALONE
+    options.greedy = whose in ("toy", "cross")  # one answer is right, so serving takes the likeliest token
+    options.lines_from_end = whose != "toy"  # a line's first token is told from an end token; in the toy's notebook not
     return options
 
 
@@ -49,18 +59,25 @@ def shape(options: argparse.Namespace) -> ModelConfig:
     """The preset with the flags' changes; how many tokens the tokenizer really has shows later. Raises ConfigError."""
     base = preset(options.preset, options.arch)
     check_sources(options, f"preset {options.preset}", has_encoder=base.n_encoder_layers > 0)
-    if not any(getattr(options, name) for name in LIMITS):
+    if not limits(options).flags():
         raise ConfigError("say how long to train: --max-minutes, --epochs, --tokens or --steps")
-    least, what = (
-        (257, "256 bytes and the end token") if options.tokenizer == "bpe" else (3, "end token and unknown word")
-    )
+    of_kind = {"bpe": (257, "256 bytes and the end token"), "words": (3, "end token and unknown word")}
+    least, what = of_kind[options.tokenizer]
     if options.vocab_size is not None and options.vocab_size < least:
         raise ConfigError(f"--vocab-size must be at least {least} ({what}), not {options.vocab_size}")
     if options.context is not None and options.context < 2:
         raise ConfigError(f"--context must be at least 2 tokens, not {options.context}")
-    sized = reshaped(base, **{name: getattr(options, name) for name in _SIZES})
-    given = {"vocab_size": options.vocab_size, "context": options.context}
-    return dataclasses.replace(sized, **{k: v for k, v in given.items() if v is not None})
+    sized = reshaped(
+        base,
+        n_layers=options.layers,
+        width=options.width,
+        n_heads=options.heads,
+        n_kv_heads=options.kv_heads,
+        mlp_width=options.mlp_width,
+    )
+    return dataclasses.replace(
+        sized, vocab_size=options.vocab_size or sized.vocab_size, context=options.context or sized.context
+    )
 
 
 def vocabulary(options: argparse.Namespace) -> Vocabulary:
@@ -80,8 +97,13 @@ def limits(options: argparse.Namespace) -> Limits:
 
 
 def sources(options: argparse.Namespace, names: Sequence[str]) -> Sources:
-    """The texts called so, as the flags say that texts are to be read."""
-    return Sources(names, text_key=options.text_key, without=Path(options.out))
+    """The texts called so, as the flags say that texts are to be read. Raises ConfigError and DataError."""
+    out = Path(options.out)
+    if options.text_key is not None:
+        found = Sources([*(options.pairs or options.data), *(options.unseen or [])], without=out).paths()
+        if not any(suffix(path) == ".jsonl" for path in found):
+            raise ConfigError("--text-key is for .jsonl files, and there is none among the data: leave it out")
+    return Sources(names, text_key=options.text_key or USUAL_KEY, without=out)
 
 
 def check_sources(options: argparse.Namespace, model: str, *, has_encoder: bool) -> None:

@@ -19,22 +19,18 @@ from model.presence import INDEX_FILE, WEIGHTS_FILE
 _LOCK = "lock"
 
 
-class PlaceError(ValueError):
-    """An output directory that cannot be used; the message says what to change."""
-
-
 @contextlib.contextmanager
 def held(out: Path, *, overwrite: bool) -> Iterator[None]:
-    """Within the block the directory is ours, and nobody else's who asks in the same way. Raises PlaceError."""
+    """Within the block the directory is ours, and nobody else's who asks in the same way. Raises ValueError."""
     work = out / ".training"
     if any((out / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)) and not work.is_dir() and not overwrite:
-        raise PlaceError(f"--out {out}: holds a model that no run left there; name another folder, or add --overwrite")
+        raise ValueError(f"--out {out}: holds a model that no run left there; name another folder, or add --overwrite")
     missing = [folder for folder in (work, out, *out.parents) if not folder.exists()]
     try:
         work.mkdir(parents=True, exist_ok=True)
         lock = (work / _LOCK).open("a+")
     except OSError as error:
-        raise PlaceError(f"--out {out}: cannot be written ({error.strerror}); name a folder that can be") from None
+        raise ValueError(f"--out {out}: cannot be written ({error.strerror}); name a folder that can be") from None
     with lock:
         _take(lock, out)
         try:
@@ -47,13 +43,13 @@ def held(out: Path, *, overwrite: bool) -> Iterator[None]:
 
 
 def require_room(out: Path, n_bytes: int) -> None:
-    """Whether the disk has so much room, before hours of training and not after. Raises PlaceError.
+    """Whether the disk has so much room, before hours of training and not after. Raises ValueError.
 
     Snapshots that stand there are part of it: the run takes their place.
     """
     free = free_bytes(out) + sum(path.stat().st_size for path in (out / ".training").glob("step-*/*"))
     if free < n_bytes:
-        raise PlaceError(
+        raise ValueError(
             f"--out {out}: the run needs {describe_bytes(n_bytes)} for snapshots and result, its disk has "
             f"{describe_bytes(free)} free; make room or name a folder elsewhere"
         )
@@ -70,9 +66,9 @@ def _take(lock: IO[str], out: Path) -> None:
     except BlockingIOError:
         lock.seek(0)
         who = lock.read().strip() or "unknown"
-        raise PlaceError(f"--out {out}: another run is at work there (process {who}); name another folder") from None
+        raise ValueError(f"--out {out}: another run is at work there (process {who}); name another folder") from None
     if not _is_current(lock):
-        raise PlaceError(f"--out {out}: another run has left this very moment; try again")
+        raise ValueError(f"--out {out}: another run has left this very moment; try again")
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()

@@ -8,16 +8,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from datetime import timedelta
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from model.train.data.batch import Batch
 from model.train.data.text_file import DataError
 
 T = TypeVar("T")
+
+_A_TURN = timedelta(days=7)
+"""An exchange of numbers ends after the backend's 10 or 30 minutes; the first rank may read and tokenise for hours."""
+
+
+class Store(Protocol):
+    """What all ranks write to and read: torch.distributed.Store."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Writes."""
+
+    def wait(self, keys: list[str], limit: timedelta, /) -> None:
+        """Until all keys are written. Raises RuntimeError after `limit`, or where the store is gone."""
+
+    def add(self, key: str, value: int, /) -> int:
+        """The sum of all that was added, this too."""
+        ...
 
 
 class LeftAlone(RuntimeError):
@@ -27,8 +46,12 @@ class LeftAlone(RuntimeError):
 class Ranks:
     """One process among `size`."""
 
-    def __init__(self, *, number: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+    def __init__(
+        self, *, number: int = 0, size: int = 1, device: torch.device | None = None, store: Store | None = None
+    ) -> None:
+        """store: what all ranks can write to and read; one that is alone needs none."""
         self.number, self.size = number, size
+        self._store, self._turns = store, 0
         self.device = device or torch.device("cpu")
         """Where sums over all ranks are taken."""
 
@@ -47,13 +70,26 @@ class Ranks:
         return batch if self.size == 1 else batch.split(len(batch.inputs_RN) // self.size)[self.number]
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """First the first rank does `work`, then the others, who find the files that it left."""
+        """First the first rank does `work`, then the others, who find the files that it left, or the same fault."""
+        store = self._store
+        if store is None:
+            return work()
+        self._turns += 1
+        turn = f"turn {self._turns}"
         if not self.is_first:
-            self.wait()
-        result = work()
-        if self.is_first:
-            self.wait()
-        return result
+            self._together(lambda: store.wait([turn], _A_TURN))
+            return work()
+        try:
+            return work()
+        finally:
+            self._together(lambda: store.set(turn, "over"))
+
+    def tells(self, words: str) -> bool:
+        """Whether it is for this rank to say what all of them may have to: the first that comes to it says it."""
+        try:
+            return self._store is None or self._store.add(f"told {words}", 1) == 1
+        except RuntimeError:  # whoever keeps the store has ended, and told why
+            return False
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor becomes its sum over all ranks: one message for all of them."""
@@ -98,5 +134,6 @@ def join(environment: Mapping[str, str] = os.environ, *, device: str) -> Ranks:
         if local >= n_devices:
             raise DataError(f"process {local + 1} finds {n_devices} GPUs here; start as many, or give --device cpu")
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if on_cuda else "gloo")
-    return Ranks(number=dist.get_rank(), size=size, device=torch.device("cuda" if on_cuda else "cpu"))
+    store, number, size = next(rendezvous("env://"))
+    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=number, world_size=size)
+    return Ranks(number=number, size=size, device=torch.device("cuda" if on_cuda else "cpu"), store=store)

@@ -16,6 +16,7 @@ import torch
 
 from model.describe import describe_size
 from model.device import choose_device, choose_dtype, describe, free_memory
+from model.train.computing import computing_for
 from model.train.data.material import gather
 from model.train.data.text_file import DataError
 from model.train.init import base_of, settle, start_anew
@@ -27,10 +28,10 @@ from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.options import limits, shape
 from model.train.place import require_room
-from model.train.plan.sizes import require_memory, sizes
+from model.train.plan.machine import require_memory, sizes
 from model.train.ranks import Ranks
 from model.train.report.board import Board
-from model.train.report.card import Labels, RunFacts, read_about, without_places
+from model.train.report.card import RunFacts, read_about, without_places
 from model.train.report.progress import Outline
 from model.train.report.report import Report
 from model.train.report.result import write_result
@@ -66,7 +67,6 @@ class Run:
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = read_about(options.about)
-        self.labels = Labels(license=options.license, language=options.language)
         self.board = Board(self.out / "tensorboard") if options.tensorboard else None
         self.drawing = GREEDY if options.greedy else LIVELY
         self.resumes = self._must_resume()
@@ -78,9 +78,10 @@ class Run:
         window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
         self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
         self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
+        computing = computing_for(options.compile, self.device.type, has_encoder=self.shape.n_encoder_layers > 0)
         self._must_fit()
         self.decoder = self._first_decoder().to(self.device)
-        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device))
+        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device), computing)
         self.limits = limits(options)
         self.loop = Loop(
             self.material,
@@ -107,6 +108,7 @@ class Run:
             if self.options.resume:
                 say("note: there is no snapshot to go on from; the run begins anew")
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
+        machine += ", compiled" if self.objective.computing.backend else ""
         size = self.decoder.n_params
         say(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step))
         with self.loop.stop.caught():
@@ -168,6 +170,7 @@ class Run:
                 "--device": self.device.type,
                 "processes": str(self.ranks.size),
                 "threads": str(torch.get_num_threads()),
+                "--compile": "on" if self.objective.computing.backend else "off",
             },
             limits=self.limits.flags(),
         )
@@ -238,5 +241,6 @@ class Run:
             date=datetime.now(UTC).date().isoformat(),
             about=self.about,
             exported=exported,
-            labels=self.labels,
+            license=options.license,
+            language=options.language,
         )

@@ -25,10 +25,6 @@ class Prompt:
     source: list[int] | None = None
     """What the encoder reads, where there is one."""
 
-    def joined(self, text: str) -> str:
-        """The prompt and what came of it."""
-        return self.text + text if self.source is None else f"{self.text} -> {text.lstrip()}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
@@ -46,23 +42,27 @@ GREEDY = Drawing(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A prompt, and the text that came."""
+    """What came of a prompt."""
 
-    prompt: Prompt
-    text: str
-
-    @property
-    def joined(self) -> str:
-        """Both, for people."""
-        return self.prompt.joined(self.text)
+    prompt: str
+    joined: str
+    """Prompt and text, for people."""
 
 
 def draw_samples(
     decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, drawing: Drawing
 ) -> list[Sample]:
     """One for each prompt, from a fixed seed: the same weights give the same texts."""
-    texts = [sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, drawing=drawing) for prompt in prompts]
-    return [Sample(prompt=prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
+    samples = []
+    for prompt in prompts:
+        text = sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, drawing=drawing)
+        samples.append(Sample(prompt=prompt.text, joined=joined(prompt, text)))
+    return samples
+
+
+def joined(prompt: Prompt, text: str) -> str:
+    """Prompt and text as people read them."""
+    return prompt.text + text if prompt.source is None else f"{prompt.text} -> {text.lstrip()}"
 
 
 def sample_text(

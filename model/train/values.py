@@ -1,13 +1,19 @@
-"""What can stand behind a flag: kinds of numbers, the name of a preset. Knows no flag."""
+"""What can stand behind a flag: kinds of numbers and words, the name of a preset. Knows no flag."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Callable
+from typing import Literal, get_args
 
 from model.presets import PRESET_NAMES
 
+Optimizer = Literal["muon", "adamw"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of weights on disk; float16 is none to train in, its smallest numbers are too large."""
 AUTO = "auto"
 """The preset that depends on text, device and time."""
 
@@ -20,6 +26,19 @@ def preset_name(name: str) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     meant = f", did you mean {near[0]}?" if near else ";"
     raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
+
+
+def _word(pattern: str, what: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return text
+
+    return parse
+
+
+license_id = _word(r"[a-z0-9][a-z0-9.+-]*", "an identifier such as mit or cc0-1.0")
+language = _word(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", "a code such as en or pt-BR")
 
 
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:

@@ -44,8 +44,6 @@ class Material:
     """Of a batch."""
     per_epoch: int
     """Rows that are all there is."""
-    n_tokens: int
-    """Training tokens."""
     row_tokens: float
     """Targets of a row, on average."""
     held_out: Sequence[Batch]
@@ -116,7 +114,6 @@ def material_of_rows(texts: Rows, most_tokens: int | None, *, rows: int, seed: i
         batch=Examples(train, rows=rows, seed=seed).batch,
         rows=rows,
         per_epoch=len(train),
-        n_tokens=n_tokens,
         row_tokens=n_tokens / len(train),
         held_out=[padded(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
         measured="held-out" if texts.held_out else "training",
@@ -137,7 +134,6 @@ def _material_of_text(corpus: Corpus, most_tokens: int | None, *, context: int, 
         batch=lambda step: of_windows(torch.from_numpy(order.batch(step))),
         rows=rows,
         per_epoch=order.per_epoch,
-        n_tokens=n_train,
         row_tokens=context,
         held_out=_windows(corpus.held_out, context),
         measured="held-out",

@@ -17,6 +17,7 @@ from typing import NoReturn
 from model.train.data.text_file import STANDARD_INPUT, DataError, lines_of, suffix
 
 SUFFIXES = (".txt", ".md", ".jsonl")
+USUAL_KEY = "text"
 _BLANK_LINES = 2
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _KEYS_TOLD = 5
@@ -28,7 +29,7 @@ class Sources:
 
     names: Sequence[str]
     """Files, folders, glob patterns, or "-" for standard input; .gz is unpacked."""
-    text_key: str = "text"
+    text_key: str = USUAL_KEY
     """Under which a line of .jsonl has its text."""
     without: Path | None = None
     """A folder that is passed over: what a run writes must not become what it reads."""

@@ -13,6 +13,7 @@ from model.train.data.text_file import DataError
 from model.train.data.vocabulary import Vocabulary
 from model.train.notices import Ticker
 from model.train.options import sources, vocabulary
+from model.train.report.figures import counted
 
 _SAMPLE = 1_000_000
 """Bytes, of which a vocabulary is learnt in a second or two."""
@@ -25,8 +26,6 @@ class Amount:
 
     told: str
     """In words."""
-    n_tokens: int
-    """To train on."""
     row_tokens: float
     per_epoch: int
     """Rows."""
@@ -76,7 +75,6 @@ def amount_of(options: argparse.Namespace, context: int, tokenizer: Tokenizer | 
         rows = gather(options, context, Path(options.out), tokenizer)
         return Amount(
             told=rows.corpus,
-            n_tokens=rows.n_tokens,
             row_tokens=rows.row_tokens,
             per_epoch=rows.per_epoch,
             vocab_size=rows.tokenizer.vocab_size,
@@ -90,12 +88,11 @@ def amount_of(options: argparse.Namespace, context: int, tokenizer: Tokenizer | 
     if per_epoch < 1:
         raise DataError(f"about {n_tokens} tokens of training text are too few for windows of {context} (--context)")
     told = (
-        f"{texts.n_documents} documents, {texts.n_bytes / 1e6:.1f} MB; about {n_tokens / 1e6:.2f} M training tokens "
+        f"{texts.n_documents} documents, {texts.n_bytes / 1e6:.1f} MB; about {counted(n_tokens)} training tokens "
         f"of {per_token:.2f} bytes"
     )
     return Amount(
         told=told,
-        n_tokens=n_tokens,
         row_tokens=context,
         per_epoch=per_epoch,
         vocab_size=vocab_size,

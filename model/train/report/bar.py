@@ -85,9 +85,6 @@ class _Above:
     def write(self, text: str) -> int:
         return self._bar.write_above(self._stream, text)
 
-    def writelines(self, lines: list[str]) -> None:
-        self.write("".join(lines))
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

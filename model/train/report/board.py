@@ -24,21 +24,15 @@ class Board:
                 "--tensorboard: the package tensorboard is not installed; install it (pip install tensorboard) or "
                 "leave the flag out, log.jsonl and loss.svg are written anyway"
             ) from None
-        self._folder, self._writer = folder, None
+        self._folder = folder
 
     def start(self, step: int) -> None:
         """What was told of later steps, before a resume, is not shown any more."""
         self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One record of the log."""
-        assert self._writer is not None, "start() comes first"
+        """One record of the log, or a part of it; after start()."""
         for key, value in record.items():
             if key not in _NOT_DRAWN and value is not None:
                 self._writer.add_scalar(key, value, record["step"])
         self._writer.flush()
-
-    def stop(self) -> None:
-        """Closes the files."""
-        if self._writer is not None:
-            self._writer.close()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import ModelConfig
 from model.describe import describe_size, shape_lines
-from model.train.data.text_file import DataError
-from model.train.report.progress import duration
+from model.train.report.figures import duration
 from model.train.report.samples import plain, quoted
 from model.train.sample import Drawing, Sample
 
@@ -20,22 +18,6 @@ and follows no instructions: what it says of the world, of persons or of itself 
 prejudice, it may repeat. It was measured on text of the same kind; other text it continues worse."""
 _OURS = "inkstream"
 """The family of shapes that no other library has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
-    """What only the user can say of the model, in the hub's terms; checked before training."""
-
-    license: str | None = None
-    """An identifier such as cc0-1.0 or mit."""
-    language: str | None = None
-    """A code such as en."""
-
-    def __post_init__(self) -> None:
-        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
-            raise DataError(f"--license must be an identifier such as mit or cc0-1.0, not {self.license!r}")
-        if self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", self.language):
-            raise DataError(f"--language must be a code such as en or pt-BR, not {self.language!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +47,9 @@ class RunFacts:
     """Which weights of the run these are, in words."""
     about: str
     """Text the user adds with --about: corpus, licence, intended use."""
-    labels: Labels
+    license: str | None = None
+    """In the hub's terms: mit, cc0-1.0, ..."""
+    language: str | None = None
 
 
 def model_card(
@@ -81,7 +65,7 @@ def model_card(
     """Markdown under a head for the hub. family: model_type of the config.json. drawing: of the samples."""
     kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
     parts = [
-        _front_matter(config, family, facts.labels),
+        _front_matter(config, family, facts),
         "# Model card",
         f"{kind} of {describe_size(n_params)} parameters, {facts.start} by `python -m model.train`.",
         facts.about or _ABOUT,
@@ -90,7 +74,7 @@ def model_card(
         f"Command:\n\n```\n{facts.command}\n```",
         f"## Use\n\n{_use(family)}",
         f"## Samples\n\n{_drawn(drawing)}, not chosen. How they came to this: [samples.md](samples.md).",
-        *(f"Prompt {plain(sample.prompt.text)}\n\n{quoted(sample.joined)}" for sample in samples),
+        *(f"Prompt {plain(sample.prompt)}\n\n{quoted(sample.joined)}" for sample in samples),
         f"## Limits\n\n{_LIMITS}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -111,9 +95,9 @@ def read_about(path: str | None) -> str:
         raise ValueError(f"--about {path}: cannot be read ({reason})") from None
 
 
-def _front_matter(config: ModelConfig, family: str, labels: Labels) -> str:
-    lines = [] if labels.license is None else [f'license: "{labels.license}"']
-    lines += [] if labels.language is None else [f'language: "{labels.language}"']  # else "no" would be false
+def _front_matter(config: ModelConfig, family: str, facts: RunFacts) -> str:
+    lines = [] if facts.license is None else [f'license: "{facts.license}"']
+    lines += [] if facts.language is None else [f'language: "{facts.language}"']  # else "no" would be false
     lines.append(f"library_name: {'transformers' if family != _OURS else _OURS}")
     lines += [] if config.n_encoder_layers else ["pipeline_tag: text-generation"]
     tags = dict.fromkeys([_OURS, family])

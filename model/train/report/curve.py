@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
-from model.train.report.history import Record
-from model.train.report.ticks import linear_ticks, log_ticks, tick_label
+from model.train.report.figures import counted
+from model.train.report.journal import Record
 
 Point = tuple[float, float]
 """(tokens, bits per byte)."""
@@ -21,6 +22,15 @@ _WIDTH, _HEIGHT = 860, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 92, 62
 _MOST_POINTS = 400
 _MOST_EPOCHS = 20
+_MOST_TICKS = 8
+_FEWEST_TICKS = 4
+_MANTISSAS = (
+    (1.0,),
+    (1.0, 3.0),
+    (1.0, 2.0, 5.0),
+    (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
+    (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0),
+)
 _STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }
 .title { font-size: 18px; font-weight: 600; fill: #1f2328; }
@@ -84,7 +94,7 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
         f"<style>{_STYLE}\n</style>",
         f'<rect class="ground" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
         _text(28, 38, f"Bits per byte: {told}", css="title"),
-        _text(28, 61, f"{title}; {_counted(newest['tokens'])} tokens, {newest['epoch']:.2f} epochs"),
+        _text(28, 61, f"{title}; {counted(newest['tokens'])} tokens, {newest['epoch']:.2f} epochs"),
         *_axes(frame),
         *_epochs(frame, newest),
         frame.line(noise, "noise"),
@@ -95,6 +105,38 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
         "</svg>\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], a few of them."""
+    if not high > low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
+    for step in (factor * power for factor in (1, 2, 5, 10, 20)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < _MOST_TICKS:
+            break
+    return [i * step for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers within [low, high] of a logarithmic axis, as many as read well."""
+    found: list[float] = []
+    for mantissas in _MANTISSAS:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        found = ticks if len(ticks) <= _MOST_TICKS else found
+    return found if len(found) >= _FEWEST_TICKS else linear_ticks(low, high)
+
+
+def tick_label(value: float, ticks: list[float]) -> str:
+    """The number with the digits that tell it from its neighbours, and k, M or G where it is large."""
+    largest, gap = max(map(abs, ticks)), min((b - a for a, b in pairwise(ticks)), default=1.0)
+    size, unit = next(((s, u) for s, u in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if largest >= s), (1.0, ""))
+    if value == 0:
+        return "0"
+    digits = max(0, -math.floor(math.log10(gap / size) + 1e-9))
+    return f"{value / size:.{digits}f}{unit}"
 
 
 def _points(records: Sequence[Record], key: str) -> list[Point]:
@@ -161,7 +203,3 @@ def _legend(measured: str, *, held_out: bool, whole: bool) -> Iterator[str]:
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "words") -> str:
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _counted(tokens: float) -> str:
-    return f"{tokens / 1e6:.2f} M" if tokens >= 1e5 else str(tokens)

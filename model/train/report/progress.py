@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from model.train.report.figures import duration, short
+
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 5
 _LOOK_BACK_SECONDS = 60.0
@@ -105,10 +107,10 @@ def plain_line(status: Status) -> str:
     """For files and pipes: a whole line, which says everything."""
     p = status.progress
     held_out = "" if status.held_out is None else f" held-out {status.held_out:.4f}"
+    speed = f" {status.tokens_per_second:.0f} tokens/s MFU {_mfu(status)}" if status.tokens_per_second else ""
     return (
-        f"step {p.step} loss {status.loss:.4f}{held_out} tokens {_short(p.tokens)} epoch {p.epoch:.2f}"
-        f" {status.tokens_per_second:.0f} tokens/s MFU {_mfu(status)} {100 * p.fraction:.1f} % done,"
-        f" {duration(status.seconds_left)} left"
+        f"step {p.step} loss {status.loss:.4f}{held_out} tokens {short(p.tokens)} epoch {p.epoch:.2f}{speed}"
+        f" {100 * p.fraction:.1f} % done, {duration(status.seconds_left)} left"
     )
 
 
@@ -123,8 +125,8 @@ def bar_line(status: Status, width: int, *, filled: str, empty: str) -> tuple[st
         (5, f"step {p.step}"),
         (7, f"loss {status.loss:.3f}"),
         (6, "" if held_out is None else f"held-out {held_out:.3f}"),
-        (4, f"{_short(status.tokens_per_second)} tok/s"),
-        (2, f"MFU {_mfu(status)}"),
+        (4, f"{short(status.tokens_per_second)} tok/s" if status.tokens_per_second else ""),
+        (2, f"MFU {_mfu(status)}" if status.tokens_per_second else ""),
         (1, f"epoch {p.epoch:.2f}"),
         (3, f"{duration(status.seconds_left)} left"),
     ]
@@ -140,22 +142,5 @@ def bar_line(status: Status, width: int, *, filled: str, empty: str) -> tuple[st
     return percent[:width], filled * done + empty * (columns - done), text
 
 
-def duration(seconds: float | None) -> str:
-    """Time for people, in the two units that matter."""
-    if seconds is None or not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes = round(seconds / 60)
-    return f"{minutes}m" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
-
-
 def _mfu(status: Status) -> str:
     return "n/a" if status.mfu is None else f"{100 * status.mfu:.0f} %"
-
-
-def _short(number: float) -> str:
-    if number < 1e4:
-        return f"{number:.0f}"
-    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"

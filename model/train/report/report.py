@@ -34,7 +34,7 @@ class Report:
         store = out / ".training" / "samples.jsonl"
         self._gallery = Gallery(out / "samples.md", store, title=outline.title, start_step=start_step)
         self._console, self._pace = Console(every=report_seconds), Pace()
-        self._held_out = self._journal.newest("held_out")
+        self._held_out = next((r["held_out"] for r in reversed(self._journal.records) if r.get("held_out")), None)
         self._status: Status | None = None
         self._drawn = time.monotonic()
 
@@ -61,12 +61,10 @@ class Report:
         """Bits per byte of a part of the held-out text were measured after `step`: the last one told, or 0."""
         say(f"step {step}: {self.outline.measured} bits per byte {bits:.4f} (a glance)")
         self._held_out = bits
-        if self._status is None:
-            self._journal.begin({"held_out": bits})
-            return
-        self._status = self._look(self._status.progress)
         self._journal.measure(self._status, {"held_out": bits})
-        self._console.redraw(self._status)
+        if self._status:
+            self._status = self._look(self._status.progress)
+            self._console.redraw(self._status)
 
     def sample(self, draw: Callable[[], Sequence[Sample]]) -> None:
         """Called after each step: texts are drawn where it is time for some."""
@@ -78,11 +76,9 @@ class Report:
     def finish(self, bits: float, samples: Sequence[Sample]) -> None:
         """The run is over; its result was measured on all of the held-out text."""
         if self._journal.records:
-            self._journal.end({"held_out_whole": bits})
+            self._journal.measure(self._status, {"held_out_whole": bits})
             self._gallery.add(self._journal.records[-1], self._bits(bits), lambda: samples)
             self._draw_curve()
-        if self.board:
-            self.board.stop()
 
     def _look(self, progress: Progress) -> Status:
         pace, outline = self._pace, self.outline

@@ -37,7 +37,7 @@ def write_result(
     drawing: of the samples, and the sampling defaults of a model that has no `base` to keep them from.
     """
     files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, drawing)
-    ids = tokenizer.encode(" ".join(sample.prompt.text for sample in samples))
+    ids = tokenizer.encode(" ".join(sample.prompt for sample in samples))
     # A vocabulary of few words may know none of the prompts'.
     golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
     files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)

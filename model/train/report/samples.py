@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model.train.notices import write_extra
-from model.train.report.history import History, Record
+from model.train.report.journal import Record, json_line, read_records
 from model.train.report.progress import Progress
 from model.train.sample import Sample
 
@@ -31,10 +31,10 @@ class Gallery:
     """Drawing costs a hundredth of the run's time at most: stages that come too early for that come later, or not."""
 
     def __init__(self, path: Path, store: Path, *, title: str, start_step: int) -> None:
-        """path: of samples.md. store: of what it is written from. start_step: as in History."""
-        self.path, self.title = path, title
-        self.history = History(store, start_step=start_step)
-        if self.history.records:
+        """path: of samples.md. store: of what it is written from. start_step: as in read_records()."""
+        self.path, self.store, self.title = path, store, title
+        self.records = read_records(store, start_step=start_step)
+        if self.records:
             self._write()
         else:
             with contextlib.suppress(OSError):
@@ -42,9 +42,8 @@ class Gallery:
 
     def is_due(self, progress: Progress) -> bool:
         """Whether a stage is reached and may cost what the others did."""
-        records = self.history.records
-        last = records[-1]["fraction"] if records else 0.0
-        costs = [record["cost"] for record in records]
+        last = self.records[-1]["fraction"] if self.records else 0.0
+        costs = [record["cost"] for record in self.records]
         next_cost = sum(costs) / len(costs) if costs else _FIRST_SECONDS
         reached = any(last < stage <= progress.fraction < 1.0 for stage in STAGES)
         return reached and sum(costs) + next_cost <= _MOST_TIME * progress.seconds
@@ -59,15 +58,16 @@ class Gallery:
             "fraction": told["fraction"],
             "cost": time.monotonic() - began,
             "bits_per_byte": dict(measured),
-            "prompts": [sample.prompt.text for sample in samples],
+            "prompts": [sample.prompt for sample in samples],
             "texts": [sample.joined for sample in samples],
         }
-        self.history.drop_from(told["step"])  # an end that was reached before, and told again
-        self.history.add(record)
+        # An end that was reached before is told again.
+        self.records = [*(earlier for earlier in self.records if earlier["step"] < told["step"]), record]
         self._write()
 
     def _write(self) -> None:
-        write_extra(self.path, gallery_page(self.history.records, title=self.title))
+        write_extra(self.store, "".join(map(json_line, self.records)))
+        write_extra(self.path, gallery_page(self.records, title=self.title))
 
 
 def gallery_page(records: Sequence[Record], *, title: str) -> str:

@@ -10,7 +10,7 @@ from model.describe import describe_size, shape_lines
 from model.train.data.material import Material
 from model.train.notices import python
 from model.train.report.card import RunFacts
-from model.train.report.progress import duration
+from model.train.report.figures import counted, duration
 from model.train.schedule import Limits
 
 
@@ -46,9 +46,5 @@ def _plan(material: Material, limits: Limits) -> str:
     until = [] if limits.minutes is None else [f"{limits.minutes:g} minutes"]
     if share:
         most = max(1, round(1 / share))
-        until.append(f"{most:,} steps, {_millions(material.tokens(most))} tokens, {material.epochs(most):.2f} epochs")
+        until.append(f"{most:,} steps, {counted(material.tokens(most))} tokens, {material.epochs(most):.2f} epochs")
     return f"{' or '.join(until)}; {batch}"
-
-
-def _millions(tokens: int) -> str:
-    return f"{tokens / 1e6:.1f} M" if tokens >= 1e6 else f"{tokens:,}"

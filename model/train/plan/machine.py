@@ -1,4 +1,7 @@
-"""How fast a shape learns on a device, and what a micro-batch of it keeps in memory: a few real ones. No files."""
+"""What a run takes of a machine: bytes, by arithmetic over parameters, and seconds, as a few real micro-batches take.
+
+Knows no text.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,72 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.describe import describe_bytes
 from model.device import choose_dtype
+from model.train.computing import computing_for
 from model.train.data.batch import Batch, Sources, of_windows
 from model.train.learner import Learner
 from model.train.objective import Objective
 from model.train.optimiser import Optimiser
 from model.train.ranks import Ranks
+from model.train.values import Optimizer
 from model.transformer import Decoder
 
+_FLOAT = 4
+_STATES = {"muon": 1, "adamw": 2}
+"""Numbers that the optimiser keeps for each number of a matrix; for the others it is always AdamW's two."""
+_SLACK = 4 << 20
+"""Tokenizer, card, curve, log."""
 _TIMES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes."""
+
+    weights: int
+    """In float32; the gradients are as many."""
+    optimiser: int
+    average: int
+    """Of --ema; 0 without."""
+    result: int
+    """The weights as they are written in the end."""
+
+    @property
+    def in_memory(self) -> int:
+        """Without activations, which depend on the batch."""
+        return 2 * self.weights + self.optimiser + self.average
+
+    @property
+    def snapshot(self) -> int:
+        """The best weights so far stand in the place of the gradients."""
+        return self.in_memory
+
+    @property
+    def on_disk(self) -> int:
+        """The most at any time: a snapshot is whole before the one before it goes."""
+        return 2 * self.snapshot + self.result + _SLACK
+
+
+def sizes(decoder: Decoder, optimizer: Optimizer, *, ema: float, export_dtype: str) -> Sizes:
+    """Of a run that trains `decoder`, which may be without numbers (device meta)."""
+    blocks = (decoder.blocks, decoder.encoder_blocks)
+    n, n_matrices = decoder.n_params, sum(p.numel() for part in blocks for p in part.parameters() if p.ndim == 2)
+    return Sizes(
+        weights=_FLOAT * n,
+        optimiser=_FLOAT * (_STATES[optimizer] * n_matrices + _STATES["adamw"] * (n - n_matrices)),
+        average=_FLOAT * n if ema else 0,
+        result=getattr(torch, export_dtype).itemsize * n,
+    )
+
+
+def require_memory(n_bytes: int, free: int) -> None:
+    """Whether a run has so much memory, before it takes it. Raises ValueError."""
+    if n_bytes > free:
+        raise ValueError(
+            f"weights, gradients and optimiser need {describe_bytes(n_bytes)} of memory, {describe_bytes(free)} are "
+            "free; take a smaller --preset, or less of --width, --layers or --vocab-size"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +103,8 @@ def measure(shape: ModelConfig, options: argparse.Namespace, device: torch.devic
     decoder = Decoder(shape).initialise(0).to(device)
     rates = {"matrix_lr": options.matrix_lr, "other_lr": options.lr, "weight_decay": options.weight_decay}
     optimiser = Optimiser(decoder, options.optimizer, **rates)
-    objective = Objective(decoder, device, choose_dtype(options.dtype, device))
+    computing = computing_for(options.compile, device.type, has_encoder=shape.n_encoder_layers > 0)
+    objective = Objective(decoder, device, choose_dtype(options.dtype, device), computing)
     learner = Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=options.micro_windows)
     batch = _noise(shape, options.windows, row_tokens)
     one = batch.split(learner.rows_at_once(batch))[0]
