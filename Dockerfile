@@ -5,8 +5,8 @@
 #
 # Without keys the server refuses every address but loopback, and inside a container it has to listen on all of them. So the
 # image alone refuses to start, INKSTREAM_INSECURE_NO_AUTH=true says that this is meant, and the port is published on
-# 127.0.0.1 only. Or mount a folder with a file of keys, and name the file in INKSTREAM_KEYS_FILE (docs/keys.md). Every other
-# setting is an environment variable INKSTREAM_... too.
+# 127.0.0.1 only. Or give it a file of keys (INKSTREAM_KEYS_FILE). Every other setting is an environment variable INKSTREAM_...
+# too. docs/deploy.md has the rest; tests/container/run builds this file without Docker, and tries it.
 #
 # BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module
 # TORCH        the torch to use, in place of the one that constraints.txt names

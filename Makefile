@@ -1,10 +1,13 @@
 # Everything runs from a virtual environment that `make install` makes; all other targets install first if need be.
 #
 #   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
-#   make test [JOBS=4] [ARGS="tests/test_page.py"]
+#   make test [JOBS=4] [ARGS="tests/page/test_page.py"]
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
+#   make manifests                              Kubernetes' own schemas of deploy/kubernetes, on two versions
+#   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
+#   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
@@ -18,7 +21,7 @@ OUT ?= out
 DATA ?=
 ARGS ?=
 ONLY ?=
-JOBS ?= 2
+JOBS ?= 3
 LOCK ?= requirements.lock requirements-dev.lock
 
 VENV := .venv
@@ -30,10 +33,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench peers lint lock clients promises
+.PHONY: help FORCE install serve test train bench peers lint lock clients promises manifests ray container
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint lock clients promises"
+	@sed -n '3,14s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint lock clients promises manifests ray container"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -61,9 +64,12 @@ serve: install
 # JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
 # each other's way, and those that spin would starve the others. Tests of what threads change ask for their number.
 # The longest files come first, as tests/longest.py says; xdist itself would begin with those of the most tests.
+# One process more than CI has cores: the long tests mostly wait, for time-outs and for processes to start. Those are some
+# hundred, and each would compile our sources again where the environment forbids to keep what was compiled.
 # JOBS=0: all in one process, as --pdb needs it.
 test: install
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= \
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 train: install
 	@$(if $(strip $(DATA)),:,echo 'error: say what to train on: make train DATA="path ..."'; exit 2)
@@ -92,3 +98,23 @@ promises: install
 
 clients: install
 	PYTHONPATH=tests:tests/promises PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)
+
+# The schemas are of use to nothing else, and lie in an environment of their own.
+MANIFESTS := $(addprefix deploy/kubernetes/,deployment.yaml service.yaml autoscaler.yaml disruption.yaml network.yaml)
+manifests:
+	@test -x .manifests/bin/kubernetes-validate || { $(PYTHON) -m venv .manifests && \
+		.manifests/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) kubernetes-validate==1.37.0; }
+	.manifests/bin/kubernetes-validate --quiet --strict --kubernetes-version 1.30.0 $(MANIFESTS)
+	.manifests/bin/kubernetes-validate --quiet --strict --kubernetes-version 1.37.0 $(MANIFESTS)
+
+# Ray and some forty packages with it lie in an environment of their own, which sees what .venv has.
+ray: install
+	@test -x .ray/bin/serve || { $(BIN)/python -m venv .ray && \
+		purelib='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+		$(BIN)/python -c "$$purelib" > "$$(.ray/bin/python -c "$$purelib")/inkstream.pth" && \
+		.ray/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+			-c $(VENV)/constraints.txt "ray[serve]==2.60.0"; }
+	PYTHONPATH=. .ray/bin/python tests/ray/guard.py tests/ray/run.py
+
+container: install
+	tests/container/run

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from app.engine.client import EngineClient
+from app.engine.fleet import Fleet
 from app.engine.native.build import find
 from app.engine.native.choice import TORCH, Libraries
 from app.engine.native.compiler import compiler_commands
@@ -35,10 +35,10 @@ def libraries_at_start(settings: Settings) -> Libraries:
     return Libraries(found=found, cache_dir=settings.cache_dir)
 
 
-async def build_for_next_start(engine: EngineClient, cache_dir: Path | None) -> None:
+async def build_for_next_start(engine: Fleet, cache_dir: Path | None) -> None:
     """Once the engine computes with torch for want of native kernels, builds them; never raises. Cancelling ends it."""
-    await engine.wait_ready()
-    if not (engine.ready and engine.ready.waits_for_build):
+    ready = await engine.wait_ready()
+    if not ready.waits_for_build:
         return
     try:
         compiler_commands(os.environ)

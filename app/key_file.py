@@ -2,6 +2,9 @@
 
 The file is JSON, belongs to one user (mode 0600) and holds no key, only the SHA-256 of each. A plain hash is right
 here: a key is 256 random bits, so there is no list of likely ones to try, which is what a slow hash with a salt is for.
+
+Containers are handed secrets in another way: the file is somebody else's, mostly root's, and their group may read it
+(mode 0440 or 0640). That is taken too.
 """
 
 from __future__ import annotations
@@ -161,15 +164,15 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
-    """At once or not at all; the new file belongs to whom the old one did, which may be the service's user."""
+    """At once or not at all; whoever could read the old file, the service's user or group, can read the new one."""
     content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1) + b"\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-            if path.exists() and (old := path.stat()).st_uid != os.geteuid():
-                os.fchown(descriptor, old.st_uid, old.st_gid)
+            if path.exists():
+                _hand_over(descriptor, path.stat())
             file.flush()
             os.fsync(descriptor)
         temporary.replace(path)
@@ -179,8 +182,25 @@ def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
     sync_directory(path.parent)
 
 
+def _hand_over(descriptor: int, old: os.stat_result) -> None:
+    for_a_group = old.st_mode & stat.S_IRGRP
+    os.fchmod(descriptor, 0o600 | for_a_group)
+    if old.st_uid != os.geteuid() or for_a_group:
+        os.fchown(descriptor, old.st_uid, old.st_gid)
+
+
 def _check_mode(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise KeysError(f"the keys file {path} is not a regular file")
-    if status.st_mode & 0o077:
+    others = status.st_mode & 0o077
+    if others and not (others == stat.S_IRGRP and _is_handed_to_a_group(status)):
         raise KeysError(f"the keys file {path} can be read by others: chmod 600 {path}")
+
+
+def _is_handed_to_a_group(status: os.stat_result) -> bool:
+    """As containers get secrets: from another user, for our group. Root sees to it for others.
+
+    What is ours we could have closed, and nobody knows who else is of its group.
+    """
+    mine = os.geteuid()
+    return mine == 0 or (status.st_uid != mine and status.st_gid in {os.getegid(), *os.getgroups()})

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from app import VERSION, logs
 from app.api import chat, complete, errors, openai, operations, page, score, tokens
@@ -24,7 +25,9 @@ from app.descriptors import watch_descriptors
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.cores import available_cores
+from app.engine.fleet import Fleet
 from app.engine.frames import WorkerConfig
+from app.engine.waiting_line import WaitingLine
 from app.kernels import build_for_next_start, libraries_at_start
 from app.keys import Keys
 from app.long_texts import LongTexts
@@ -42,13 +45,13 @@ Errors have one shape: `{"error": {"message", "type", "param", "code", "request_
 _log = logging.getLogger("inkstream")
 
 
-def create_app(settings: Settings, engine: Callable[[Settings], EngineClient] | None = None) -> FastAPI:
-    """The application; its engine starts and ends with its lifespan. `engine` makes another client (tests)."""
+def create_app(settings: Settings, engine: Callable[[Settings], Fleet] | None = None) -> FastAPI:
+    """The application; its engine starts and ends with its lifespan. `engine` makes others (tests)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async def make() -> Served:
-            return await _serve_next(settings, engine or make_client)
+            return await _serve_next(settings, engine or make_fleet)
 
         app.state.long_texts = long_texts = LongTexts()
         served = await make()
@@ -101,7 +104,7 @@ def _guard(app: FastAPI, settings: Settings) -> None:
     app.add_middleware(RequestLog)
 
 
-async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EngineClient]) -> Served:
+async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Fleet]) -> Served:
     """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
     seen = await asyncio.to_thread(look, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
@@ -128,15 +131,30 @@ def _connection_limits(settings: Settings) -> Limits:
     )
 
 
-def make_client(settings: Settings) -> EngineClient:
-    """An engine process with what the settings say of it."""
-    libraries, cores = libraries_at_start(settings), available_cores()
+def make_fleet(settings: Settings) -> Fleet:
+    """Engine processes with what the settings say of them."""
+    cores = available_cores()
     if settings.threads > cores:
         _log.warning(
             "--threads %d is more than the %d cores there are: threads will wait for one another",
             settings.threads,
             cores,
         )
+    if settings.replicas > (threads := settings.threads or cores):
+        _log.warning(
+            "--replicas %d is more than the %d threads there are for them (--threads): each takes one, and they will "
+            "wait for one another",
+            settings.replicas,
+            threads,
+        )
+    limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
+    queue = WaitingLine(limits)
+    configs = _worker_configs(settings, cores)
+    return Fleet([EngineClient(config, queue, silence_seconds=settings.engine_silence) for config in configs])
+
+
+def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
+    libraries = libraries_at_start(settings)
     config = WorkerConfig(
         weights=str(settings.weights),
         device=settings.device,
@@ -145,7 +163,10 @@ def make_client(settings: Settings) -> EngineClient:
         quantize=settings.quantize,
         library=str(libraries.found) if libraries.found else None,
         cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
-        threads=settings.threads or cores,
+        # As many for each: an answer may begin with one engine and end with another.
+        threads=max(1, (settings.threads or cores) // settings.replicas),
+        replicas=settings.replicas,
+        loading_beside=settings.replicas - 1,
         kv_blocks=settings.kv_blocks,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,
@@ -154,5 +175,4 @@ def make_client(settings: Settings) -> EngineClient:
         log_level=settings.log_level,
         log_format=logs.chosen(settings.log_format),
     )
-    limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-    return EngineClient(config, limits, silence_seconds=settings.engine_silence)
+    return [replace(config, replica=place) for place in range(settings.replicas)]

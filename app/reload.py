@@ -3,7 +3,7 @@
 asked or seen -> loading beside -> proven -> switched -> answers of the old ones run to their end -> the old ones closed
                        +-- any fault: closed again, one line in the log, the old ones know nothing of it
 
-At most two engines are there at once: the next load waits until the old weights of the one before are closed.
+At most two sets of engines are there at once: the next load waits until the old weights of the one before are closed.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _log = logging.getLogger("inkstream")
 _GLANCE_SECONDS = 0.1
 _LOAD_SECONDS = 1800.0
 """As long as the largest model takes from the slowest disk; after that nothing will come."""
+_ENDED = "their engine ended while it was loading ({})"
 
 Outcome = Literal["switched", "refused"]
 
@@ -161,10 +162,12 @@ class Reloader:
                         raise LoadFailed(str(gone.result()))
                     # The client would start another one; where memory is short that costs the old one its life.
                     if served.engine.restarts:
-                        raise LoadFailed(f"their engine ended while it was loading ({served.engine.phase})")
+                        raise LoadFailed(_ENDED.format(served.engine.phase))
                     if self._service.draining:
                         raise LoadFailed("the service is shutting down")
             await loading
+            if served.engine.restarts or not served.engine.ready:  # while the tokenizer was loaded
+                raise LoadFailed(_ENDED.format(served.engine.phase))
         except TimeoutError:
             raise LoadFailed(f"they are not loaded after {_LOAD_SECONDS:g} s") from None
         except ValueError as error:

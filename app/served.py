@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from app.chat_template import ChatTemplate
-from app.engine.client import EngineClient
 from app.engine.errors import EngineError
+from app.engine.fleet import Fleet
 from app.guide_checker import GuideChecker
 from app.weights_watch import Look
 from model.tokenizer import Tokenizer, TokenizerError
@@ -28,7 +28,7 @@ class Served:
         self,
         weights: Path,
         seen: Look,
-        engine: EngineClient,
+        engine: Fleet,
         chat_template: ChatTemplate | None,
         *,
         guide_seconds: float,
@@ -56,8 +56,8 @@ class Served:
     async def load(self) -> None:
         """The tokenizer, beside the engine. Raises TokenizerError; waits for ever where the engine does not come."""
         tokenizer = await asyncio.to_thread(_load_tokenizer, self.weights)
-        await self.engine.wait_ready()
-        self._check_vocabulary(tokenizer)
+        ready = await self.engine.wait_ready()
+        self._check_vocabulary(tokenizer, ready.vocab_size)
         self.tokenizer = tokenizer
 
     def hold(self) -> None:
@@ -93,8 +93,7 @@ class Served:
             await self.chat_template.close()
         await asyncio.gather(self.engine.stop(), self.guides.close())
 
-    def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        model_size = self.engine.ready.vocab_size if self.engine.ready else tokenizer.vocab_size
+    def _check_vocabulary(self, tokenizer: Tokenizer, model_size: int) -> None:
         if tokenizer.vocab_size > model_size:
             raise TokenizerError(
                 f"{self.weights}: the tokenizer has {tokenizer.vocab_size} tokens, the model only {model_size}"

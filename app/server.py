@@ -20,10 +20,10 @@ from fastapi import FastAPI
 
 from app import event_loop, logs
 from app.connections import Connections, possible_connections
-from app.engine.client import EngineClient
 from app.engine.errors import NotReady
+from app.engine.fleet import Fleet
 from app.engine.native.choice import check_possible
-from app.engine.supervisor import EngineGone
+from app.engine.peers import EngineGone
 from app.kernels import libraries_at_start
 from app.key_file import KeysError, read_keys
 from app.main import create_app
@@ -137,10 +137,10 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None = None) -> int:
+def serve(settings: Settings, engine: Callable[[Settings], Fleet] | None = None) -> int:
     """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
 
-    `engine` makes another client of the engine (benchmarks bring a stand-in).
+    `engine` makes other engines (benchmarks bring a stand-in).
     """
     logs.set_up(settings.log_level, logs.chosen(settings.log_format))
     _check_files(settings)
@@ -158,7 +158,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EngineClient] | None 
 
 
 async def _serve(
-    settings: Settings, listener: socket.socket, engine: Callable[[Settings], EngineClient] | None
+    settings: Settings, listener: socket.socket, engine: Callable[[Settings], Fleet] | None
 ) -> EngineGone | None:
     app = create_app(settings, engine)
     # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.

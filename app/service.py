@@ -10,11 +10,11 @@ from app.batch import Batch
 from app.caller import Caller
 from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
-from app.engine.client import EngineClient
 from app.engine.errors import DeadlineExceeded, EngineError, InvalidRequest, NotReady
+from app.engine.fleet import Fleet
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
-from app.engine.supervisor import EngineGone
+from app.engine.peers import EngineGone
 from app.gate import Gate
 from app.guide import guide_of
 from app.guide_checker import GuideChecker
@@ -59,12 +59,12 @@ class Service:
         self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
 
     @property
-    def engine(self) -> EngineClient:
+    def engine(self) -> Fleet:
         """Of what is served now."""
         return self.served.engine
 
     @property
-    def engines(self) -> list[EngineClient]:
+    def engines(self) -> list[Fleet]:
         """That one, and those whose last answers are still being made."""
         return [served.engine for served in (self.served, *self._retiring)]
 

@@ -47,19 +47,25 @@ class Settings(BaseSettings):
     cache_dir: Path | None = Field(
         None, description="Where native kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Engines behind this service: a GPU each, or an equal share of the CPU threads.",
+    )
     threads: int = Field(
         0,
         ge=0,
         le=1024,
-        description="CPU threads of the engine; 0 takes the cores it may use (affinity, cgroup limit).",
+        description="CPU threads of all engines together; 0 takes the cores they may use (affinity, cgroup limit).",
     )
     kv_blocks: int = Field(
-        0, ge=0, le=2**31 - 1, description="Blocks of the KV cache; 0 takes what max_running can fill."
+        0, ge=0, le=2**31 - 1, description="Blocks of each engine's KV cache; 0 takes what max_running can fill."
     )
     max_context: int = Field(
         0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 takes the model's own context."
     )
-    max_running: int = Field(32, ge=1, le=1024, description="Requests computed together.")
+    max_running: int = Field(32, ge=1, le=1024, description="Requests that an engine computes together.")
     tokens_per_step: int = Field(256, ge=1, le=65536, description="Tokens computed in one step: prompts go in pieces.")
     prompt_tokens_beside: int = Field(
         0,

@@ -39,6 +39,7 @@ class OpenAIRequest(CompletionRequest, frozen=True, kw_only=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
 
 

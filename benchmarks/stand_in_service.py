@@ -8,7 +8,9 @@ from typing import Any
 
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
+from app.engine.fleet import Fleet
 from app.engine.frames import WorkerConfig
+from app.engine.waiting_line import WaitingLine
 from app.server import serve
 from app.settings import Settings
 
@@ -18,10 +20,10 @@ def main(weights: str, step_ms: str) -> int:
 
     settings: dict[str, Any] = {"weights": Path(weights), "port": 0}
 
-    def stand_in(settings: Settings) -> EngineClient:
+    def stand_in(settings: Settings) -> Fleet:
         command = (sys.executable, "-P", "-m", "benchmarks.stand_in", step_ms)
         limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-        return EngineClient(WorkerConfig(weights=weights), limits, command=command)
+        return Fleet([EngineClient(WorkerConfig(weights=weights), WaitingLine(limits), command=command)])
 
     return serve(Settings(**settings), stand_in)
 

@@ -28,7 +28,7 @@ from longest import LONGEST
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
 from promise import Promise
-from tiny import WAY, tiny_weights
+from tiny import TEXT, WAY, tiny_weights
 
 from app.engine.native.build import find_or_build
 from app.engine.native.errors import BuildError
@@ -37,6 +37,7 @@ from app.engine.native.recipe import ABI
 from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
+pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
 
 # No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.
 os.environ.pop("SSL_CERT_FILE", None)
@@ -284,6 +285,14 @@ def native_library() -> Path:
         return find_or_build()
     except (NoLevel, BuildError) as error:
         pytest.skip(f"no native kernels here: {error}")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to learn from."""
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT * 5)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,11 @@ CASES: dict[str, tuple[Mapping[str, bytes], list[str], str]] = {
         ["--data", ".", *SHAPE, *STEPS],
         'a.jsonl, line 2: nothing under "text"; texts stand under body (--text-key)',
     ),
+    "a key of no json": (
+        GOOD,
+        [*DATA, *SHAPE, *STEPS, "--text-key", "body"],
+        "--text-key is for .jsonl files, and there",
+    ),
     "no json": ({"a.jsonl": b"x\n"}, ["--data", ".", *SHAPE, *STEPS], "a.jsonl, line 1: must be a JSON object"),
     "too short": ({"text.txt": b"Too short."}, [*DATA, *STEPS, "--preset", "nano"], "too few for windows of 256"),
     "nothing to spare": ({"text.txt": b"x"}, [*DATA, *STEPS, "--preset", "nano"], "too short to hold anything out"),

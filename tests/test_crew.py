@@ -1,15 +1,17 @@
-"""Work shared out to threads: whose is what, what is raised, and that the gradient is the one of a single thread."""
+"""Work shared out to threads: whose is what, what is raised, and that gradient and update are those of one thread."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from model.presets import preset, reshaped
-from model.train.crew import in_shares
+from model.train.crew import in_shares, one_by_one
 from model.train.data.batch import of_windows
 from model.train.learner import Learner
 from model.train.objective import Objective
@@ -54,6 +56,61 @@ def test_what_a_share_raises_reaches_the_caller_when_all_have_ended(bad: int) ->
         in_shares(work, range(3), 3)
     assert sorted(done) == [number for number in range(3) if number != bad]
     assert torch.get_num_threads() == 3
+
+
+def test_each_item_is_done_once_on_one_thread_and_what_one_raises_reaches_the_caller() -> None:
+    done = []
+
+    def work(item: int) -> None:
+        done.append((item, torch.get_num_threads()))
+        if item == 1:
+            raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        one_by_one(work, range(5))
+    assert sorted(done) == [(item, 1) for item in range(5)]
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal["muon", "adamw"]) -> None:
+    """More numbers in a matrix than torch sums up on one thread where it has more."""
+    config = reshaped(preset("nano"), n_layers=2, width=256, n_heads=4)
+    generator = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(p.shape, generator=generator) for p in Decoder(config).parameters()]
+    found = []
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        decoder = Decoder(config).initialise(3)
+        optimiser = Optimiser(decoder, kind, matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        for _ in range(2):
+            _give(decoder, gradients)
+            optimiser.step(0.5)
+        found.append(list(decoder.parameters()))
+    torch.set_num_threads(1)
+    decoder = Decoder(config).initialise(3)
+    for part in _of_torch(decoder, kind):
+        for _ in range(2):
+            _give(decoder, gradients)
+            part.step()
+    for plain, *ours in zip(decoder.parameters(), *found, strict=True):
+        assert all(torch.equal(one, plain) for one in ours)
+
+
+def _give(decoder: Decoder, gradients: list[Tensor]) -> None:
+    for parameter, gradient in zip(decoder.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+
+
+def _of_torch(decoder: Decoder, kind: str) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in decoder.blocks.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    others = {"params": [p for p in decoder.parameters() if id(p) not in chosen], "weight_decay": 0.0}
+    if kind == "adamw":
+        decayed = {"params": matrices, "weight_decay": 0.05}
+        return [torch.optim.AdamW([others, decayed], lr=0.002, betas=(0.9, 0.95), fused=True)]
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.05, momentum=0.95)
+    return [muon, torch.optim.AdamW([others], lr=0.002, betas=(0.9, 0.95), fused=True)]
 
 
 @pytest.mark.parametrize("name", ["nano", "gpt"])

@@ -10,10 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from test_report import OUTLINE, progress
 
-from model.train.report.curve import loss_curve
-from model.train.report.history import Record
+from model.train.report.curve import linear_ticks, log_ticks, loss_curve, tick_label
+from model.train.report.journal import Record
 from model.train.report.report import Report
-from model.train.report.ticks import linear_ticks, log_ticks, tick_label
 
 _SVG = "{http://www.w3.org/2000/svg}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from conftest import Server
+from node import NODE
 
 PAGE = (Path(__file__).parent.parent / "docs/clients.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -37,9 +37,9 @@ def test_the_python_examples_print_the_text(program: str, server: Server) -> Non
     assert done.stdout.decode() == _text(server)
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js to run the JavaScript with")
+@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript with")
 def test_the_javascript_example_shows_the_text(server: Server) -> None:
     (program,) = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
-    command = ["node", "--input-type=module", "-e", program.replace("http://127.0.0.1:8000", server.url)]
+    command = [NODE, "--input-type=module", "-e", program.replace("http://127.0.0.1:8000", server.url)]
     shown = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout.decode()
     assert shown.replace("\n", "") == _text(server).replace("\n", "")

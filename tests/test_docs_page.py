@@ -5,13 +5,13 @@ import subprocess
 
 import httpx
 import pytest
-from test_page import browser, watch  # noqa: F401 (a fixture)
+from hand import watch
 from tiny import VOCAB
 from wire import parse_events
 
 
 @pytest.fixture
-def page(browser, server):  # noqa: F811
+def page(browser, server):
     """A reader of /docs. At the end: no console error, no CSP violation, no request to anybody else."""
     context = browser.new_context(base_url=server.url)
     context.set_default_timeout(10_000)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import Server, start_server, stop_server
 from tiny import TEXT, tiny_weights
+from training import shorten_samples
 
 from app.__main__ import main as inkstream
 from model.presets import SIZES
@@ -111,8 +112,7 @@ def test_the_commands_of_the_page_work_in_their_order(
     (tmp_path / "statquest.txt").write_text("what is statquest <EOS> awesome <EOS>\n" * 2)
     tiny_weights(tmp_path / "weights")
     monkeypatch.chdir(tmp_path)
-    # Drawing long samples takes longer than the training here.
-    monkeypatch.setattr("model.train.run._SAMPLE_TOKENS", 8)
+    shorten_samples(monkeypatch)
     newcomer = Newcomer(tmp_path, nightly=nightly)
     for line in COMMANDS:
         newcomer.types(line)

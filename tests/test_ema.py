@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tiny_decoder
-from training import EXACT, TINY, same, state_of, train, weights_of, write_text
+from training import EXACT, TINY, same, state_of, train, weights_of
 
 from model.train.copies import Average, Best
 from model.train.learner import below
@@ -60,8 +60,8 @@ def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
     assert bool((decoder.embedding == 1.0).all())
 
 
-def test_an_average_is_exported_and_does_not_touch_what_is_learnt(tmp_path: Path) -> None:
-    text, flags = write_text(tmp_path), [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
+def test_an_average_is_exported_and_does_not_touch_what_is_learnt(tmp_path: Path, text: Path) -> None:
+    flags = [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
     assert train(text, tmp_path / "off", *flags) == 0
     assert train(text, tmp_path / "on", *flags, "--ema", "0.9", "--keep", "last") == 0
     (_, off), (_, on) = state_of(tmp_path / "off"), state_of(tmp_path / "on")
@@ -73,10 +73,10 @@ def test_an_average_is_exported_and_does_not_touch_what_is_learnt(tmp_path: Path
 
 
 def test_the_best_measurement_is_exported_where_the_run_got_worse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Loop, "bits_per_byte", lambda loop, _: abs(loop.step - 4) + 1.0)
-    text, flags = write_text(tmp_path), [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
+    flags = [*TINY, *EXACT, "--steps", "6", "--warm-up", "1"]
     assert train(text, tmp_path / "best", *flags) == 0
     assert train(text, tmp_path / "last", *flags, "--keep", "last") == 0
     _, state = state_of(tmp_path / "best")

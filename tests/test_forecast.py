@@ -14,12 +14,10 @@ from model.presets import ARCHS, PRESET_NAMES, SIZES, preset
 from model.train.__main__ import main
 from model.train.optimiser import Optimiser
 from model.train.options import parse, shape
-from model.train.plan import auto
+from model.train.plan import forecast
 from model.train.plan.amount import Texts, amount_of, read_texts
-from model.train.plan.auto import choose
-from model.train.plan.forecast import steps_of
-from model.train.plan.sizes import parts, sizes
-from model.train.plan.speed import Speed, measure
+from model.train.plan.forecast import choose, parts, settle_size, steps_of
+from model.train.plan.machine import Speed, measure, sizes
 from model.train.run import Run
 from model.train.snapshot import load_snapshot
 from model.transformer import Decoder
@@ -107,7 +105,7 @@ def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
     options = parse(["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *flags[4:], *TINY])
     options.context = 32
     material = Run(options, "").material
-    assert abs(amount_of(options, 32).n_tokens - material.n_tokens) < 0.03 * material.n_tokens
+    assert abs(amount_of(options, 32).per_epoch - material.per_epoch) < 0.03 * material.per_epoch
 
 
 @pytest.mark.parametrize(
@@ -133,9 +131,9 @@ def _speed(row_seconds: float) -> Speed:
     ("megabytes", "tokens_per_second", "minutes", "taken", "because"),
     [
         (0.1, 1e9, 1e6, "nano", "8 epochs of this text has"),
-        (20, 1e9, 1e6, "small", "base wants 72.8 M tokens or more, 8 epochs of this text"),
-        (20, 1000, 10, "nano", "nano wants 4.3 M tokens or more, this run has 0.6 M"),
-        (4000, 100_000, 60, "base", "medium wants 440.5 M tokens or more, this run has 360.0 M"),
+        (20, 1e9, 1e6, "small", "base wants 72.78 M tokens or more, 8 epochs of this text"),
+        (20, 1000, 10, "nano", "nano wants 4.35 M tokens or more, this run has 600,000"),
+        (4000, 100_000, 60, "base", "medium wants 440.50 M tokens or more, this run has 360.00 M"),
         (4000, 1e9, 60, "medium", "the largest there is"),
     ],
 )
@@ -150,13 +148,13 @@ def test_auto_takes_the_largest_size_that_text_and_time_feed(
     def speed(_shape: object, _options: object, _device: object, row_tokens: int) -> Speed:
         return _speed(row_tokens / tokens_per_second)
 
-    monkeypatch.setattr(auto, "measure", speed)
+    monkeypatch.setattr(forecast, "measure", speed)
     monkeypatch.setattr(Texts, "tokenised", lambda *_: (4.0, 1000))
     texts = Texts(n_documents=1, n_bytes=round(megabytes * 1e6), sample=[])
     options = parse(["--data", "x", "--out", "y", "--max-minutes", str(minutes), "--preset", "auto"])
-    choice = choose(options, texts)
-    assert choice.preset == taken
-    assert because in choice.reason
+    chosen, why = choose(options, texts)
+    assert chosen == taken
+    assert because in why
 
 
 def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
@@ -166,9 +164,9 @@ def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--context", "32", *TINY]
     assert main([*data, "--preset", "auto", "--steps", "1"]) == 0
     assert "--preset auto takes nano: the smallest there is; nano wants" in capsys.readouterr().out
-    monkeypatch.setattr(auto, "choose", None)
+    monkeypatch.setattr(forecast, "choose", None)
     options = parse([*data, "--preset", "auto", "--steps", "2", "--resume"])
-    auto.settle_size(options)
+    settle_size(options)
     assert options.preset == "nano"
 
 

@@ -12,9 +12,10 @@ from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.errors import EngineFailed, NotReady
 from app.engine.frames import Cancel, Down, Submit, WorkerConfig
+from app.engine.peers import EngineGone
 from app.engine.stream import MOST_WAITING, Cancelled, Stream
-from app.engine.supervisor import EngineGone
 from app.engine.types import FinishReason, PromptScores, Request, Started, StepReport, TokenEvent
+from app.engine.waiting_line import WaitingLine
 
 TOP = tuple((token, -1.0) for token in range(20))
 
@@ -37,9 +38,11 @@ class _World:
     """A real client, and an engine whose tokens count up from 0 for each sequence."""
 
     def __init__(self, *, room: int = 16) -> None:
-        self.client = EngineClient(WorkerConfig(weights=""), QueueLimits(max_requests=room, max_prompt_tokens=10_000))
+        self.client = EngineClient(
+            WorkerConfig(weights=""), WaitingLine(QueueLimits(max_requests=room, max_prompt_tokens=10_000))
+        )
         self.supervisor = _Supervisor()
-        self.client._supervisor = self.supervisor  # type: ignore[assignment]
+        self.client.supervisor = self.supervisor  # type: ignore[assignment]
         self.open: dict[str, Request] = {}
         self.written: dict[str, int] = {}
         self.submitted = 0

@@ -55,9 +55,10 @@ def test_usage_comes_in_a_chunk_of_its_own_where_asked(server: Server) -> None:
     parts = _chunks(server, **SOME, stream_options={"include_usage": True})
     assert [c["usage"] for c in parts[:-1]] == [None] * (len(parts) - 1)
     assert parts[-1]["choices"] == [] and parts[-1]["usage"]["completion_tokens"] == 12
-    counted = _chunks(server, **SOME, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    many = {**SOME, "max_tokens": 200}  # so many that the first chunk is written before the last token is there
+    counted = _chunks(server, **many, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [c["usage"]["completion_tokens"] for c in counted]
-    assert counts == sorted(counts) and counts[-1] == 12 and counts[0] < 12
+    assert counts == sorted(counts) and counts[-1] == 200 and counts[0] < 200
 
 
 @pytest.mark.parametrize("echo", [False, True])

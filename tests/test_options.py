@@ -13,7 +13,7 @@ from conftest import ROOT
 
 from model.train.flags import parser
 from model.train.options import parse
-from model.train.values import count, small_share
+from model.train.values import count, language, license_id, small_share
 
 NO_DEFAULT = {"out", "data", "pairs", "unseen", "init", "max_minutes", "tokens", "about", "license", "language", "help"}
 
@@ -23,9 +23,22 @@ def test_every_flag_has_its_sentence_and_tells_its_default() -> None:
         assert action.help, action.option_strings
         if action.dest not in NO_DEFAULT and action.nargs != 0:
             assert "default" in action.help, action.option_strings
-        if isinstance(action.default, str | float | int) and action.nargs != 0 and action.dest != "help":
-            told = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
-            assert re.search(rf"default: {re.escape(told)}\b", action.help), action.option_strings
+
+
+def test_a_default_is_the_flag_s_the_preset_s_or_that_of_weights_to_go_on_from() -> None:
+    def of(*flags: str) -> argparse.Namespace:
+        return parse(["--data", "x", "--out", "y", *flags])
+
+    assert (of().windows, of("--preset", "cross").windows, of("--init", "w").windows) == (16, 64, 8)
+    assert (of().steps, of("--preset", "toy").steps, of("--preset", "toy", "--epochs", "2").steps) == (None, 400, None)
+    assert (of("--init", "w").epochs, of("--init", "w", "--steps", "1").epochs) == (3.0, None)
+    assert (of().lr, of("--optimizer", "adamw").lr, of("--preset", "toy").lr, of("--init", "w").lr) == (
+        0.004,
+        0.001,
+        0.1,
+        None,
+    )
+    assert of("--preset", "toy", "--optimizer", "muon").lr == 0.004
 
 
 def test_the_help_is_grouped_and_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +71,18 @@ def test_numbers_out_of_range_are_refused(kind: object, good: str, bad: str) -> 
     assert kind(good) == float(good)
     with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(bad))):
         kind(bad)
+
+
+@pytest.mark.parametrize("wrong", ["MIT License", "", "Apache-2.0", "mit\nx: y"])
+def test_a_license_is_an_identifier(wrong: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not an identifier such as mit"):
+        license_id(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["English", "", "EN", "en\n"])
+def test_a_language_is_a_code(wrong: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a code such as en or pt-BR"):
+        language(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["smal", "Base", "mediun", "autoo"])

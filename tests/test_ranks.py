@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
-from training import EXACT, SMALL, TINY, state_of, train, weights_of, write_text
+from training import EXACT, SMALL, TINY, state_of, train, weights_of
 
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
@@ -82,12 +84,6 @@ def _wait_for_snapshot(out: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A file to learn from."""
-    return write_text(tmp_path)
-
-
 def test_two_ranks_learn_what_one_learns_and_one_of_them_writes(tmp_path: Path, text: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     ranks = _start(text, two, "--steps", "8")
@@ -131,6 +127,58 @@ def test_a_fault_of_all_ranks_is_told_once(tmp_path: Path, text: Path) -> None:
     ranks = _start(text, out, "--steps", "40", "--lr", "1e30")
     assert [rank.ended() for rank in ranks] == [3, 3]
     assert [rank.complained().count("\n") for rank in ranks] == [1, 0]
+
+
+@pytest.mark.parametrize("flags", [["--windows", "5"], ["--vocab-size", "60000"]])
+def test_bad_input_is_told_once(tmp_path: Path, text: Path, flags: list[str]) -> None:
+    """The first is found by all ranks at once, the second by the first one in its turn."""
+    ranks = _start(text, tmp_path / "out", "--steps", "4", *flags)
+    assert [rank.ended() for rank in ranks] == [2, 2], [rank.complained() for rank in ranks]
+    told = "".join(rank.complained() for rank in ranks)
+    assert told.count("\n") == 1 and flags[0] in told
+
+
+def test_sizes_are_told_once(tmp_path: Path, text: Path) -> None:
+    ranks = _start(text, tmp_path / "out", "--steps", "4", "--dry-run")
+    assert [rank.ended() for rank in ranks] == [0, 0], [rank.complained() for rank in ranks]
+    assert ["parameters" in rank.printed() for rank in ranks] == [True, False]
+
+
+class Shelf:
+    """A store within one process, where nobody waits for what is not there."""
+
+    def __init__(self) -> None:
+        self.written: Counter[str] = Counter()
+        self.patience: list[timedelta] = []
+
+    def set(self, key: str, _value: str) -> None:
+        self.written[key] += 1
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        assert all(self.written[key] for key in keys)
+        self.patience.append(limit)
+
+    def add(self, key: str, value: int) -> int:
+        self.written[key] += value
+        return self.written[key]
+
+
+def test_who_waits_for_its_turn_may_wait_for_longer_than_for_numbers() -> None:
+    """The first rank may tokenise for hours, where a backend gives its exchanges minutes."""
+    store = Shelf()
+    first, second = (Ranks(number=number, size=2, store=store) for number in range(2))
+    assert first.in_turn(lambda: "made") == "made"
+    with pytest.raises(DataError):
+        first.in_turn(_refuse)  # the others find the same, and do not wait for ever
+    assert second.in_turn(lambda: "found") == "found"
+    with pytest.raises(DataError):
+        second.in_turn(_refuse)
+    assert min(store.patience) >= timedelta(days=1)
+    assert [rank.tells("no such file") for rank in (second, first)] == [True, False]
+
+
+def _refuse() -> None:
+    raise DataError("no such file")
 
 
 def test_torchrun_starts_and_ends_them(tmp_path: Path, text: Path, nightly: bool) -> None:

@@ -23,7 +23,7 @@ from app.api.errors import ApiError
 from app.api.shelf import Shelf
 from app.api.stream_job import StreamJob
 from app.engine.errors import EngineError, NotReady
-from app.engine.supervisor import EngineGone
+from app.engine.peers import EngineGone
 from app.long_texts import LongTexts
 from app.reload import Reloader
 from app.served import Served
@@ -55,15 +55,21 @@ class FakeEngine:
     def fail_all(self, error: EngineError) -> None:
         self.failed_with = error
 
-    async def wait_ready(self) -> None:
+    async def wait_ready(self) -> Any:
         await self._ready.wait()
+        return self._facts
 
     async def wait_gone(self) -> EngineGone:
         return await asyncio.shield(self._gone)
 
     def finish(self, vocab_size: int = 320) -> None:
-        self.ready, self.phase = SimpleNamespace(vocab_size=vocab_size, weights_version="v" * 64), "ready"
+        self._facts = SimpleNamespace(vocab_size=vocab_size, weights_version="v" * 64)
+        self.ready, self.phase = self._facts, "ready"
         self._ready.set()
+
+    def end(self) -> None:
+        """A crash that is not counted yet."""
+        self.ready, self.phase = None, "restarting"
 
     def give_up(self, message: str) -> None:
         self._gone.set_result(EngineGone(message, 2))
@@ -168,6 +174,7 @@ def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_a
     [
         (lambda engine: engine.give_up("config.json: asks for the moon"), "config.json: asks for the moon"),
         (lambda engine: setattr(engine, "restarts", 1), "their engine ended while it was loading (starting)"),
+        (lambda engine: (engine.finish(), engine.end()), "their engine ended while it was loading (restarting)"),
         (lambda engine: engine.finish(vocab_size=319), "the tokenizer has 320 tokens, the model only 319"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 
 from model.train.report.board import Board
-from model.train.report.history import History, read_records
+from model.train.report.journal import Journal, read_records
 from model.train.report.progress import Outline, Pace, Progress
 from model.train.report.report import Report
 
@@ -113,8 +113,8 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(
 def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history = History(tmp_path / "log.jsonl", start_step=0)
-    history.add({"step": 1})
+    journal = Journal(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None)
+    journal.add({"step": 1})
     with monkeypatch.context() as patch:
 
         def full(path: Path, _mode: str) -> None:
@@ -122,14 +122,14 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
             raise OSError(28, "No space left on device")
 
         patch.setattr(Path, "open", full)
-        history.add({"step": 2})
-    history.add({"step": 3})
+        journal.add({"step": 2})
+    journal.add({"step": 3})
     assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
-    History(tmp_path / "log.jsonl", start_step=0).add({"step": 1, "held_out": math.nan})
-    assert read_records(tmp_path / "log.jsonl") == [{"step": 1, "held_out": None}]
+    Journal(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None).add({"step": 1, "held_out": math.nan})
+    assert read_records(tmp_path / "log.jsonl", start_step=1) == [{"step": 1, "held_out": None}]
 
 
 def test_the_pace_is_that_of_the_last_minute() -> None:
@@ -176,8 +176,6 @@ class FakeWriter:
 
     def flush(self) -> None:
         """Writes nothing."""
-
-    close = flush
 
 
 def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

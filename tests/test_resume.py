@@ -156,18 +156,14 @@ def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
 
 
 def test_time_away_is_nobodys_time(long_server: Server) -> None:
+    began = time.monotonic()
     seen = _first_events(long_server, 40, **LONG)
     time.sleep(1.5)
     done = parse_events(_resume(long_server, seen[0].data["id"], after=39).text)[-1].data
+    took_ms = (time.monotonic() - began) * 1e3
     rate = done["timings"]["tokens_per_second"]
     assert done["timings"]["decode_ms"] == pytest.approx(599 / rate * 1e3, rel=0.01)
-    undisturbed = stream(long_server.url, **LONG)[-1].data["timings"]["decode_ms"]
-    assert done["timings"]["decode_ms"] < undisturbed + 1200
-    name = _first_events(long_server, 40, **LONG)[0].data["id"]
-    time.sleep(0.5)
-    httpx.delete(f"{long_server.url}/complete/{name}")
-    cancelled = parse_events(_resume(long_server, name).text)[-1].data["timings"]
-    assert all(value >= 0 for value in cancelled.values())
+    assert done["timings"]["decode_ms"] < took_ms - 1500 + 1200  # what the service takes to see that its client left
 
 
 def test_a_stream_cancelled_while_its_client_is_away_counts_as_cancelled(long_server: Server) -> None:

@@ -20,7 +20,7 @@ from model.train.data.rows import of_lines, of_pairs
 from model.train.data.sources import Sources
 from model.train.data.vocabulary import END, Vocabulary, started
 from model.train.objective import Objective
-from model.train.sample import Prompt
+from model.train.sample import Prompt, joined
 
 WORDS = Vocabulary(kind="words", size=None, end_token="<EOS>")
 STATQUEST = ["what is statquest <EOS> awesome <EOS>", "statquest is what <EOS> awesome <EOS>"]
@@ -109,7 +109,7 @@ def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:
 
 @pytest.mark.parametrize("answer", ["ba", " ba"])
 def test_a_pair_is_shown_with_one_space_around_its_arrow(answer: str) -> None:
-    assert Prompt(text="ab", tokens=[END], source=[1]).joined(answer) == "ab -> ba"
+    assert joined(Prompt(text="ab", tokens=[END], source=[1]), answer) == "ab -> ba"
 
 
 def test_rows_are_held_out_only_where_there_are_enough() -> None:

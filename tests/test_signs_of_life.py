@@ -12,8 +12,10 @@ from conftest import ROOT
 
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
+from app.engine.fleet import Fleet
 from app.engine.frames import WorkerConfig
 from app.engine.signs_of_life import heartbeat
+from app.engine.waiting_line import WaitingLine
 
 
 def test_a_heart_beats_from_beginning_to_end_and_no_longer() -> None:
@@ -56,7 +58,8 @@ def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
-        client = EngineClient(WorkerConfig(weights=""), limits, silence_seconds=0.2, command=command)
+        line = WaitingLine(limits)
+        client = Fleet([EngineClient(WorkerConfig(weights=""), line, silence_seconds=0.2, command=command)])
         client.start()
         try:
             gone = await asyncio.wait_for(client.wait_gone(), 20)

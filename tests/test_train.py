@@ -7,19 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import start_server, stop_server
-from training import train, write_text
+from training import train
 from wire import whole
 
 from model.checkpoint import load
 from model.golden import verify
 from model.train.learner import Learner
 from model.train.options import parse
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A file to learn from."""
-    return write_text(tmp_path)
 
 
 def _bits(printed: str) -> float:

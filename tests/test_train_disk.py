@@ -9,17 +9,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from disk import SPACE, Operations, no_space, watched
-from training import EXACT, SMALL, TINY, signal_after, state_of, train, train_until, write_text
+from training import EXACT, SMALL, TINY, signal_after, state_of, train, train_until
 
 from model.checkpoint import load_config
 from model.files import CheckpointError
 from model.train.snapshot import load_snapshot, newest_snapshot
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A file to learn from."""
-    return write_text(tmp_path)
 
 
 def _full(*_: object) -> None:

@@ -7,17 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from training import EXACT, TINY, at_micro_batch, same, state_of, train, train_until, write_text
+from training import EXACT, TINY, at_micro_batch, same, state_of, train, train_until
 
 from model.train.learner import Learner
 from model.train.loop import Loop
 from model.train.snapshot import newest_snapshot
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A file to learn from."""
-    return write_text(tmp_path)
 
 
 def _nan(loss: Tensor) -> Tensor:

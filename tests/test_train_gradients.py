@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,13 @@ def test_cross_entropy_is_that_of_torch_with_its_gradient(n_tokens: int, n_words
     torch.testing.assert_close(*gradients)
 
 
+def test_a_target_thought_impossible_costs_what_it_should() -> None:
+    """Its score is 0 in float32; the loss is not infinite, which would end the run."""
+    logits = torch.tensor([[0.0, 200.0, -50.0], [0.0, 0.0, 0.0]])
+    loss = cross_entropy(logits, torch.tensor([2, 1]), weight=1.0, ignored=IGNORED)
+    assert float(loss) == pytest.approx(250.0 + math.log(3))
+
+
 def _plain_loss(decoder: Decoder, batch: Batch) -> Tensor:
     rows, length = batch.inputs_RN.shape
     attend = CausalAttend(length, decoder.config.sliding_window)
@@ -58,9 +67,9 @@ def _plain_loss(decoder: Decoder, batch: Batch) -> Tensor:
     return F.cross_entropy(decoder.head(hidden_TD), batch.targets_RN.flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("name", ["nano", "gpt", "textbook"])
-def test_a_decoder_learns_from_the_gradient_of_plain_autograd(name: str) -> None:
-    config = reshaped(preset(name), n_layers=2, width=64, n_heads=4)
+@pytest.mark.parametrize(("name", "kv_heads"), [("nano", 1), ("nano", 2), ("nano", 4), ("gpt", 4), ("textbook", 4)])
+def test_a_decoder_learns_from_the_gradient_of_plain_autograd(name: str, kv_heads: int) -> None:
+    config = reshaped(preset(name), n_layers=2, width=64, n_heads=4, n_kv_heads=kv_heads)
     decoder = Decoder(config).initialise(3)
     generator = torch.Generator().manual_seed(4)
     for parameter in decoder.parameters():  # outputs that begin as zeros would hide what is behind them

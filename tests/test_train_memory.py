@@ -1,4 +1,4 @@
-"""What is freed stays with the process."""
+"""What is freed stays with the process, for all of its threads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ import pytest
 from conftest import ROOT
 
 _PROGRAM = """
-import ctypes, resource, sys
+import ctypes, resource, sys, threading
 from model.train.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def use():
-    place = libc.malloc(2**26)
-    ctypes.memset(place, 1, 2**26)
-    libc.free(place)
-use()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
+    places = [libc.malloc(2**23) for _ in range(8)]
+    for place in places:
+        ctypes.memset(place, 1, 2**23)
+    for place in places:
+        libc.free(place)
+def use_in_both():
     use()
+    worker = threading.Thread(target=use)
+    worker.start()
+    worker.join()
+use_in_both()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    use_in_both()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

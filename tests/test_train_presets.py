@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import TEXT
+from training import EXACT, shorten_samples
 
 from model.checkpoint import load
 from model.config import ConfigError
@@ -22,7 +23,6 @@ from model.train.run import Run
 
 STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--device", "cpu"]
-EXACT = ["--dtype", "float32", "--export-dtype", "float32"]
 WORDS = ["--tokenizer", "words", "--context", "16"]
 
 
@@ -40,9 +40,7 @@ def _write_pairs(path: Path, pairs: list[tuple[str, str]]) -> str:
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing long ones takes longer than the training here."""
-    monkeypatch.setattr("model.train.run._SAMPLE_TOKENS", 8)
-    monkeypatch.setattr("model.train.loop._SAMPLE_TOKENS", 8)
+    shorten_samples(monkeypatch)
 
 
 @pytest.fixture

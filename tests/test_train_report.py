@@ -8,20 +8,24 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from training import EXACT, TINY, signal_after, train, train_until, write_text
+from training import EXACT, TINY, signal_after, train, train_until
 
-from model.train.report.history import read_records
+from model.train.report.journal import read_records
 
 FLAGS = ["--steps", "12", *EXACT, *TINY]
 
 
 def _log(out: Path) -> list[dict[str, Any]]:
     timed = ("seconds", "tokens_per_second", "mfu")
-    return [{k: v for k, v in record.items() if k not in timed} for record in read_records(out / "log.jsonl")]
+    return [
+        {k: v for k, v in record.items() if k not in timed} for record in read_records(out / "log.jsonl", start_step=99)
+    ]
 
 
-def test_a_run_leaves_what_a_person_wants_to_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, out = write_text(tmp_path), tmp_path / "out"
+def test_a_run_leaves_what_a_person_wants_to_see(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
     unseen = tmp_path / "unseen_1.txt"
     unseen.write_text("It was never seen that a fox could read what nobody had written. " * 20)
     assert train(text, out, *FLAGS, "--license", "mit", "--unseen", str(unseen)) == 0
@@ -40,8 +44,7 @@ def test_a_run_leaves_what_a_person_wants_to_see(tmp_path: Path, capsys: pytest.
     assert (generation["temperature"], generation["top_p"], generation["repetition_penalty"]) == (0.8, 0.95, 1.05)
 
 
-def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path) -> None:
-    text = write_text(tmp_path)
+def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path, text: Path) -> None:
     assert train(text, tmp_path / "whole", *FLAGS) == 0
     train_until(5, text, tmp_path / "halves", *FLAGS)
     assert [record["step"] for record in _log(tmp_path / "halves")] == [1, 2, 3, 4, 5]
@@ -52,34 +55,22 @@ def test_a_resumed_run_has_the_log_of_one_without_a_break(tmp_path: Path) -> Non
         assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [(["--license", "MIT License"], "--license"), (["--language", "English"], "--language")],
-)
-def test_what_cannot_stand_in_a_card_is_said_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+def test_samples_in_the_middle_of_a_run_change_nothing_of_it(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train(write_text(tmp_path), tmp_path / "out", *FLAGS, *flags) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and words in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_samples_in_the_middle_of_a_run_change_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes chances of its own, and what it computes leaves nothing behind."""
-    text = write_text(tmp_path)
     assert train(text, tmp_path / "without", *FLAGS) == 0
     monkeypatch.setattr("model.train.report.samples._FIRST_SECONDS", 0.0)
     monkeypatch.setattr("model.train.report.samples._MOST_TIME", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
-    stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl")]
+    stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl", start_step=99)]
     assert stages == [1, 3, 6, 12]
     losses = [[record["loss"] for record in _log(tmp_path / name)] for name in ("with", "without")]
     assert losses[0] == losses[1]
 
 
-def test_a_signal_ends_a_run_without_drawing_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_a_run_without_drawing_first(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.train.report.samples._FIRST_SECONDS", 0.0)
     signal_after(1, monkeypatch)
-    assert train(write_text(tmp_path), tmp_path / "out", *FLAGS) == 143
+    assert train(text, tmp_path / "out", *FLAGS) == 143
     assert not (tmp_path / "out/samples.md").exists()

@@ -21,19 +21,11 @@ from training import (
     train,
     train_until,
     weights_of,
-    write_text,
 )
 
 from model.files import CheckpointError
 from model.train.__main__ import main
 from model.train.snapshot import Position, load_snapshot, save_snapshot
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A file to learn from."""
-    return write_text(tmp_path)
-
 
 LINES = "".join(f"the {a} saw the {b}\n" for a in "abcd" for b in "vwxyz")
 PAIRS = "".join(f"{a} {b}\t{b} {a}\n" for a in range(5) for b in range(5))
@@ -48,13 +40,12 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path, form: str) -> None:
+def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path, text: Path, form: str) -> None:
     """Weights, optimiser, average, best weights and position."""
     flags, content = FORMS[form]
-    path = write_text(tmp_path)
     if content:
-        path.write_text(content)
-    data = [str(path)] if flags[-1] == "--pairs" else ["--data", str(path)]
+        text.write_text(content)
+    data = [str(text)] if flags[-1] == "--pairs" else ["--data", str(text)]
     command = [*SMALL, *TINY, *EXACT, "--steps", "20", "--warm-up", "5", *flags, *data, "--out"]
     assert main([*command, str(tmp_path / "whole")]) == 0
     with pytest.MonkeyPatch.context() as patch:

@@ -22,18 +22,11 @@ from training import (
     train,
     train_until,
     weights_of,
-    write_text,
 )
 
 from model.train.data.batch import Batch
 from model.train.loop import Loop
 from model.train.snapshot import load_snapshot
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A file to learn from."""
-    return write_text(tmp_path)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from longest import LONGEST
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(p for folder in ("app", "model", "benchmarks") for p in (ROOT / folder).rglob("*.py"))
+FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in (ROOT / folder).rglob("*.py"))
 CORE = [
     "params",
     "types",
@@ -28,12 +28,21 @@ CORE = [
     "philox",
     "pace",
     "waiting_line",
+    "router",
 ]
 SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
 DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
 BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
-EVENT_LOOP += ["app.engine.loop", "app.kernels", "app.guide", "app.guide_checker", "app.guide_process"]
+EVENT_LOOP += [
+    "app.relay.front",
+    "app.relay.replica",
+    "app.engine.loop",
+    "app.kernels",
+    "app.guide",
+    "app.guide_checker",
+    "app.guide_process",
+]
 
 
 def _name(path: Path) -> str:
@@ -124,6 +133,17 @@ def test_llguidance_has_one_door() -> None:
     assert not [path for path in FILES if "llguidance" in _tops(path)]
     named = [path for path in FILES if 'import_module("llguidance")' in path.read_text()]
     assert named == [ROOT / "app/engine/matcher.py"]
+
+
+def test_ray_has_one_door() -> None:
+    """What a front does with lost replicas knows nothing of it, nor of engines; and no service knows its front."""
+    assert [name for name, known in GRAPH.items() if any(n.split(".")[0] == "ray" for n in known)] == [
+        "deploy.ray_serve"
+    ]
+    relay = {name for name in GRAPH if name.startswith("app.relay")}
+    for name in relay:
+        assert not [n for n in GRAPH[name] if n.startswith(("app.engine", "app.service", "app.main"))], name
+    assert {name for name, known in GRAPH.items() if known & relay} - relay == {"deploy.ray_serve"}
 
 
 def test_imports_have_no_cycle() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import TEXT
 from torch import Tensor
 
 from model.train.__main__ import main
@@ -24,19 +23,17 @@ EXACT = ["--dtype", "float32", "--export-dtype", "float32"]
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1"]
 
 
-def write_text(folder: Path, times: int = 5) -> Path:
-    """A file to learn from."""
-    path = folder / "text.txt"
-    path.write_text(TEXT * times)
-    return path
-
-
 def train(text: Path, out: Path, *flags: str) -> int:
     """The command, on a small shape."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("run", "loop"):  # drawing long samples takes longer than the training here
-            patch.setattr(f"model.train.{module}._SAMPLE_TOKENS", 8)
+        shorten_samples(patch)
         return main(["--data", str(text), "--out", str(out), *SMALL, *flags])
+
+
+def shorten_samples(patch: pytest.MonkeyPatch) -> None:
+    """Drawing long ones takes longer than the training here."""
+    for module in ("run", "loop"):
+        patch.setattr(f"model.train.{module}._SAMPLE_TOKENS", 8)
 
 
 def train_until(step: int, text: Path, out: Path, *flags: str) -> None:

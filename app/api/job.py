@@ -18,8 +18,8 @@ from app.api.record import record_of
 from app.api.version_header import version_header
 from app.caller import Caller
 from app.completion import Completion
-from app.engine.client import EngineClient
 from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
+from app.engine.fleet import Fleet
 from app.faults import is_armed
 from app.news import Delta, Ended, TokenDetail
 from app.served import Served
@@ -85,7 +85,7 @@ class Job:
         return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **left}
 
     @property
-    def engine(self) -> EngineClient:
+    def engine(self) -> Fleet:
         """The one it began with, whichever serves now."""
         return self.service.engine if is_armed("job.other_engine") else self.admitted.served.engine
 

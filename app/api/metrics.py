@@ -1,4 +1,4 @@
-"""Prometheus metrics of one service: histograms that requests fill, and the engine's own counters at each scrape."""
+"""Prometheus metrics of one service: histograms that requests fill, and what others count at each scrape."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from app import logs
+from app.api.engine_metrics import EngineState
 from app.completion import Completion
 from app.connections import Connections
-from app.engine.client import EngineClient
+from app.engine.fleet import Fleet
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LAG_PAUSE = 0.1
@@ -26,12 +27,12 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, engines: Callable[[], Sequence[EngineClient]], connections: Connections) -> None:
-        """`engines` gives the one that serves now, and behind it those that end."""
+    def __init__(self, fleets: Callable[[], Sequence[Fleet]], connections: Connections) -> None:
+        """`fleets` gives the one that serves now, and behind it those that end."""
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
         self._registry.register(self._gaps)
-        self._registry.register(_EngineState(engines))
+        self._registry.register(EngineState(fleets))
         self._registry.register(_ConnectionState(connections))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -118,53 +119,6 @@ class _Gaps(Collector):
             buckets=list(zip(names, accumulate(self._counts), strict=True)),
             sum_value=self._sum,
         )
-
-
-class _EngineState(Collector):
-    """Reads the engine client when somebody scrapes."""
-
-    def __init__(self, engines: Callable[[], Sequence[EngineClient]]) -> None:
-        self._engines = engines
-
-    @property
-    def _engine(self) -> EngineClient:
-        return self._engines()[0]
-
-    def collect(self) -> Iterator[Metric]:
-        counters = self._engine.counters
-        tasks = len(asyncio.all_tasks())
-        yield GaugeMetricFamily("inkstream_event_loop_tasks", "Tasks of the event loop, this scrape's own too.", tasks)
-        used = counters.blocks_active / counters.blocks_total if counters.blocks_total else 0.0
-        running = sum(engine.counters.running for engine in self._engines())
-        waiting = sum(engine.counters.waiting for engine in self._engines())
-        yield GaugeMetricFamily("inkstream_requests_running", "Texts being computed, n of a request.", running)
-        yield GaugeMetricFamily("inkstream_requests_waiting", "Texts in the queue, n of a request.", waiting)
-        yield GaugeMetricFamily("inkstream_kv_cache_usage_ratio", "Share of the cache blocks in use.", used)
-        yield GaugeMetricFamily(
-            "inkstream_engine_ready", "1 when the engine is ready.", float(bool(self._engine.ready))
-        )
-        yield GaugeMetricFamily(
-            "inkstream_engine_report_age_seconds", "Since the engine was heard of last.", self._engine.report_age
-        )
-        yield GaugeMetricFamily(
-            "inkstream_engine_progress_age_seconds",
-            "Since the engine's last step that did anything; 0 where it has nothing to do.",
-            self._engine.progress_age,
-        )
-        yield GaugeMetricFamily(
-            "inkstream_requests_suspect", "In flight in a crash, and not gone on since.", self._engine.n_suspects
-        )
-        yield CounterMetricFamily(
-            "inkstream_replayed_requests", "Requests that went on with the next engine.", self._engine.replayed
-        )
-        yield CounterMetricFamily(
-            "inkstream_held_streams", "Times that a stream waited for its reader.", self._engine.n_holds
-        )
-        yield CounterMetricFamily("inkstream_preemptions", "Sequences that gave way.", counters.preemptions)
-        yield CounterMetricFamily(
-            "inkstream_block_violations", "Looks at the cache's blocks that found one amiss.", counters.block_violations
-        )
-        yield CounterMetricFamily("inkstream_engine_restarts", "Engine processes that ended.", self._engine.restarts)
 
 
 class _ConnectionState(Collector):

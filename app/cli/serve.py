@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,15 +21,21 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 ended by a signal, 1 failed, 2 bad configuration."""
     given = vars(_parser().parse_args(argv))
     try:
-        _refuse_unknown_variables()
-        return serve(Settings(**{name: value for name, value in given.items() if value is not None}))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        where = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
-        logs.tell(one_line(f"error: {where}{first['msg'].removeprefix('Value error, ')}"))
+        return serve(read_settings(given))
     except StartError as error:
         logs.tell(one_line(f"error: {error}"))
     return 2
+
+
+def read_settings(given: Mapping[str, Any]) -> Settings:
+    """From flags, None where one was not given, and from the environment. Raises StartError."""
+    _refuse_unknown_variables()
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
+        raise StartError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _refuse_unknown_variables() -> None:

@@ -43,7 +43,7 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     try:
         if config.threads:
             torch.set_num_threads(config.threads)
-        device = choose_device(config.device)
+        device = _device(config)
         dtype = choose_dtype(config.dtype, device)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
@@ -57,7 +57,8 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         libraries = Libraries.of(config.library, config.cache_dir)
         choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
         room = _room(config, checkpoint.decoder.config, dtype, device, choice)
-        blocks = room.blocks(config.kv_blocks, free_memory(device))
+        sharing = 1 + config.loading_beside if device.type == "cpu" else 1
+        blocks = room.blocks(config.kv_blocks, free_memory(device), sharing)
     except ValueError as error:
         raise StartError(str(error)) from None
     int8 = config.quantize == "int8"
@@ -83,6 +84,18 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     engine = Engine(Scheduler(limits, pool, checkpoint.version), runner)
     announce(_proven(engine, config, checkpoint, room))
     return Assembled(engine, guides, ready)
+
+
+def _device(config: WorkerConfig) -> torch.device:
+    """Its own GPU, where there are several engines. Raises ValueError."""
+    device = choose_device(config.device)
+    if device.type != "cuda" or config.replicas == 1:
+        return device
+    if config.replicas > (count := torch.cuda.device_count()):
+        raise ValueError(f"--replicas {config.replicas}: each takes a GPU, and there are {count}; give at most {count}")
+    device = torch.device("cuda", config.replica)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _proven(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, room: CacheRoom) -> str:

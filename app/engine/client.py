@@ -1,7 +1,8 @@
 """The API process's side of the engine: submit, stream, cancel, and go on after a crash. asyncio, no torch.
 
 A crash is a pause: the prompt and the delivered tokens of every open request are kept here, and go to the next engine
-process (supervisor.py) in the order and with the care that quarantine.py tells.
+process (supervisor.py) in the order and with the care that quarantine.py tells. Where there are several engines
+(fleet.py), those that cannot have killed it go to another one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import logging
 import time
 from collections.abc import Sequence
 
-from app.engine.admission import QueueLimits
 from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady
 from app.engine.frames import Cancel, Ready, Submit, WorkerConfig
+from app.engine.peers import EngineGone, Peers
 from app.engine.process import WORKER
 from app.engine.quarantine import Quarantine
 from app.engine.stream import Stream
-from app.engine.supervisor import EngineGone, Supervisor
+from app.engine.supervisor import Supervisor
 from app.engine.types import Counters, PromptScores, Request, Started, StepReport, TokenEvent
 from app.engine.waiting_line import WaitingLine
 
@@ -27,23 +28,26 @@ _ENDING = "the service is shutting down: send it again in a moment"
 
 
 class EngineClient:
-    """Owns the queue as the API process sees it, and all open streams."""
+    """Owns an engine, and its open streams. The queue, as the API process sees it, is that of all engines."""
 
     def __init__(
         self,
         config: WorkerConfig,
-        limits: QueueLimits,
+        queue: WaitingLine,
         *,
         silence_seconds: float = 30.0,
         command: Sequence[str] = WORKER,
     ) -> None:
-        self.queue = WaitingLine(limits)
+        self.queue = queue
+        self.peers: Peers | None = None
         self.counters = Counters()
+        self._past = Counters()  # of the processes before this one
         self.replayed = 0
         """Requests that went to another engine process because theirs had crashed, each as often as that happened."""
         self.n_holds = 0
         """Times that a stream was held because its reader took nothing."""
-        self._supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
+        self._place = config.replica
+        self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, Stream] = {}  # by the ids of their requests
         self._held: dict[str, Stream] = {}  # likewise: the engine does not know them until their readers have read
         self._quarantine = Quarantine()
@@ -51,27 +55,29 @@ class EngineClient:
     @property
     def ready(self) -> Ready | None:
         """What the engine has loaded; None while there is none that takes requests."""
-        return self._supervisor.ready
+        return self.supervisor.ready
 
     @property
-    def phase(self) -> str:
-        """What the engine is doing, for people."""
-        return self._supervisor.phase
+    def load(self) -> int:
+        """Sequences that it has not finished, but for those whose readers take nothing."""
+        return len(self._streams)
 
     @property
-    def restarts(self) -> int:
-        """Engine processes that ended."""
-        return self._supervisor.restarts
+    def streams(self) -> list[Stream]:
+        """All that are open, in the order in which they came."""
+        return list(dict.fromkeys((*self._streams.values(), *self._held.values())))
 
     @property
-    def report_age(self) -> float:
-        """Seconds since the engine was heard of last."""
-        return self._supervisor.report_age
+    def lasting(self) -> Counters:
+        """What only grows, in all its processes: a sum over engines that fell would be taken for a reset."""
+        one, two = self._past, self.counters
+        preemptions, violations = one.preemptions + two.preemptions, one.block_violations + two.block_violations
+        return Counters(preemptions=preemptions, block_violations=violations)
 
     @property
-    def progress_age(self) -> float:
-        """Seconds since its last step that did anything; 0 where it has nothing to do."""
-        return self._supervisor.progress_age
+    def innocent(self) -> list[Stream]:
+        """Those that no engine knows, and that no crash was the fault of: they may go on elsewhere at any time."""
+        return [s for s in self.streams if not s.strikes and (s.is_held or self._quarantine.are_innocent(s.open_ids))]
 
     @property
     def n_suspects(self) -> int:
@@ -85,24 +91,16 @@ class EngineClient:
 
     def start(self) -> None:
         """Spawns the engine process; `ready` is set once it has loaded."""
-        self._supervisor.start()
+        self.supervisor.start()
 
     async def stop(self) -> None:
         """Ends the engine process; open streams end with NotReady."""
-        await self._supervisor.stop()
-
-    async def wait_ready(self) -> None:
-        """Waits until the engine has loaded."""
-        await self._supervisor.wait_ready()
-
-    async def wait_gone(self) -> EngineGone:
-        """Waits until the engine is gone for good, if ever."""
-        return await self._supervisor.wait_gone()
+        await self.supervisor.stop()
 
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queues the sequences of one answer, all or none. Raises NotReady, QueueFull, InvalidRequest."""
         if self.ready is None:
-            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+            raise NotReady(f"the model is not ready yet ({self.supervisor.phase}): try again in a moment", 1)
         self.queue.check(requests, time.monotonic())
         stream = Stream(requests, self)
         self._enter(stream, requests)
@@ -110,19 +108,17 @@ class EngineClient:
 
     def resume(self, stream: Stream) -> None:
         """Queues again what a paused stream has left, also while the engine restarts. Raises NotReady, QueueFull."""
-        if self._supervisor.is_gone:
+        if self.supervisor.is_gone:
             raise NotReady(_ENDING, 5)
         self.queue.check(stream.open_requests, time.monotonic())
         self._enter(stream, stream.renew())
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Nobody wants these any more; for their stream."""
-        for request_id in request_ids:  # whoever comes back after each crash is no less a suspect
-            if stream := self._streams.get(request_id):
-                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
+        self._note_strikes(request_ids)
         self._forget(request_ids)
         for request_id in request_ids:
-            self._supervisor.send(Cancel(request_id))
+            self.supervisor.send(Cancel(request_id))
 
     def position(self, request_id: str) -> int | None:
         """How many requests wait in front of this one; for its stream."""
@@ -142,7 +138,7 @@ class EngineClient:
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open stream with an error."""
-        for stream in {*self._streams.values(), *self._held.values()}:
+        for stream in self.streams:
             self._fail(stream, error)
         self.counters = Counters()
 
@@ -151,7 +147,8 @@ class EngineClient:
         self.counters = report.counters
         for request_id in report.taken:
             self._quarantine.taken(request_id)
-        self.queue.begin(report.started, report.at, has_backlog=report.counters.waiting > 0)
+        has_backlog = report.counters.waiting > 0
+        self.queue.begin(report.started, report.at, has_backlog=has_backlog, engine=self._place)
         for started in report.started:
             self._quarantine.begun(started.request_id)
         items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
@@ -170,24 +167,50 @@ class EngineClient:
 
     def on_ready(self) -> None:
         """An engine takes requests: those that are open come first; for the supervisor."""
-        if self._streams:
-            _log.warning("%d open requests go on with this engine", len(self._streams))
-            self.replayed += len(self._streams)
+        n_open = len(self._streams)
+        if self.peers:
+            self.peers.on_ready(self._place)
+        if self.ready and n_open:
+            _log.warning("%d open requests go on with this engine", n_open)
+            self.replayed += n_open
         self._send_next()
 
     def on_crash(self) -> bool:
         """Whether a request is refused because of it; all others wait for the next engine. For the supervisor."""
+        self._past = self.lasting
         self.counters = Counters()
         refused = self._quarantine.crash(self._progress)
         # A stream fails as one: what it asks for is the same in all its sequences.
         for stream in {self._streams[request_id] for request_id in refused}:
             _log.error("request %s is refused: the engine crashed twice while it worked on it", stream.requests[0].id)
             self._fail(stream, EngineFailed(_REFUSED))
+        if self.peers:
+            self.peers.on_crash(self._place)
         return bool(refused)
 
     def on_gone(self, reason: EngineGone) -> None:
         """No engine comes any more; for the supervisor."""
+        if self.peers:
+            self.peers.on_gone(self._place, reason)
         self.fail_all(EngineFailed(_GONE) if reason.exit_code else NotReady(_ENDING, 5))
+
+    def part_with(self, stream: Stream) -> None:
+        """A stream goes on elsewhere: it keeps its place in the queue, and what is known of it."""
+        self._note_strikes(stream.open_ids)
+        for request_id in stream.open_ids:
+            self._quarantine.leave(request_id)
+            self._streams.pop(request_id, None)
+            self._held.pop(request_id, None)
+
+    def adopt(self, stream: Stream) -> None:
+        """Goes on with a stream that another engine has parted with; nothing of it is on its way from there."""
+        stream.source = self
+        if stream.is_held:
+            self._held.update(dict.fromkeys(stream.open_ids, stream))
+            return
+        if self.ready:  # else it is counted once there is an engine
+            self.replayed += len(stream.open_ids)
+        self._enter(stream, [stream.request(request_id) for request_id in stream.open_ids])
 
     def _enter(self, stream: Stream, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -202,7 +225,13 @@ class EngineClient:
             return
         self._quarantine.look(self._progress)
         while request_id := self._quarantine.next(self._progress):
-            self._supervisor.send(Submit(self._streams[request_id].request(request_id)))
+            self.supervisor.send(Submit(self._streams[request_id].request(request_id)))
+
+    def _note_strikes(self, request_ids: Sequence[str]) -> None:
+        """Whoever comes back after each crash is no less a suspect."""
+        for request_id in request_ids:
+            if stream := self._streams.get(request_id):
+                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
 
     def _progress(self, request_id: str) -> int:
         return self._streams[request_id].progress(request_id)

@@ -31,6 +31,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     cache_dir: str | None = None
     quantize: Literal["none", "int8"] = "none"
     threads: int = 0
+    replica: int = 0
+    """Which of the engines of a fleet it is, from 0; on a GPU also which GPU is its own."""
+    replicas: int = 1
+    loading_beside: int = 0
+    """Engines that take their caches' memory from the same machine at the same time."""
     kv_blocks: int = 0
     max_context: int = 0
     tokens_per_step: int = 256
@@ -41,6 +46,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """After which it is killed."""
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
+
+    @property
+    def name(self) -> str:
+        """What the log calls the engine."""
+        return f"engine {self.replica}" if self.replicas > 1 else "engine"
 
 
 class Submit(Struct, frozen=True, tag="submit"):

@@ -40,26 +40,29 @@ class CacheRoom:
         """Bytes of what the encoder read for all running requests."""
         return self._token_bytes * source_tokens(self.context) * self.max_running if self.shape.n_encoder_layers else 0
 
-    def blocks(self, wanted: int, free_bytes: int) -> int:
+    def blocks(self, wanted: int, free_bytes: int, engines: int = 1) -> int:
         """As many blocks as are wanted (0: as all running requests can fill) within a share of the free memory.
 
-        Raises ValueError.
+        `engines` take theirs from it at the same time. Raises ValueError.
         """
         needed = -(-self.context // self.block_size)
-        affordable = max(0, int(free_bytes * _SHARE) - self.source_bytes) // self.block_bytes
+        affordable = max(0, int(free_bytes * _SHARE) // engines - self.source_bytes) // self.block_bytes
+        share = "half of the free memory"
+        if engines > 1:
+            share = f"each engine's part of {share} (--replicas {engines})"
         if affordable < needed:
             least_bytes = needed * self.block_bytes + self.source_bytes
-            what = "--max-context or --max-running" if self.source_bytes else "--max-context"
+            flags = ["--max-context", *["--max-running"] * bool(self.source_bytes), *["--replicas"] * (engines > 1)]
             raise ValueError(
-                f"a sequence of {self.context} tokens needs {least_bytes >> 20} MiB of cache, "
-                f"more than half of the memory that is free: give a smaller {what}, or free some"
+                f"a sequence of {self.context} tokens needs {least_bytes >> 20} MiB of cache, more than {share} holds: "
+                f"give a smaller {' or '.join(flags)}, or free some"
             )
         if not wanted:
             return min(needed * self.max_running, affordable)
         if not needed <= wanted <= affordable:
             raise ValueError(
                 f"--kv-blocks {wanted} does not fit: the context of {self.context} tokens needs at least "
-                f"{needed} blocks, and half of the free memory holds {affordable}"
+                f"{needed} blocks, and {share} holds {affordable}"
             )
         return wanted
 

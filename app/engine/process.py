@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -77,6 +78,16 @@ class EngineProcess:
             self.kill()
             raise
         return await self._process.wait()
+
+
+def fate(code: int) -> str:
+    """How a process ended, by its exit code."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
 
 
 class _Pipe(asyncio.Protocol):

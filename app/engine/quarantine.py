@@ -10,7 +10,7 @@ Whoever was in flight in two crashes in a row without proof between them is refu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -65,6 +65,10 @@ class Quarantine:
     def is_careful(self) -> bool:
         """Whether somebody is held, or on trial."""
         return bool(self._suspects or self._others) or self._trial is not None
+
+    def are_innocent(self, names: Iterable[str]) -> bool:
+        """Whether all of them are held, and only because others are suspects or there is no engine."""
+        return all(name in self._others for name in names)
 
     def hold(self, name: str, leader: str | None = None, strikes: int = 0) -> None:
         """A newcomer, behind all others; behind its leader, if it has one. With `strikes` it is a suspect still."""

@@ -72,7 +72,8 @@ class Stream:
         """Crashes in a row that it was in flight in when it was dropped; the client's side."""
         self.holds = 0
         """How often it was held."""
-        self._source = source
+        self.source = source
+        """Who has the engine that it runs on; another one once it goes on there."""
         self._open = {request.id: index for index, request in enumerate(requests)}
         self._begun = False
         self._attempts = 1
@@ -81,13 +82,15 @@ class Stream:
         self._arrivals: list[Arrival] = []
         self._weight = 0
         """Of the arrivals: their tokens and top log-probabilities."""
-        self._is_awaited = self._is_held = False
+        self.is_held = False
+        """Whether the engine has dropped it because its reader takes nothing."""
+        self._is_awaited = False
         self._arrived = asyncio.Event()
 
     @property
     def queue_position(self) -> int | None:
         """How many requests wait in front of this stream's first; None once one of its own runs, or all ended."""
-        return None if self._begun or not self._open else self._source.position(next(iter(self._open)))
+        return None if self._begun or not self._open else self.source.position(next(iter(self._open)))
 
     @property
     def is_open(self) -> bool:
@@ -116,8 +119,8 @@ class Stream:
             self._is_awaited = False
         self._arrived.clear()
         arrivals, self._arrivals, self._weight = self._arrivals, [], 0
-        if self._is_held and self._open:
-            self._source.go_on(self)
+        if self.is_held and self._open:
+            self.source.go_on(self)
         return arrivals
 
     def wake(self) -> None:
@@ -129,27 +132,27 @@ class Stream:
         request_id = next((name for name, place in self._open.items() if place == index), None)
         if request_id is not None:
             del self._open[request_id]
-            self._source.drop([request_id])
+            self.source.drop([request_id])
 
     def close(self) -> None:
         """Nobody listens any more: the engine drops every sequence that has not ended."""
         names = list(self._open)
         self._open.clear()
         if names:
-            self._source.drop(names)
+            self.source.drop(names)
 
     def cancel(self) -> None:
         """Ends the stream for its reader, too."""
         names = list(self._open)
         self.fail(Cancelled("the request was cancelled"), 0.0)
         if names:
-            self._source.drop(names)
+            self.source.drop(names)
 
     def pause(self) -> None:
         """The engine drops every sequence that has not ended; what has arrived stays."""
-        self._is_held = False
+        self.is_held = False
         if self._open:
-            self._source.drop(list(self._open))
+            self.source.drop(list(self._open))
 
     def renew(self) -> list[Request]:
         """The sequences that have not ended, as requests that go on from where they stand; the client's side.
@@ -158,7 +161,7 @@ class Stream:
         """
         self._attempts += 1
         # One that was held has waited for its turn already, and neither its patience nor its news begin anew.
-        self._begun, self._is_held = self._is_held, False
+        self._begun, self.is_held = self.is_held, False
         self._open = {f"{self.requests[index].id}~{self._attempts}": index for index in self._open.values()}
         return [self.request(name) for name in self._open]
 
@@ -214,10 +217,10 @@ class Stream:
 
     def _hold(self) -> None:
         """The reader takes nothing: no more is made for it until it has taken what waits."""
-        if self._open and not (self._is_awaited or self._is_held or is_armed("stream.unbounded")):
-            self._is_held = True
+        if self._open and not (self._is_awaited or self.is_held or is_armed("stream.unbounded")):
+            self.is_held = True
             self.holds += 1
-            self._source.hold(self)
+            self.source.hold(self)
 
     def _name_now(self, leader: str | None) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +15,8 @@ from msgspec.structs import replace
 
 from app.engine.crash_loop import MOST_CRASHES, CrashLoop
 from app.engine.frames import Down, Fatal, Phase, Ready, Up, WorkerConfig
-from app.engine.process import EngineProcess
+from app.engine.peers import EngineGone
+from app.engine.process import EngineProcess, fate
 from app.engine.quarantine import PROOF
 from app.engine.types import StepReport
 
@@ -24,14 +24,6 @@ _log = logging.getLogger("inkstream")
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"
 _STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
 """Seconds at least that it may be silent until it has imported torch, and while it loads on a machine that is busy."""
-
-
-class EngineGone(Exception):
-    """The engine does not come back; `exit_code` is what the process should end with."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class Ward(Protocol):
@@ -83,9 +75,7 @@ class Supervisor:
         """Steps of this engine that gave somebody a token or a score."""
         self._crash_loop = CrashLoop()
         self._tasks: list[asyncio.Task[None]] = []
-        self._ready_event = asyncio.Event()
         self._gone: EngineGone | None = None
-        self._gone_event = asyncio.Event()
 
     @property
     def report_age(self) -> float:
@@ -122,18 +112,14 @@ class Supervisor:
         """No engine is started any more; the first reason counts."""
         if self._gone is None:
             self._gone = reason
-            self._gone_event.set()
             self._ward.on_gone(reason)
 
-    async def wait_ready(self) -> None:
-        """Waits until an engine has loaded."""
-        await self._ready_event.wait()
-
-    async def wait_gone(self) -> EngineGone:
-        """Waits until the engine is gone for good, if ever."""
-        await self._gone_event.wait()
-        assert self._gone is not None
-        return self._gone
+    def dismiss(self, reason: EngineGone) -> None:
+        """Gives up, and ends the engine that there is."""
+        self._set_unready()
+        if self._process:
+            self._process.kill()
+        self.give_up(reason)
 
     async def _supervise(self) -> None:
         """One engine process after the other. Whatever ends one is a crash, also that it could not be started."""
@@ -153,7 +139,8 @@ class Supervisor:
         """From the start of an engine process to its end."""
         self._why, self._last_frame, self._has_spoken = "", time.monotonic(), False
         self._process = process = await EngineProcess.spawn(self._take, self._command)
-        process.send(self._config)
+        # One that comes back takes the memory of the one before: all others have theirs.
+        process.send(replace(self._config, loading_beside=0) if self._version else self._config)
         try:
             await process.gone()
         finally:
@@ -161,7 +148,7 @@ class Supervisor:
             self._set_unready()
             code = await process.end()
             if self._gone is None:
-                _log.warning("the engine process %d %s", process.pid, f"{_fate(code)}{self._why}")
+                _log.warning("the %s process %d %s", self._config.name, process.pid, f"{fate(code)}{self._why}")
 
     async def _watch(self) -> None:
         """Kills an engine that is silent, or speaks and does nothing."""
@@ -194,7 +181,6 @@ class Supervisor:
         if self.ready:
             self.phase = "restarting"
         self.ready = None
-        self._ready_event.clear()
 
     def _record_crash(self) -> None:
         if self._gone:
@@ -219,11 +205,11 @@ class Supervisor:
                 self._ward.on_report(frame)
             case Phase():
                 self.phase = frame.name
-                _log.info("engine: %s", frame.name)
+                _log.info("%s: %s", self._config.name, frame.name)
             case Ready() if self._version in ("", frame.weights_version):
                 self._note_ready(frame)
             case Ready():
-                self.give_up(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
+                self.dismiss(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
             case Fatal():
                 self.phase = frame.message
                 if frame.user_error:
@@ -232,19 +218,10 @@ class Supervisor:
     def _note_ready(self, frame: Ready) -> None:
         self.ready, self.phase, self._version = frame, "ready", frame.weights_version
         self._last_progress = time.monotonic()
-        self._ready_event.set()
         _log.info(
-            "ready: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
+            "%s: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
+            "ready" if self._config.replicas == 1 else f"{self._config.name} is ready",
             *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),
             *(frame.blocks_total, frame.block_size, frame.numerics, frame.numerics_reason),
         )
         self._ward.on_ready()
-
-
-def _fate(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

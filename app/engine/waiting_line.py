@@ -1,5 +1,6 @@
-"""The queue in front of the engine as the API process sees it: who waits, how fast it moves. No pipe, no clock.
+"""The queue in front of the engines as the API process sees it: who waits, how fast it moves. No pipe, no clock.
 
+There is one, however many engines there are (fleet.py): who comes first is told as if they took from it together.
 What is still being tokenised counts as waiting. Callers (requests of one salt) take turns, as in the engine's own
 queue, and where they are told apart none of them fills the queue alone.
 """
@@ -55,6 +56,8 @@ class WaitingLine:
         self._arrivals = 0
         self._work = 0.0
         self._pace = Pace()
+        self._behind: set[int] = set()
+        """Engines that have somebody waiting."""
 
     def retry_after(self, now: float) -> int:
         """Whole seconds after which a refused request has a chance: when those that wait now will have begun."""
@@ -101,8 +104,8 @@ class WaitingLine:
         self._work += work
         self._places[request.id] = _Place(request.salt, self._arrivals, tokens, work)
 
-    def begin(self, started: Sequence[Started], now: float, *, has_backlog: bool) -> None:
-        """The engine's report: these leave the queue because it has begun with them, and others wait, or not."""
+    def begin(self, started: Sequence[Started], now: float, *, has_backlog: bool, engine: int = 0) -> None:
+        """An engine's report: these leave the queue because it has begun with them, and others wait for it, or not."""
         work = 0.0
         for one in started:
             if place := self._places.get(one.request_id):
@@ -110,7 +113,12 @@ class WaitingLine:
                 self.leave(one.request_id)
                 if lane := self._lanes.pop(place.salt, None):
                     self._lanes[place.salt] = lane
-        self._pace.note(work, now, has_backlog=has_backlog)
+        (self._behind.add if has_backlog else self._behind.discard)(engine)
+        self._pace.note(work, now, has_backlog=bool(self._behind))
+
+    def stand_down(self, engine: int) -> None:
+        """Whoever waited for this engine waits for others."""
+        self._behind.discard(engine)
 
     def leave(self, request_id: str) -> None:
         """A request is gone, whether it waited or not."""

@@ -85,7 +85,7 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
         limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
         blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
-        fault("fake.load")
+        fault("fake.load", config)
         ready = _ready(config, blocks)
         return Assembled(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGuides(), ready)
 

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ WRITE_TIMEOUT = 12.0
 STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}
 NORMAL: dict[str, Any] = {"prompt": "b", "max_tokens": 300, "ignore_eos": True}
 N_NORMAL = 20
+SLOWER = 1.3
+"""At most, of the gaps between others' tokens."""
 HOSTILE: dict[str, Any] = {"prompt": "a", "n": 16, "max_tokens": 500, "logprobs": 20, "ignore_eos": True}
 LONG: dict[str, Any] = {"prompt": "a", "n": 4, "max_tokens": 8000, "ignore_eos": True}
 MOST_MEMORY = 3072.0
@@ -58,34 +61,49 @@ def _p99_gap(server: Server) -> float:
     return gaps[int(len(gaps) * 0.99)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What was seen of others, and of the service, while readers stalled."""
+
+    slower: float
+    """p99 between others' tokens, of that alone."""
+    held: float
+    """Bytes of each reader."""
+    blocks: float
+
+
+def _beside_stalled(server: Server, n: int) -> _Beside:
+    cut = 'connections_cut_total{reason="write_stalled"}'
+    before, alone, cut_before = _rss(server), min(_p99_gap(server) for _ in range(2)), server.metric(cut)
+    with _stalled(server, n):
+        assert server.metric("connections") >= n, "they were meant to be there while others read"
+        held, blocks = (_rss(server) - before) / n, server.metric("kv_cache_usage_ratio")
+        beside = min(_p99_gap(server) for _ in range(2))
+        assert server.metric("connections") > 1, "the readers beside them were read while they were stalled"
+        began = time.monotonic()
+        assert server.wait_for(lambda: server.metric(cut) == cut_before + n, WRITE_TIMEOUT + 5)
+        assert server.wait_for(lambda: server.metric("connections") <= 1, 2)
+    assert time.monotonic() - began < WRITE_TIMEOUT + 2
+    return _Beside(beside / alone, held, blocks)
+
+
 def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, weights: Path, promise: Promise) -> None:
     n = promise.size(60, 200)
     flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", str(WRITE_TIMEOUT), "--kv-blocks", "40000")
     server = start_server(tmp_path, weights, *flags, fake_ms=5)
+    seen: list[_Beside] = []
+
+    def measure() -> float:
+        seen.append(_beside_stalled(server, n))
+        return seen[-1].slower
+
     try:
         read_streams(server, {**STALLED, "max_tokens": 300}, n)  # what a service of this size takes for itself
         read_streams(server, NORMAL, N_NORMAL)
-        before, alone = _rss(server), min(_p99_gap(server) for _ in range(2))
-        with _stalled(server, n):
-            assert server.metric("connections") >= n, "they were meant to be there while others read"
-            held, blocks = (_rss(server) - before) / n, server.metric("kv_cache_usage_ratio")
-            beside = min(_p99_gap(server) for _ in range(2))
-            still_there = server.metric("connections") - 1
-            began = time.monotonic()
-            cut = 'connections_cut_total{reason="write_stalled"}'
-            assert server.wait_for(lambda: server.metric(cut) == n, WRITE_TIMEOUT + 5)
-            assert server.wait_for(lambda: server.metric("connections") <= 1, 2)
-        assert still_there > 0, "the readers beside them were read while they were stalled"
-        assert time.monotonic() - began < WRITE_TIMEOUT + 2
-        promise.at_most(
-            "R5",
-            "p99 between tokens beside stalled readers, of that alone",
-            beside / alone,
-            target=1.1,
-            floor=1.3,
-            unit="x",
-            n=n,
-        )
+        slower = promise.measured(measure, lambda slower: slower <= SLOWER)
+        held, blocks = max(each.held for each in seen), max(each.blocks for each in seen)
+        what = "p99 between tokens beside stalled readers, of that alone"
+        promise.at_most("R5", what, slower, target=1.1, floor=SLOWER, unit="x", n=n)
         promise.at_most("R5", "memory of a stalled reader", held / 1024, target=256, unit="KiB", n=n)
         promise.at_most("R5", "cache blocks held by stalled readers", blocks, target=0, unit="", n=n)
         promise.all_of("R5", "stalled readers closed on time", n, n)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from raw import post
 from wire import parse_events, text_of
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
-pytestmark = pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)")
+pytestmark = [
+    pytest.mark.skipif(NGINX is None, reason="needs nginx (Debian: nginx-light)"),
+    pytest.mark.usefixtures("silence"),
+]
 SHORT: dict[str, Any] = {"prompt": "a", "max_tokens": 20, "ignore_eos": True, "seed": 1}
 
 
@@ -52,6 +56,26 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/health/live").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def _answer_of(url: str) -> tuple[float, str]:
+    """Seconds until it was there, and the stream as it came."""
+    began = time.monotonic()
+    answer = httpx.post(f"{url}/complete", json={**SHORT, "max_tokens": 1}, timeout=60)
+    return time.monotonic() - began, answer.text
+
+
+@pytest.fixture(scope="module")
+def silence(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Future[tuple[float, str]]]:
+    """An answer that is silent for longer than nginx waits; it is under way while the other tests run."""
+    folder = tmp_path_factory.mktemp("silence")
+    server = start_server(folder, weights, "--engine-silence", "60", fake_ms=16_500)
+    try:
+        with _nginx(folder, server, "proxy_read_timeout 15s;") as url, ThreadPoolExecutor(1) as thread:
+            yield thread.submit(_answer_of, url)
+    finally:
+        server.process.kill()
+        server.process.wait()
 
 
 def _first_token(url: str) -> tuple[float, list[float]]:
@@ -87,22 +111,6 @@ def test_the_first_byte_comes_at_once_and_tokens_one_by_one(tmp_path: Path, weig
         assert stop_server(server) == 0
 
 
-def test_a_silence_longer_than_the_read_time_out_is_survived(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    server = start_server(tmp_path, weights, "--engine-silence", "60", fake_ms=16_500)
-    try:
-        with _nginx(tmp_path, server, "proxy_read_timeout 15s;") as url:
-            began = time.monotonic()
-            answer = httpx.post(f"{url}/complete", json={**SHORT, "max_tokens": 1}, timeout=60)
-            assert time.monotonic() - began > 16
-            events = parse_events(answer.text)
-            assert (events[-1].name, bool(text_of(events))) == ("done", True)
-            assert ": ping" in answer.text
-            promise.all_of("R22", "silence of 16 s survives a read time-out of 15 s", 1, 1)
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
 def test_a_client_that_leaves_nginx_is_noticed(tmp_path: Path, weights: Path) -> None:
     server = start_server(tmp_path, weights, fake_ms=5)
     try:
@@ -114,3 +122,14 @@ def test_a_client_that_leaves_nginx_is_noticed(tmp_path: Path, weights: Path) ->
                 assert server.wait_for(lambda: server.metric("requests_running") == 0, 2)
     finally:
         assert stop_server(server) == 0
+
+
+def test_a_silence_longer_than_the_read_time_out_is_survived(
+    silence: Future[tuple[float, str]], promise: Promise
+) -> None:
+    seconds, answer = silence.result()
+    assert seconds > 16
+    events = parse_events(answer)
+    assert (events[-1].name, bool(text_of(events))) == ("done", True)
+    assert ": ping" in answer
+    promise.all_of("R22", "silence of 16 s survives a read time-out of 15 s", 1, 1)

@@ -26,7 +26,8 @@ from app.api.request_log import RequestLog
 from app.main import create_app
 from app.settings import Settings
 
-PUBLIC = {"/", "/web/{name}", "/health", "/health/live", "/health/ready"}
+PAGE = {"/", *(f"/web/{room}{{name}}" for room in ("", "request/", "text/", "tokens/"))}
+PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
 SECRET = "the answer of a route that nobody has marked"
 
@@ -55,8 +56,7 @@ def _routes(app: FastAPI) -> list[tuple[str, str]]:
     told = [(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods]
     return [
         *told,
-        ("GET", "/"),
-        ("GET", "/web/{name}"),
+        *(("GET", path) for path in sorted(PAGE)),
         ("GET", "/docs"),
         ("GET", "/openapi.json"),
         ("HEAD", "/metrics"),

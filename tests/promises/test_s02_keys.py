@@ -153,7 +153,7 @@ def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring
     damages: list[Callable[[], object]] = [
         lambda: ring.file.write_text("{"),
         lambda: ring.file.write_text("[" * 100_000),
-        lambda: (ring.file.write_bytes(good), ring.file.chmod(0o640)),
+        lambda: (ring.file.write_bytes(good), ring.file.chmod(0o644)),
         ring.file.unlink,
     ]
     for count, damage in enumerate(damages, 1):

@@ -1,0 +1,213 @@
+"""One door before several replicas of the service: an ASGI application that passes requests on and loses none of them.
+
+    the answer is whole        it is passed on when all of it is there; a lost replica costs nothing but time
+    /complete, streamed        app/relay/stream.py: another replica continues the text
+    /v1, streamed              sent again as long as nothing was said, then ended by an error
+Who may come in and what is valid is for the replicas to say; nothing is decided here that they decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from dataclasses import replace
+from functools import partial
+from urllib.parse import parse_qs
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.api import sse
+from app.api.complete import next_number
+from app.api.cors import Cors
+from app.api.errors import ApiError
+from app.api.metrics import CONTENT_TYPE
+from app.api.record import Record
+from app.api.shelf import Shelf
+from app.relay.asking import Answer, Asking, Counts
+from app.relay.call import Call, ReplicaLost, Replicas, Whole
+from app.relay.metrics import merged
+from app.relay.openai_stream import openai_frames
+from app.relay.response import EventStream, as_it_is, best, headers_of
+from app.relay.stream import Reader, RelayedStream
+from app.settings import Settings
+
+_QUICK_SECONDS = 5.0
+"""What whoever asks for health or a page has to wait for a replica, at most."""
+
+
+class Front:
+    """Owned by the event loop of its process."""
+
+    def __init__(self, settings: Settings, replicas: Replicas, *, resends: int) -> None:
+        self._settings = settings
+        self._replicas = replicas
+        self._resends = resends
+        self._shelf = Shelf(settings.resume_seconds)
+        self._counts = Counts()
+        # Whose pages may read answers is said here, for some are the front's own: its errors, streams that go on.
+        self._http: ASGIApp = Cors(self._serve, settings.origins) if settings.origins else self._serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            Record.begin_in(scope)
+            await self._http(scope, receive, send)
+        else:
+            raise RuntimeError("only HTTP is served")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = Record.begin_in(scope).request_id
+        try:
+            call = await self._read(Request(scope, receive), request_id)
+            response = await sse.until_disconnect(self._answer(call), receive)
+        except ApiError as error:
+            headers = {**error.headers, "X-Request-Id": request_id}
+            response = JSONResponse(error.body(request_id), error.status, headers)
+        if response:
+            await response(scope, receive, send)
+
+    async def _read(self, request: Request, request_id: str) -> Call:
+        """The request, its body up to one byte more than is allowed: that much a replica needs to refuse it."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > self._settings.max_body_bytes:
+                        break
+        except TimeoutError:
+            raise ApiError(408, "the body took too long: send it faster") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the connection closed before the end of the body") from None
+        return Call(
+            request_id=request_id,
+            method=request.method,
+            path=request.scope["path"],
+            query=request.scope["query_string"],
+            headers=tuple((bytes(name).lower(), bytes(value)) for name, value in request.scope["headers"]),
+            body=bytes(body[: self._settings.max_body_bytes + 1]),
+        )
+
+    async def _answer(self, call: Call) -> Response:
+        """Raises ApiError."""
+        match call.method, call.path.split("/")[1:]:
+            case "DELETE", ["complete", name]:
+                return await self._cancel(call, name)
+            case "GET", ["complete", name, "events"]:
+                return await self._resume(call, name)
+            case "GET", ["metrics"]:
+                return await self._metrics(call)
+        return await self._pass_on(call)
+
+    async def _pass_on(self, call: Call) -> Response:
+        patience = self._settings.queue_timeout if call.method == "POST" else _QUICK_SECONDS
+        asking = Asking(self._replicas, call, self._counts, resends=self._resends, patience=patience)
+        while True:
+            try:
+                answer = await asking.begin()
+                if answer.head.is_event_stream:
+                    return self._stream(asking, answer)
+                try:
+                    return as_it_is(answer.head, await answer.body())
+                finally:
+                    await answer.close()
+            except ReplicaLost:
+                self._lost(asking)
+
+    def _lost(self, asking: Asking) -> None:
+        try:
+            asking.lost(has_begun=False)
+        except ApiError:
+            self._counts.failed.inc()
+            raise
+
+    def _stream(self, asking: Asking, answer: Answer) -> Response:
+        headers = headers_of(answer.head)
+        if asking.call.path != "/complete":
+            return EventStream(openai_frames(asking, answer), lambda: None, headers, answer)
+        stream = RelayedStream(asking, owner=_owner(asking.call), journal_bytes=self._settings.resume_bytes)
+        self._shelf.put(stream)
+        reader = self._attach(stream)
+        return EventStream(stream.frames(reader, answer), partial(self._leave, stream, reader), headers, answer)
+
+    def _attach(self, stream: RelayedStream) -> Reader:
+        self._shelf.come_back(stream)
+        return stream.attach()
+
+    def _leave(self, stream: RelayedStream, reader: Reader) -> None:
+        if stream.detach(reader):
+            self._shelf.leave(stream)
+
+    async def _resume(self, call: Call, name: str) -> Response:
+        """A replica says first whether the caller may ask. By no name that it knows: it would give the stream away."""
+        refusal = await self._pass_on(replace(call, path=f"/complete/{call.request_id}/events"))
+        stream = self._shelf.find(name, _owner(call))
+        if refusal.status_code != 404 or not isinstance(stream, RelayedStream):
+            return refusal
+        number = _first_wanted(call, name)
+        if number > stream.next_number:
+            raise ApiError(400, f"the last event that was sent is {stream.next_number - 1}", param="Last-Event-ID")
+        if not stream.keeps(number):
+            raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
+        reader = self._attach(stream)
+        try:
+            answer = await stream.again()
+        except BaseException:  # a refusal, or the client is gone once more: it may come back
+            self._leave(stream, reader)
+            raise
+        leave, headers = partial(self._leave, stream, reader), {"X-Request-Id": call.request_id}
+        return EventStream(stream.frames(reader, answer, number), leave, headers, answer)
+
+    async def _cancel(self, call: Call, name: str) -> Response:
+        """Whichever replica has it ends it."""
+        stream = self._shelf.find(name, _owner(call))
+        if not isinstance(stream, RelayedStream):  # another front's, or nobody's
+            return best(await self._ask_all(call))
+        response = best(await self._ask_all(replace(call, path=f"/complete/{stream.current_id}")))
+        was_running = response.status_code in (200, 404) and stream.stop()
+        if response.status_code == 200 or was_running:
+            return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
+        return response
+
+    async def _metrics(self, call: Call) -> Response:
+        answers = await self._ask_all(call)
+        for answer in answers:
+            if answer.head.status != 200:
+                return as_it_is(answer.head, answer.body)
+        pages = {answer.replica: answer.body.decode() for answer in answers}
+        return Response(merged(pages, self._counts.registry), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _ask_all(self, call: Call) -> list[Whole]:
+        """At least one answer."""
+        if answers := await self._replicas.ask_all(call):
+            return answers
+        raise ApiError(503, "no replica is there: try again in a moment", headers={"Retry-After": "5"})
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """ASGI's lifespan: there is nothing to start."""
+    for what in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{what}.complete"})
+
+
+def _owner(call: Call) -> str:
+    """To whom a stream belongs: to equal credentials, which a replica has looked at."""
+    return hashlib.sha256((call.header(b"authorization") or "").encode("latin-1")).hexdigest()
+
+
+def _first_wanted(call: Call, name: str) -> int:
+    """The number of the event that a stream is to go on with. Raises ApiError 400."""
+    after = parse_qs(call.query.decode("latin-1")).get("after")
+    last_event_id = call.header(b"last-event-id")
+    if last_event_id is not None or not after:
+        return next_number(name, last_event_id)
+    if not re.fullmatch("-1|[0-9]{1,9}", after[-1]):
+        raise ApiError(400, "after: must be the number of an event of this stream", param="after")
+    return int(after[-1]) + 1

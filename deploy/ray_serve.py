@@ -1,0 +1,206 @@
+"""The service on a Ray Serve cluster: `serve run deploy.ray_serve:build replicas=2 gpus=1` (docs/ray.md).
+
+    Ray's HTTP proxies  ->  Front: app/relay, loses no request  ->  Engine: the whole service with its engine process
+The only file that imports Ray. What the service is, is said by its own settings: the same INKSTREAM_ variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import click
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ray import exceptions, serve
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from app import logs
+from app.cli.serve import read_settings
+from app.engine.errors import NotReady
+from app.main import create_app
+from app.relay import replica
+from app.relay.call import Call, Part, ReplicaLost, Whole
+from app.relay.front import Front
+from app.server import StartError
+from app.settings import Settings
+
+_LOST = (
+    exceptions.RayActorError,  # killed, or its node was
+    exceptions.NodeDiedError,
+    exceptions.WorkerCrashedError,
+    exceptions.ObjectLostError,
+    exceptions.TaskCancelledError,  # by Ray, which ends a replica that has drained for too long
+    DeploymentUnavailableError,
+)
+_REFUSALS = 64
+"""Requests beyond those that run and wait: to be told that there is no room, or asked for health."""
+
+
+class Placement(BaseModel):
+    """Arguments of `serve run deploy.ray_serve:build`: how many of what, and on which machines."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: int = Field(2, ge=1, description="Copies of the service, each with weights and an engine of its own.")
+    most_replicas: int = Field(0, ge=0, description="Ray adds copies up to so many under load; 0 adds none.")
+    gpus: float = Field(0, ge=0, description="GPUs of a copy.")
+    cpus: float = Field(1, ge=0, description="CPUs that a copy asks Ray for; INKSTREAM_THREADS is what it takes.")
+    fronts: int = Field(1, ge=1, description="Copies of the front; with several, a stream resumes at its own only.")
+    resends: int = Field(2, ge=0, le=10, description="How often a request goes to another replica when one was lost.")
+
+    @model_validator(mode="after")
+    def _grows(self) -> Placement:
+        if self.most_replicas and self.most_replicas < self.replicas:
+            raise ValueError(f"most_replicas ({self.most_replicas}) is below replicas ({self.replicas})")
+        return self
+
+
+class EngineReplica:
+    """One copy of the service: the application of `inkstream serve`, without its socket."""
+
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Ray sends it requests when this returns: its model is loaded then."""
+        logs.set_up(settings.log_level, logs.chosen(settings.log_format))
+        self._app = create_app(settings)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._lifespan = self._app.router.lifespan_context(self._app)
+        await self._lifespan.__aenter__()
+        self._gone = asyncio.ensure_future(self._app.state.service.wait_gone())
+        while not self._is_ready():
+            self._check()
+            await asyncio.sleep(0.1)
+
+    async def answer(self, call: Call) -> AsyncGenerator[Part, None]:
+        """One request's answer as it is made; cancelled, the application sees its client leave."""
+        async with aclosing(replica.answer(self._app, call, self._name)) as parts:
+            async for part in parts:
+                yield part
+
+    async def whole(self, call: Call) -> Whole:
+        """The same at once, for what is asked of every replica."""
+        return await replica.whole(self._app, call, self._name)
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica whose service has come to its end; an engine that starts again is none of that."""
+        self._check()
+
+    async def __del__(self) -> None:
+        """Ray has waited for what was open."""
+        await self._lifespan.__aexit__(None, None, None)
+
+    def _check(self) -> None:
+        if self._gone.done():
+            raise RuntimeError(str(self._gone.result()))
+
+    def _is_ready(self) -> bool:
+        try:
+            self._app.state.service.require_ready()
+        except NotReady:
+            return False
+        return True
+
+
+class FrontReplica:
+    """The ingress: an ASGI application in Ray's terms."""
+
+    def __init__(self, settings: Settings, engine: DeploymentHandle, resends: int) -> None:
+        self._front = Front(settings, _Handle(engine), resends=resends)
+
+    def __serve_build_asgi_app__(self) -> Front:
+        return self._front
+
+
+class _Handle:
+    """Replicas as app/relay knows them, reached through Ray."""
+
+    def __init__(self, engine: DeploymentHandle) -> None:
+        self._engine = engine
+        self._answer = engine.options(method_name="answer", stream=True)
+
+    async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
+        response: Any = self._answer.remote(call)
+        is_open = True
+        try:
+            async for part in response:
+                yield part
+            is_open = False
+        except _LOST:
+            is_open = False
+            raise ReplicaLost from None
+        finally:
+            if is_open:
+                response.cancel()
+
+    async def ask_all(self, call: Call) -> list[Whole]:
+        try:
+            answers = await self._engine.broadcast("whole", call).results_async(return_exceptions=True, timeout_s=10)
+        except (DeploymentUnavailableError, TimeoutError):
+            return []
+        return [answer for answer in answers if isinstance(answer, Whole)]
+
+
+def build(arguments: Mapping[str, Any]) -> serve.Application:
+    """The application of Ray Serve; `arguments` as in Placement. Raises click.UsageError, which serve prints."""
+    try:
+        return _application(Placement.model_validate(arguments), read_settings({}))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        known = ", ".join(Placement.model_fields)
+        name = "".join(f"{name}: " for name in first["loc"][:1])
+        raise click.UsageError(f"{name}{first['msg'].removeprefix('Value error, ')}; arguments: {known}") from None
+    except StartError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _application(placement: Placement, settings: Settings) -> serve.Application:
+    if not settings.keys_file and not settings.insecure_no_auth:
+        raise StartError(
+            "a cluster may be reached from other machines and no key protects the service: set INKSTREAM_KEYS_FILE, or "
+            "INKSTREAM_INSECURE_NO_AUTH=true where nobody else can reach it"
+        )
+    settings = settings.model_copy(update={"weights": settings.weights.absolute()})
+    # The front holds streams for clients that come back, and knows whose pages may read them: nothing is done twice.
+    engine = _engine(settings.model_copy(update={"resume_seconds": 0.0, "allow_origin": ""}), placement)
+    front = serve.deployment(
+        serve.ingress()(FrontReplica),
+        name="front",
+        num_replicas=placement.fronts,
+        # Without the head there is no cluster: whatever else breaks, the front does not break with it.
+        ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+        max_ongoing_requests=settings.max_connections,
+        graceful_shutdown_timeout_s=_drain_seconds(settings),
+        logging_config={"enable_access_log": False},
+    )
+    return front.bind(settings, engine, placement.resends)
+
+
+def _engine(settings: Settings, placement: Placement) -> serve.Application:
+    running = settings.max_running * settings.replicas
+    many: dict[str, Any] = {"num_replicas": placement.replicas}
+    if placement.most_replicas:
+        many = {
+            "autoscaling_config": {
+                "min_replicas": placement.replicas,
+                "max_replicas": placement.most_replicas,
+                "target_ongoing_requests": running,
+            }
+        }
+    deployment = serve.deployment(
+        EngineReplica,
+        name="engine",
+        ray_actor_options={"num_cpus": placement.cpus, "num_gpus": placement.gpus},
+        # The service has a queue of its own, and its own words for a full one: Ray's must not be in front of it.
+        max_ongoing_requests=running + settings.max_waiting + _REFUSALS,
+        graceful_shutdown_timeout_s=_drain_seconds(settings),
+        logging_config={"enable_access_log": False},
+        **many,
+    )
+    return deployment.bind(settings)
+
+
+def _drain_seconds(settings: Settings) -> float:
+    """What Ray gives open requests when it takes a replica away; a stream that needs longer goes on with another."""
+    return settings.drain_timeout + 5

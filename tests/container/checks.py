@@ -1,0 +1,250 @@
+"""What docs/deploy.md promises of the containers, tried on real ones. tests/container/run builds them and starts this.
+
+One line for each check, and one JSON object of what was measured at the end. The first check that fails ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+from engine import (
+    DIRECT,
+    NGINX,
+    PAGE,
+    PROMETHEUS,
+    ROOT,
+    Container,
+    commands,
+    is_ready,
+    metric,
+    run,
+    shell,
+    status,
+    wait_for,
+)
+from streams import BODY, Crowd, Stream, visit_until_refused
+
+SERVICE = Container("inkstream_inkstream_1")
+FRONT = Container("inkstream_nginx_1")
+FIGURES: dict[str, Any] = {}
+
+
+def starts_and_is_healthy() -> str:
+    """With nothing mounted and no rights."""
+    began = time.monotonic()
+    run("docker compose up --wait")
+    commanded = time.monotonic() - began
+    wait_for(is_ready)
+    FIGURES["start_s"] = round(time.monotonic() - began, 2)
+    FIGURES["image_mb"] = round(json.loads(shell("docker image inspect $INKSTREAM_IMAGE"))[0]["Size"] / 1e6)
+    assert SERVICE.is_healthy()
+    return f"ready {FIGURES['start_s']} s after the command ({commanded:.1f} s of it Compose's)"
+
+
+def has_no_rights() -> str:
+    """What the kernel says of the process, not what the files say."""
+    said = SERVICE.inside("grep", "-E", "^(Uid|Gid|CapEff|CapBnd|NoNewPrivs):", "/proc/1/status")
+    facts = {line.split(":")[0]: line.split()[1] for line in said.splitlines()}
+    none = "0" * 16
+    assert facts == {"Uid": "10001", "Gid": "10001", "CapEff": none, "CapBnd": none, "NoNewPrivs": "1"}, facts
+    refused = subprocess.run(["podman", "exec", SERVICE.name, "touch", "/srv/x"], capture_output=True, text=True)
+    assert "Read-only file system" in refused.stderr
+    SERVICE.inside("touch", "/tmp/x")
+    compiler = subprocess.run(
+        ["podman", "exec", SERVICE.name, "sh", "-c", "command -v g++ cc gcc"], capture_output=True
+    )
+    assert compiler.returncode, "a compiler is in the image"
+    return "uid 10001, no capabilities, no new privileges, read-only, no compiler"
+
+
+def computes_with_native_kernels() -> str:
+    """Not with torch: the image carries them."""
+    receipt = httpx.post(f"{DIRECT}/complete", json={**BODY, "max_tokens": 4, "stream": False}, timeout=60).json()
+    kernels = json.dumps(receipt)
+    assert "native" in kernels, kernels
+    return "the receipt names them"
+
+
+def streams_through_nginx() -> str:
+    """Tokens come one by one, not at the end."""
+    run("docker compose --profile nginx up --wait")
+    wait_for(lambda: is_ready(NGINX))
+    direct, proxied = Stream(), Stream()
+    for url, stream in ((DIRECT, direct), (NGINX, proxied)):
+        stream.read(url, n=16)
+        assert stream.last == "done" and stream.at[-1] - stream.at[0] > 0.5 * stream.at[-1], "all in one piece"
+    assert proxied.texts == direct.texts
+    return f"first token after {direct.at[0]:.3f} s directly, {proxied.at[0]:.3f} s through nginx"
+
+
+def survives_a_thousand_requests() -> str:
+    """Through nginx, on a root that cannot be written."""
+    level = _load(NGINX, requests=1000, max_tokens=16)
+    assert (level["completed"], level["errors"]) == (1000, 0), level
+    changed = shell(f"docker diff {SERVICE.name}").split("\n")
+    assert not [line for line in changed if line and line[2:6] not in ("/tmp", "/run", "/etc", "/dev")], changed
+    assert SERVICE.is_healthy()
+    return f"{level['requests_per_second']:.0f} requests a second, 16 tokens each, 32 at a time"
+
+
+def nginx_costs_little() -> str:
+    """Requests a second, in turns, the median of each; and the CPU time that is left, which others cannot disturb."""
+    rates: dict[str, list[float]] = {DIRECT: [], NGINX: []}
+    cpu = [0.0, 0.0]
+    for turn in range(5):
+        for url in (DIRECT, NGINX) if turn % 2 else (NGINX, DIRECT):
+            before = SERVICE.cpu_seconds(), FRONT.cpu_seconds()
+            level = _load(url, requests=192, max_tokens=64)
+            assert level["errors"] == 0, level
+            rates[url].append(level["requests_per_second"])
+            if url == NGINX:
+                cpu[0] += SERVICE.cpu_seconds() - before[0]
+                cpu[1] += FRONT.cpu_seconds() - before[1]
+    direct, proxied = (statistics.median(rates[url]) for url in (DIRECT, NGINX))
+    left = cpu[0] / sum(cpu)
+    FIGURES.update(direct_rps=round(direct, 1), nginx_rps=round(proxied, 1), cpu_left_by_nginx=round(left, 3))
+    assert left > 0.9, f"nginx left {left:.1%} of the CPU time that both took to the service"
+    return (
+        f"{proxied:.1f} requests a second through nginx, {direct:.1f} directly ({proxied / direct:.0%});"
+        f" nginx left {left:.1%} of the CPU time to the service"
+    )
+
+
+def an_engine_that_is_killed_comes_back() -> str:
+    """Under streams, which notice nothing but a pause."""
+    texts = Crowd(NGINX).texts()
+    (before,) = SERVICE.engines()
+    crowd = Crowd(NGINX)
+    wait_for(lambda: crowd.tokens > 100)
+    os.kill(before, signal.SIGKILL)
+    assert crowd.texts() == texts, "the texts are others"
+    assert (metric("engine_restarts_total"), metric("replayed_requests_total") > 0) == (1, True)
+    pause = crowd.longest_pause()
+    assert pause > 0.3, "no engine starts as quickly as that: nothing was interrupted"
+    wait_for(is_ready)
+    assert SERVICE.engines() != [before] and SERVICE.is_healthy()
+    FIGURES["engine_killed_pause_s"] = round(pause, 2)
+    return f"64 texts the same, after a pause of {pause:.2f} s"
+
+
+def is_watched() -> str:
+    """Prometheus takes every metric; every query of the dashboard and every alert is one that it understands."""
+    run("docker compose --profile monitoring up --detach inkstream prometheus")
+    wait_for(lambda: _ask('up{job="inkstream"}') == [1.0])
+    board = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    wait_for(lambda: bool(_ask("rate(inkstream_generation_tokens_total[30s])")))
+    empty = [query for query in queries if not _ask(query.replace("$__rate_interval", "1m").replace("$__range", "5m"))]
+    # Nothing was refused, cut or loaded anew, so these have no value yet.
+    assert not [query for query in empty if "rejected" not in query and "connections_cut" not in query], empty
+    rules = httpx.get(f"{PROMETHEUS}/api/v1/rules", timeout=10).json()["data"]["groups"][0]["rules"]
+    assert rules and all(rule["health"] in ("ok", "unknown") for rule in rules), rules
+    return f"{len(queries)} queries of the dashboard, {len(rules)} alerts"
+
+
+def drains_when_it_is_stopped() -> str:
+    """Visitors come one after the other all the time: each stream is whole, or was refused before its first token."""
+    whole = Stream()
+    whole.read(NGINX, n=16)
+    visits: list[Stream] = []
+    visitors = [threading.Thread(target=visit_until_refused, args=[NGINX, visits]) for _ in range(4)]
+    for visitor in visitors:
+        visitor.start()
+    wait_for(lambda: sum(len(stream.at) for stream in visits) > 100)
+    began = time.monotonic()
+    run("docker compose stop inkstream")
+    took = time.monotonic() - began
+    for visitor in visitors:
+        visitor.join()
+    state = SERVICE.facts()["State"]
+    assert (state["ExitCode"], state["OOMKilled"]) == (0, False), state
+    refused = [stream for stream in visits if stream.last != "done"]
+    assert len(refused) == 4 and not any(stream.texts for stream in refused), [stream.last for stream in refused]
+    assert all(stream.texts == whole.texts for stream in visits if stream.last == "done")
+    FIGURES["drain_s"] = round(took, 2)
+    return f"stopped in {took:.1f} s, exit 0; of {len(visits)} streams none was cut, the last 4 refused"
+
+
+def asks_for_keys() -> str:
+    """Those of a secret file that root gives to the service's group, mode 0440."""
+    run("docker compose --profile nginx --profile monitoring down")
+    assert not (ROOT / "keys").exists(), "there is a folder called keys already"
+    run("install -d keys")
+    key = run(".venv/bin/inkstream keys add alice --keys-file keys/keys.json").strip()
+    run("chown :10001 keys/keys.json && chmod 440 keys/keys.json")
+    run("docker compose --file docker-compose.yml --file compose.keys.yaml up --wait")
+    wait_for(is_ready)
+    bearer = {"Authorization": f"Bearer {key}"}
+    answers = status(f"{DIRECT}/v1/models"), status(f"{DIRECT}/v1/models", headers=bearer)
+    run("docker compose --file docker-compose.yml --file compose.keys.yaml down")
+    shell("rm -rf keys")
+    assert answers == (401, 200), answers
+    return "401 without, 200 with"
+
+
+def serves_other_weights() -> str:
+    """Mounted read-only; reloaded with a signal, without a stop."""
+    run("docker compose --profile nginx --profile monitoring down")
+    (start,) = (line for line in commands(PAGE.read_text()) if line.startswith("docker run "))
+    run(start)
+    try:
+        wait_for(is_ready)
+        run("docker kill --signal HUP inkstream")
+        wait_for(lambda: metric("weights_reloads_total") == 1)
+        assert is_ready()
+        run("docker stop --time 40 inkstream")
+        run("docker rm inkstream")
+    finally:
+        subprocess.run(["podman", "rm", "--force", "--ignore", "inkstream"], capture_output=True)
+    return "mounted, and taken over again by SIGHUP"
+
+
+def _load(url: str, *, requests: int, max_tokens: int) -> Any:
+    arguments = f"--streams 32 --requests {requests} --max-tokens {max_tokens} --seconds 600 --json-only"
+    said = shell(f"{sys.executable} -m app bench --url {url} {arguments}")
+    return json.loads(said)["levels"][0]
+
+
+def _ask(query: str) -> list[float]:
+    """The values that Prometheus has for a query now; none where it does not listen yet."""
+    try:
+        answer = httpx.get(f"{PROMETHEUS}/api/v1/query", params={"query": query}, timeout=10)
+    except httpx.TransportError:
+        return []
+    if answer.status_code in (502, 503):
+        return []
+    assert answer.status_code == 200, f"{query}: {answer.text}"
+    return [float(one["value"][1]) for one in answer.json()["data"]["result"]]
+
+
+CHECKS: list[Callable[[], str]] = [
+    starts_and_is_healthy, has_no_rights, computes_with_native_kernels, streams_through_nginx,
+    survives_a_thousand_requests, nginx_costs_little, an_engine_that_is_killed_comes_back, is_watched,
+    drains_when_it_is_stopped, asks_for_keys, serves_other_weights,
+]  # fmt: skip
+
+
+def main(only: Sequence[str]) -> int:
+    """0 when all of them hold, or those of these names; the service is started in any case."""
+    chosen = [check for check in CHECKS if not only or check in CHECKS[:4] or check.__name__ in only]
+    try:
+        for check in chosen:
+            print(f"{check.__name__.replace('_', ' ')}: {check()}", flush=True)
+    finally:
+        run("docker compose --profile nginx --profile monitoring down")
+    print(json.dumps(FIGURES))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

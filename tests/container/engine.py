@@ -1,0 +1,113 @@
+"""Containers as docs/deploy.md starts them: its commands, run as they stand there, and what one asks a container.
+
+`docker` on the path is podman, and `docker compose` podman-compose: tests/container/run puts them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/deploy.md"
+DIRECT, NGINX, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:8080", "http://127.0.0.1:9090"
+
+
+def commands(page: str) -> list[str]:
+    """Every line of the page's shell blocks, in order, without comments and prompts."""
+    lines = "\n".join(re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)).replace("\\\n", " ").splitlines()
+    return [line.partition("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run(command: str, timeout: float = 900) -> str:
+    """A line of the page, in the project's folder; its output. Raises AssertionError where it fails."""
+    assert command in commands(PAGE.read_text()), f"docs/deploy.md does not say: {command}"
+    return shell(command, timeout)
+
+
+def shell(command: str, timeout: float = 900) -> str:
+    """What the page does not say. Raises AssertionError where it fails."""
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+class Container:
+    """A running container. Knows its name only."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def facts(self) -> Any:
+        """What `inspect` says."""
+        return json.loads(shell(f"docker inspect {self.name}"))[0]
+
+    def inside(self, *command: str) -> str:
+        """The output of a command that runs in it. Raises AssertionError where that fails."""
+        return shell(shlex.join(["docker", "exec", self.name, *command])).strip()
+
+    def engines(self) -> list[int]:
+        """Engine processes there are, as the machine counts: a kill from here is quicker than one from inside."""
+        return [pid for pid in self._processes() if b"app.engine.worker" in _read(pid, "cmdline").split(b"\0")]
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes that live."""
+        fields = [_read(pid, "stat").rpartition(b")")[2].split() for pid in self._processes()]
+        return sum(int(field[11]) + int(field[12]) for field in fields if field) / os.sysconf("SC_CLK_TCK")
+
+    def _processes(self) -> set[int]:
+        every = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        parents = {pid: _read(pid, "stat").rpartition(b")")[2].split()[1:2] for pid in every}
+        found = {int(self.facts()["State"]["Pid"])}
+        while more := {pid for pid, parent in parents.items() if parent and int(parent[0]) in found} - found:
+            found |= more
+        return found
+
+    def is_healthy(self) -> bool:
+        """What the image's own HEALTHCHECK says; asked for here, because no systemd does it."""
+        return subprocess.run(["podman", "healthcheck", "run", self.name], capture_output=True).returncode == 0
+
+
+def _read(pid: int, file: str) -> bytes:
+    """Nothing of a process that is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/{file}").read_bytes()
+    return b""
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 120) -> float:
+    """How long it took. Raises AssertionError when the time is over."""
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() - began < seconds, f"waited {seconds} s in vain"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def status(url: str, **more: Any) -> int:
+    """Of a GET; 0 where nobody answers."""
+    try:
+        return httpx.get(url, timeout=5, **more).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def is_ready(url: str = DIRECT) -> bool:
+    """Whether it takes requests."""
+    return status(f"{url}/health/ready") == 200
+
+
+def metric(name: str) -> float:
+    """The sum over all labels."""
+    lines = httpx.get(f"{DIRECT}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(rf"inkstream_{name}[ {{]", line))

@@ -1,0 +1,107 @@
+"""Replicas for tests of app/relay: played from a list, or real applications in this process that are lost on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from app.relay import replica
+from app.relay.call import Call, Head, Part, ReplicaLost, Taken, Whole
+
+EVENTS = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"r")))
+JSON = Head(200, ((b"content-type", b"application/json"),))
+START = {"weights_version": "w", "seed": 7, "prompt_tokens": 1, "settings": {}}
+
+
+def event(name: str, **data: Any) -> bytes:
+    """As a replica writes it; its number is none of the relay's business."""
+    return f"id: r:0\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode("ascii")
+
+
+def token(text: str, index: int = 0) -> bytes:
+    """An event with text."""
+    return event("token", index=index, text=text)
+
+
+def done(*indices: int, finish_reason: str = "length") -> bytes:
+    """The last event."""
+    ends = [{"index": index, "finish_reason": finish_reason, "stop_reason": None} for index in indices or (0,)]
+    return event("done", choices=ends)
+
+
+class Lost:
+    """In a played answer: here the replica dies."""
+
+
+class Silent:
+    """In a played answer: nothing more comes, and nobody dies."""
+
+
+Scripted = Part | type[Lost | Silent] | asyncio.Event
+"""What a played answer is made of; for an event it waits."""
+
+
+class Played:
+    """Answers the first request with the first list, and so on; notes what it was asked."""
+
+    def __init__(self, *answers: Sequence[Scripted], all_of: Iterable[Whole] = ()) -> None:
+        self.calls: list[Call] = []
+        self.calls_of_all: list[Call] = []
+        self.closed = 0
+        self._answers = list(answers)
+        self._all = list(all_of)
+
+    async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
+        """What the list says."""
+        place = len(self.calls)
+        self.calls.append(call)
+        try:
+            for part in self._answers[place]:
+                if part is Lost:
+                    raise ReplicaLost
+                if part is Silent:
+                    await asyncio.Event().wait()
+                if isinstance(part, asyncio.Event):
+                    await part.wait()
+                    continue
+                assert not isinstance(part, type)
+                yield part
+        finally:
+            self.closed += 1
+
+    async def ask_all(self, call: Call) -> list[Whole]:
+        """The same to everybody."""
+        self.calls_of_all.append(call)
+        return self._all
+
+
+def taken(*parts: Scripted) -> list[Scripted]:
+    """An answer whose request has come to a replica."""
+    return [Taken("a"), *parts]
+
+
+class Mortal:
+    """A real application as every replica; the first answers die after so many pieces as `deaths` says, one by one."""
+
+    def __init__(self, app: ASGIApp, deaths: Sequence[int] = ()) -> None:
+        self._app = app
+        self._deaths = list(deaths)
+
+    async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
+        """The application's answer, as far as it comes."""
+        left = self._deaths.pop(0) if self._deaths else None
+        async with aclosing(replica.answer(self._app, call, "a")) as parts:
+            async for part in parts:
+                if left == 0:
+                    raise ReplicaLost
+                yield part
+                left = left and left - 1
+
+    async def ask_all(self, call: Call) -> list[Whole]:
+        """There is one."""
+        return [await replica.whole(self._app, call, "a")]

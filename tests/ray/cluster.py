@@ -1,0 +1,99 @@
+"""Two Ray nodes on this machine with a copy of the service on each, and ways to break them. Loopback only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from deploy.ray_serve import build
+
+PORT = 8123
+URL = f"http://127.0.0.1:{PORT}"
+_STORE_BYTES = 100 << 20
+_START_SECONDS = 240.0
+_TITLE = "ray::ServeReplica:inkstream:engine"
+
+
+class TwoNodes:
+    """A node is a raylet with one CPU, and a copy of the service asks for one."""
+
+    def __init__(self) -> None:
+        node = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=node)
+        self._second = self._cluster.add_node(**node)
+        ray.init(address=self._cluster.address, log_to_driver=False)
+        # Both nodes have this machine's ports: with a proxy on each, connections would go to either.
+        serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
+
+    def deploy(self, *, resends: int) -> None:
+        """The service, or the same service with another front."""
+        serve.run(build({"replicas": 2, "resends": resends}), name="inkstream")
+
+    def wait_for_copies(self, count: int) -> None:
+        """So many serve. Raises AssertionError where they do not in time."""
+        wait_until(lambda: len(servers()) == count, _START_SECONDS, f"there are not {count} copies")
+
+    def kill_copy(self) -> None:
+        """SIGKILL to one copy, the one on the second node; Ray will start another."""
+        victim = max(self._copies(), key=lambda process: process.pid)
+        victim.kill()
+
+    def take_node_away(self) -> None:
+        """All processes of the second node, at once."""
+        self._cluster.remove_node(self._second, allow_graceful=False)
+
+    def stop(self) -> list[str]:
+        """Everything; what is left of it after a while, which must be nothing."""
+        started = psutil.Process().children(recursive=True)
+        serve.shutdown()
+        ray.shutdown()
+        self._cluster.shutdown()
+        _, left = psutil.wait_procs(started, timeout=20)
+        return [" ".join(process.cmdline()[:3]) for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+    def _copies(self) -> list[psutil.Process]:
+        ours = psutil.Process().children(recursive=True)
+        return [process for process in ours if " ".join(process.cmdline()).startswith(_TITLE)]
+
+
+def settings_of_the_test(weights: str) -> None:
+    """Four texts at once in each copy: of a crowd most have to wait."""
+    for name in [name for name in os.environ if name.startswith("INKSTREAM_")]:
+        del os.environ[name]
+    chosen = {"WEIGHTS": weights, "KERNELS": "torch", "THREADS": "1", "MAX_RUNNING": "4", "DRAIN_TIMEOUT": "5"}
+    os.environ.update({f"INKSTREAM_{name}": value for name, value in chosen.items()})
+    os.environ.update(INKSTREAM_INSECURE_NO_AUTH="true", OMP_WAIT_POLICY="PASSIVE", RAY_USAGE_STATS_ENABLED="0")
+
+
+def samples(name: str) -> dict[str, float]:
+    """A metric by its labels, of all copies; empty while none answers."""
+    try:
+        lines = httpx.get(f"{URL}/metrics", timeout=20).text.splitlines()
+    except httpx.HTTPError:
+        return {}
+    found = (
+        line.rpartition(" ")
+        for line in lines
+        if line.startswith(("inkstream_" + name + "{", "inkstream_" + name + " "))
+    )
+    return {labels: float(value) for labels, _, value in found}
+
+
+def servers() -> list[str]:
+    """Copies that serve."""
+    return [labels for labels, value in samples("engine_ready").items() if value == 1]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
+    """Raises AssertionError with `otherwise` where the condition does not hold in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.2)

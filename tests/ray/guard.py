@@ -1,0 +1,44 @@
+"""Runs a Python script so that Ctrl+C ends it at once with all that it has started, wherever it hangs. Linux only.
+
+Ray's client waits for its cluster in C++, where no KeyboardInterrupt arrives, and its nodes outlive whoever started
+them. So the script is a process that no keyboard reaches, and whatever loses its parent below becomes a child of this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(arguments: list[str]) -> int:
+    """The status of the script; 130 where it was interrupted."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return subprocess.run([sys.executable, *arguments], start_new_session=True, check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        end_all()
+
+
+def end_all() -> None:
+    """Whoever is below this process, and those that they start meanwhile."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    while left := psutil.Process().children(recursive=True):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""The service on two local Ray nodes that are broken under load: make ray. Minutes; no part of make test.
+
+What is held against it: every text, by its seed, as it came when nothing was broken. The last check but one is the
+control: without resends the same kill must lose requests, or all of this could not fail.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
+from visitors import BODY, Crowd, Visit
+
+ROOT = Path(__file__).parents[2]
+_MOST_SECONDS = 180.0
+
+
+@dataclass(slots=True)
+class Row:
+    """Of the table."""
+
+    what: str
+    requests: int = 0
+    waiting: int = 0
+    """Had no text when something broke."""
+    whole: int = 0
+    """Of all: the same text as ever."""
+    resent: float = 0
+    replayed: float = 0
+    told: int = 0
+    """Ended with an error in the API's own words."""
+    lost: int = 0
+    """Had no text yet, and were not answered; or were cut without a word."""
+    seconds: float = 0
+
+
+def visit_while(breaking: Callable[[], None], what: str, texts: dict[int, str]) -> Row:
+    """A crowd, and in the middle of it something breaks. Raises AssertionError where a text is another one."""
+    before = {name: _count(name) for name in ("resent", "replayed")}
+    began, crowd = time.monotonic(), Crowd(URL)
+    wait_until(lambda: crowd.begun >= 6, 60, "nothing has begun")
+    breaking()
+    broken = time.monotonic()
+    crowd.join(_MOST_SECONDS)
+    row = Row(what, len(crowd.visits), seconds=time.monotonic() - began)
+    row.resent, row.replayed = (_count(name) - before[name] for name in ("resent", "replayed"))
+    for visit in crowd.visits:
+        _judge(visit, row, texts, broken)
+    return row
+
+
+def _judge(visit: Visit, row: Row, texts: dict[int, str], broken: float) -> None:
+    waited = visit.first_text is None or visit.first_text > broken
+    row.waiting += waited
+    assert texts.get(visit.seed, visit.text).startswith(visit.text), f"another text: {visit}"
+    assert visit.numbers == list(range(len(visit.numbers))), f"events are missing: {visit}"
+    if visit.end == "done":
+        assert visit.text == texts.setdefault(visit.seed, visit.text), f"half a text: {visit}"
+        row.whole += 1
+        return
+    row.told += visit.end == "error"
+    row.lost += waited or visit.end != "error"
+    if visit.end != "error":
+        print("  cut without a word:", visit)
+
+
+def _count(name: str) -> float:
+    return sum(samples(f"relay_{name}_total").values())
+
+
+def leave_and_come_back(texts: dict[int, str]) -> None:
+    """A client's connection breaks: nothing is computed for it, until it comes back for the rest."""
+    text, last = "", ""
+    with httpx.stream("POST", f"{URL}/complete", json={**BODY, "seed": 0}, timeout=60) as response:
+        for line in response.iter_lines():
+            last = line.removeprefix("id: ") if line.startswith("id: ") else last
+            if line.startswith('data: {"index"'):
+                text += httpx.Response(200, content=line[6:]).json()["text"]
+                if len(text) > 20:
+                    break
+    wait_until(lambda: sum(samples("requests_running").values()) == 0, 10, "somebody computes for nobody")
+    name = last.rpartition(":")[0]
+    rest = httpx.get(f"{URL}/complete/{name}/events", headers={"Last-Event-ID": last}, timeout=60).text
+    for line in rest.splitlines():
+        if line.startswith('data: {"index"'):
+            text += httpx.Response(200, content=line[6:]).json()["text"]
+    assert text == texts[0], "another text after a break"
+
+
+def check(nodes: TwoNodes) -> list[Row]:
+    """Everything, in turn. Raises AssertionError."""
+    nodes.deploy(resends=2)
+    nodes.wait_for_copies(2)
+    texts: dict[int, str] = {}
+    rows = [visit_while(lambda: None, "nothing breaks", texts)]
+    assert rows[0].whole == rows[0].requests
+    leave_and_come_back(texts)
+    rows.append(visit_while(nodes.kill_copy, "a copy is killed", texts))
+    nodes.wait_for_copies(2)
+    nodes.deploy(resends=0)
+    nodes.wait_for_copies(2)
+    rows.append(visit_while(nodes.kill_copy, "the same, no resends", texts))
+    nodes.wait_for_copies(2)
+    nodes.deploy(resends=2)
+    nodes.wait_for_copies(2)
+    rows.append(visit_while(nodes.take_node_away, "a node is taken away", texts))
+    assert len(servers()) == 1
+    assert httpx.get(f"{URL}/health/ready", timeout=20).status_code == 200
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """For people."""
+    head = (
+        f"{'':22}{'requests':>9}{'waiting':>9}{'whole':>7}{'resent':>8}{'replayed':>9}{'error':>7}{'lost':>6}{'s':>7}"
+    )
+    lines = [
+        f"{row.what:22}{row.requests:9}{row.waiting:9}{row.whole:7}{row.resent:8.0f}{row.replayed:9.0f}"
+        f"{row.told:7}{row.lost:6}{row.seconds:7.1f}"
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """What is wrong; nothing where all is well."""
+    _, killed, control, node = rows
+    wrong = [f"{row.what}: {row.lost} requests were lost" for row in (killed, node) if row.lost]
+    wrong += [f"{row.what}: nothing had to be replayed" for row in (killed, node) if not row.replayed]
+    wrong += [f"{row.what}: nothing had to be sent again" for row in (killed, node) if not row.resent]
+    if not control.lost:
+        wrong.append("without resends nothing was lost either: this test cannot fail")
+    return wrong
+
+
+def main() -> int:
+    """0 where no request was lost and nothing is left."""
+    settings_of_the_test(str(ROOT / "weights"))
+    nodes = TwoNodes()
+    try:
+        rows = check(nodes)
+        print(table(rows))
+        wrong = verdict(rows)
+    finally:
+        left = nodes.stop()
+    wrong += [f"still there: {command}" for command in left]
+    print("\n".join(wrong) or "no request was lost, and nothing is left running")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

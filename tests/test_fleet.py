@@ -1,0 +1,684 @@
+"""Several engines behind one face: who takes what, and what becomes of it when one crashes or is gone for good.
+
+The clients are real; the engines are played by the test, and draw by a hash of all tokens before, as a model does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from app.api.engine_metrics import EngineState
+from app.engine.admission import QueueLimits
+from app.engine.client import EngineClient
+from app.engine.errors import NotReady, QueueFull
+from app.engine.fleet import Fleet
+from app.engine.frames import Cancel, Down, Ready, Submit, WorkerConfig
+from app.engine.memory import CacheRoom
+from app.engine.peers import EngineGone
+from app.engine.stream import MOST_WAITING, Stream
+from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
+from app.engine.waiting_line import WaitingLine
+from app.main import _worker_configs, make_fleet
+from app.served import Served
+from app.settings import Settings
+from app.weights_watch import look
+from model.config import ModelConfig
+from model.tokenizer import TokenizerError
+
+_GROWING = ("inkstream_preemptions", "inkstream_block_violations")
+
+
+def _ready(**changes: Any) -> Ready:
+    facts: dict[str, Any] = {"context": 10_000, "vocab_size": 1000, "n_params": 1, "dtype": "none", "device": "a CPU"}
+    facts |= {"weights_version": "v", "eos_ids": (), "start_id": 0, "sampling_defaults": {}, "blocks_total": 1000}
+    facts |= {"block_size": 4, "has_encoder": False, "numerics": "n", "numerics_reason": "", "waits_for_build": False}
+    return Ready(**{**facts, **changes})
+
+
+def _next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % 1000
+
+
+class Played:
+    """In place of a supervisor: an engine process that does what it is told when the test lets it."""
+
+    def __init__(self, client: EngineClient, places: int) -> None:
+        self.client = client
+        self.places = places
+        self.ready: Ready | None = None
+        self.phase, self.restarts, self.is_gone = "loading weights", 0, False
+        self.report_age = self.progress_age = 0.0
+        self.frames: list[Down] = []
+        self.waiting: dict[str, list[int]] = {}
+        self.running: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.seen: list[str] = []
+        """Requests that came, in order; those that came back after a crash are there again."""
+        self.deadly = ""
+        """A request that kills it in its first step."""
+
+    def send(self, frame: Down) -> None:
+        self.frames.append(frame)
+
+    def start(self) -> None:
+        self.load()
+
+    async def stop(self) -> None:
+        self.give_up(EngineGone("the service is shutting down", 0))
+
+    def load(self, **changes: Any) -> None:
+        self.ready = _ready(**changes)
+        self.client.on_ready()
+
+    def crash(self) -> None:
+        self.ready, self.restarts = None, self.restarts + 1
+        self.frames.clear()
+        for held in (self.waiting, self.running, self.requests):
+            held.clear()
+        self.client.on_crash()
+
+    def give_up(self, reason: EngineGone) -> None:
+        self.ready, self.is_gone = None, True
+        self.client.on_gone(reason)
+
+    dismiss = give_up
+
+    def step(self) -> None:
+        """Reads its pipe, and gives a token to everybody who has a place."""
+        if self.ready is None:
+            return
+        taken, started, events = [], [], []
+        for frame in self.frames:
+            if isinstance(frame, Submit):
+                name = frame.request.id
+                self.requests[name] = frame.request
+                self.waiting[name] = [*frame.request.prompt, *frame.request.generated]
+                self.seen.append(name)
+                taken.append(name)
+            elif isinstance(frame, Cancel):
+                self.waiting.pop(frame.request_id, None)
+                self.running.pop(frame.request_id, None)
+        self.frames.clear()
+        while self.waiting and len(self.running) < self.places:
+            name = next(iter(self.waiting))
+            self.running[name] = self.waiting.pop(name)
+            started.append(Started(name, 0))
+        if self.deadly in self.running:
+            self.client.on_report(StepReport(started=tuple(started), taken=tuple(taken), counters=self.counters))
+            self.crash()
+            return
+        for name, tokens in list(self.running.items()):
+            request = self.requests[name]
+            tokens.append(_next_token(tokens))
+            written = len(tokens) - len(request.prompt)
+            finish = FinishReason.LENGTH if written == request.max_tokens else None
+            events.append(TokenEvent(name, written - 1, tokens[-1], finish=finish))
+            if finish:
+                del self.running[name]
+        self.client.on_report(
+            StepReport(events=tuple(events), started=tuple(started), taken=tuple(taken), counters=self.counters, at=1.0)
+        )
+
+    @property
+    def counters(self) -> Counters:
+        return Counters(running=len(self.running), waiting=len(self.waiting), blocks_total=100)
+
+
+class World:
+    """A fleet, its engines, and everything that its streams were told."""
+
+    def __init__(self, n: int = 2, *, places: int = 4, room: int = 1000, load: bool = True) -> None:
+        queue = WaitingLine(QueueLimits(max_requests=room, max_prompt_tokens=100_000))
+        configs = [WorkerConfig(weights="", replica=place, replicas=n) for place in range(n)]
+        self.fleet = Fleet([EngineClient(config, queue) for config in configs])
+        self.engines = [Played(client, places) for client in self.fleet.engines]
+        for client, engine in zip(self.fleet.engines, self.engines, strict=True):
+            client.supervisor = engine  # type: ignore[assignment]
+        self.streams: list[Stream] = []
+        if load:
+            self.fleet.start()
+
+    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12) -> Stream:
+        number = len(self.streams)
+        names = [f"r{number}/{i}" for i in range(n)]
+        requests = [
+            Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None)
+            for i, name in enumerate(names)
+        ]
+        self.streams.append(self.fleet.submit(requests))
+        return self.streams[-1]
+
+    def home(self, stream: Stream) -> int:
+        return next(i for i, client in enumerate(self.fleet.engines) if client is stream.source)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for engine in self.engines:
+                engine.step()
+
+    async def texts(self, streams: list[Stream] | None = None) -> list[list[int] | str]:
+        """What each stream said when all is over: tokens, or the name of its error."""
+        for _ in range(2000):
+            if not any(stream.is_open for stream in self.streams):
+                break
+            self.step()
+        else:
+            raise AssertionError("it does not come to an end")
+        return [await _text(stream) for stream in streams or self.streams]
+
+
+async def _text(stream: Stream) -> list[int] | str:
+    arrivals = await asyncio.wait_for(stream.receive(), 5)
+    errors = [type(a.item).__name__ for a in arrivals if isinstance(a.item, Exception)]
+    tokens = [a.item for a in arrivals if isinstance(a.item, TokenEvent) and a.choice == 0]
+    assert [token.index for token in tokens] == list(range(len(tokens))), "each token once, in order"
+    return errors[0] if errors else [token.token for token in tokens if token.token is not None]
+
+
+def _alone(stream: Stream) -> list[int]:
+    """What a stream says where nothing happens to it."""
+    tokens = list(stream.requests[0].prompt)
+    for _ in range(stream.requests[0].max_tokens):
+        tokens.append(_next_token(tokens))
+    return tokens[len(stream.requests[0].prompt) :]
+
+
+def _in_loop(scenario: Callable[[], Any]) -> None:
+    asyncio.run(scenario())
+
+
+def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
+    async def scenario() -> None:
+        world = World(load=False)
+        world.engines[0].load()
+        assert world.fleet.ready is None and world.fleet.phase == "loading weights"
+        with pytest.raises(NotReady, match="loading weights"):
+            world.submit((1,))
+        world.engines[1].load()
+        await asyncio.wait_for(world.fleet.wait_ready(), 1)
+        assert world.fleet.ready and world.fleet.ready.device == "2 x a CPU" and world.fleet.phase == "ready"
+
+    _in_loop(scenario)
+
+
+@pytest.mark.parametrize("other", ["weights_version", "numerics"])
+def test_engines_that_differ_from_the_start_do_not_serve(other: str) -> None:
+    async def scenario() -> None:
+        world = World(load=False)
+        world.engines[0].load()
+        world.engines[1].load(**{other: "another"})
+        assert world.fleet.ready is None
+        gone = await asyncio.wait_for(world.fleet.wait_gone(), 1)
+        assert gone.exit_code == 1 and other in str(gone)
+
+    _in_loop(scenario)
+
+
+def test_an_engine_that_cannot_start_ends_the_start() -> None:
+    async def scenario() -> None:
+        world = World(3, load=False)
+        world.engines[0].load()
+        world.engines[2].give_up(EngineGone("--replicas 3: each takes a GPU, and there are 2", 2))
+        gone = await asyncio.wait_for(world.fleet.wait_gone(), 1)
+        assert gone.exit_code == 2 and "there are 2" in str(gone)
+
+    _in_loop(scenario)
+
+
+def test_one_engine_is_as_without_a_fleet() -> None:
+    async def scenario() -> None:
+        world = World(1)
+        assert world.fleet.ready is world.engines[0].ready
+        stream = world.submit((1, 2, 3))
+        world.engines[0].crash()
+        assert world.fleet.ready is None and stream.is_open
+        world.engines[0].load(numerics="another")
+        assert world.fleet.ready and world.fleet.ready.numerics == "another"
+        assert await world.texts() == [_alone(stream)]
+        world.engines[0].give_up(EngineGone("three times", 1))
+        assert (await asyncio.wait_for(world.fleet.wait_gone(), 1)).exit_code == 1
+
+    _in_loop(scenario)
+
+
+def test_a_beginning_comes_back_to_its_engine_and_all_choices_run_on_one() -> None:
+    async def scenario() -> None:
+        world = World(3)
+        first = [world.submit((who,) * 16) for who in range(3)]
+        assert sorted(map(world.home, first)) == [0, 1, 2]
+        await world.texts()
+        for turn in range(1, 4):
+            for who in range(3):
+                again = world.submit((*(who,) * 16, *range(turn * 8)), n=2)
+                assert world.home(again) == world.home(first[who])
+                assert {f"{again.requests[0].id}", f"{again.requests[1].id}"} <= set(
+                    world.fleet.engines[world.home(first[who])]._streams
+                )
+            await world.texts(world.streams[-3:])
+
+    _in_loop(scenario)
+
+
+def test_the_limits_of_the_queue_are_those_of_all_engines_together() -> None:
+    async def scenario() -> None:
+        world = World(places=1, room=6)
+        for who in range(2):
+            world.submit((who,) * 8)
+        world.step()
+        for who in range(2, 8):
+            world.submit((who,) * 8)
+        with pytest.raises(QueueFull):
+            world.submit((9,) * 8)
+        assert [stream.queue_position for stream in world.streams] == [None, None, *range(6)]
+        assert sorted(client.load for client in world.fleet.engines) == [4, 4]
+
+    _in_loop(scenario)
+
+
+def test_after_a_crash_what_only_waited_goes_on_elsewhere_and_keeps_its_place() -> None:
+    async def scenario() -> None:
+        world = World(places=2)
+        for who in range(8):
+            world.submit((who,) * 8)
+        world.step(3)
+        homes = [world.home(stream) for stream in world.streams]
+        begun = [stream.queue_position is None for stream in world.streams]
+        assert sorted(homes) == [0] * 4 + [1] * 4 and sum(begun) == 4
+        places = [stream.queue_position for stream in world.streams]
+        world.engines[0].crash()
+        assert [stream.queue_position for stream in world.streams] == places
+        for stream, home, had_begun in zip(world.streams, homes, begun, strict=True):
+            assert world.home(stream) == (home if had_begun else 1)
+        assert world.fleet.ready and world.fleet.restarts == 1
+        calm = [s for s in world.streams if world.home(s) == 1]
+        world.step(40)
+        assert not any(stream.is_open for stream in calm), "nobody waits for the engine that is gone"
+        held_up = [s for s in world.streams if s.is_open]
+        assert len(held_up) == 2
+        world.engines[0].load()
+        assert await world.texts() == [_alone(stream) for stream in world.streams]
+        assert world.engines[1].seen.count("r0/0") == 0, "what was in flight met no other engine"
+
+    _in_loop(scenario)
+
+
+def test_a_request_that_kills_engines_kills_one_engine_twice_and_no_other() -> None:
+    async def scenario() -> None:
+        world = World(places=4)
+        for engine in world.engines:
+            engine.deadly = "r5/0"
+        for who in range(12):
+            world.submit((who,) * 8)
+        for _ in range(300):
+            world.step()
+            for engine in world.engines:
+                if engine.ready is None:
+                    engine.load()
+        texts = await world.texts()
+        assert texts.pop(5) == "EngineFailed"
+        assert texts == [_alone(stream) for i, stream in enumerate(world.streams) if i != 5]
+        assert sorted(engine.restarts for engine in world.engines) == [0, 2]
+
+    _in_loop(scenario)
+
+
+def test_newcomers_do_not_meet_suspects() -> None:
+    async def scenario() -> None:
+        world = World(3)
+        for who in range(6):
+            world.submit((who,) * 8, max_tokens=50)
+        world.step(2)
+        shaken = world.home(world.streams[0])
+        world.engines[shaken].crash()
+        world.engines[shaken].load()
+        assert world.fleet.engines[shaken].n_suspects == 2
+        assert world.home(world.submit((0,) * 8)) != shaken
+        world.step(8)
+        assert world.fleet.engines[shaken].n_suspects == 0
+
+    _in_loop(scenario)
+
+
+def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
+    async def scenario() -> None:
+        world = World(places=2)
+        for who in range(8):
+            world.submit((who,) * 8)
+        world.step(3)
+        world.engines[0].crash()
+        world.engines[0].give_up(EngineGone("it crashed three times", 1))
+        assert world.fleet.ready and not world.fleet._gone_event.is_set()
+        assert await world.texts() == [_alone(stream) for stream in world.streams]
+        stream = world.submit((1,) * 8)
+        assert world.home(stream) == 1
+        world.engines[1].give_up(EngineGone("so did this one", 1))
+        assert await _text(stream) == "EngineFailed"
+        assert str(await asyncio.wait_for(world.fleet.wait_gone(), 1)) == "so did this one"
+        with pytest.raises(NotReady):
+            world.submit((1,))
+
+    _in_loop(scenario)
+
+
+def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> None:
+    async def scenario() -> None:
+        world = World()
+        streams = [world.submit((who,) * 8) for who in range(4)]
+        world.step(2)
+        world.engines[0].crash()
+        world.engines[0].load(numerics="another")
+        assert world.engines[0].is_gone and world.fleet.ready
+        assert await world.texts() == [_alone(stream) for stream in streams]
+        assert not world.engines[0].requests, "nothing was sent to it"
+
+    _in_loop(scenario)
+
+
+def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about() -> None:
+    async def scenario() -> None:
+        world = World()
+        for who in range(6):
+            world.submit((who,) * 8)
+        world.step()
+        homes = [world.home(stream) for stream in world.streams]
+        await world.fleet.stop()
+        assert [await _text(stream) for stream in world.streams] == ["NotReady"] * 6
+        assert [world.home(stream) for stream in world.streams] == homes
+        assert (await asyncio.wait_for(world.fleet.wait_gone(), 1)).exit_code == 0
+
+    _in_loop(scenario)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_tokenizer_that_does_not_fit_is_found_also_where_an_engine_has_crashed_since(weights: Path, n: int) -> None:
+    """The tokenizer may take longer to load than the model."""
+
+    async def scenario() -> None:
+        world = World(n, load=False)
+        served = Served(weights, look(weights), world.fleet, None, guide_seconds=1.0)
+        for engine in world.engines:
+            engine.load(vocab_size=2)
+        for engine in world.engines:
+            engine.crash()
+        with pytest.raises(TokenizerError, match="the model only 2"):
+            await asyncio.wait_for(served.load(), 60)
+
+    _in_loop(scenario)
+
+
+def test_what_only_waits_goes_to_the_engine_that_is_back_first() -> None:
+    async def scenario() -> None:
+        world = World(places=1)
+        for who in range(8):
+            world.submit((who,) * 8)
+        world.step(3)
+        world.engines[0].crash()
+        world.step()
+        world.engines[1].crash()
+        assert {world.home(stream) for stream in world.streams[2:]} == {1}
+        world.engines[0].load()
+        world.step(200)
+        assert [world.home(stream) for stream in world.streams if stream.is_open] == [1], "a suspect waits for its own"
+        world.engines[1].load()
+        assert await world.texts() == [_alone(stream) for stream in world.streams]
+
+    _in_loop(scenario)
+
+
+def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() -> None:
+    """Until it is gone it may still speak, and nobody knows yet who is to blame."""
+
+    async def scenario() -> None:
+        world = World(places=1)
+        streams = [world.submit((who,) * 8) for who in range(6)]
+        world.step(3)
+        world.engines[0].crash()
+        homes = [world.home(stream) for stream in streams]
+        world.engines[1].ready = None  # as the supervisor does when it kills
+        world.engines[0].load()
+        assert [world.home(stream) for stream in streams] == homes
+        world.engines[1].crash()
+        world.engines[1].load()
+        assert await world.texts() == [_alone(stream) for stream in streams]
+
+    _in_loop(scenario)
+
+
+def test_a_text_that_goes_to_an_engine_that_still_loads_is_counted_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        for who in range(2):
+            world.submit((who,) * 8)
+        world.step(3)
+        world.engines[1].crash()
+        world.engines[0].give_up(EngineGone("three times", 1))
+        world.engines[1].load()
+        assert sum(client.replayed for client in world.fleet.engines) == 2
+
+    _in_loop(scenario)
+
+
+def test_a_counter_of_all_engines_does_not_fall_when_one_crashes() -> None:
+    """Prometheus takes that for a reset, and counts all that is left once more."""
+
+    async def scenario() -> None:
+        world = World()
+
+        def told() -> list[float]:
+            families = list(EngineState(lambda: [world.fleet]).collect())
+            return [f.samples[0].value for f in families if f.name in _GROWING]
+
+        for client, so_far in zip(world.fleet.engines, (3, 7), strict=True):
+            client.on_report(StepReport(counters=Counters(preemptions=so_far, block_violations=so_far + 1)))
+        assert told() == [10, 12]
+        for engine in world.engines:
+            engine.crash()
+            assert told() == [10, 12]
+            engine.load()
+        world.fleet.engines[1].on_report(StepReport(counters=Counters(preemptions=1)))
+        assert told() == [11, 12]
+
+    _in_loop(scenario)
+
+
+def test_the_phase_is_that_of_an_engine_that_will_come() -> None:
+    async def scenario() -> None:
+        world = World()
+        for engine, phase in zip(world.engines, ("the weights are gone", "warming up"), strict=True):
+            engine.phase = phase
+            engine.crash()
+        world.engines[0].give_up(EngineGone("the weights are gone", 2))
+        assert world.fleet.phase == "warming up"
+        world.engines[1].give_up(EngineGone("so they are", 2))
+        assert world.fleet.phase == "the weights are gone"
+
+    _in_loop(scenario)
+
+
+def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others have taken theirs: a share of the rest could be less than it had, and too little to start."""
+    sent: list[WorkerConfig] = []
+
+    class Process:
+        pid = 1
+
+        def __init__(self) -> None:
+            self.over = asyncio.Event()
+
+        def send(self, frame: WorkerConfig) -> None:
+            sent.append(frame)
+
+        async def gone(self) -> None:
+            await self.over.wait()
+
+        async def end(self) -> int:
+            return 1
+
+    async def scenario() -> None:
+        made: list[Process] = []
+
+        async def spawn(*_: Any) -> Process:
+            made.append(Process())
+            return made[-1]
+
+        monkeypatch.setattr("app.engine.supervisor.EngineProcess.spawn", spawn)
+        config = WorkerConfig(weights="", replica=1, replicas=2, loading_beside=1)
+        client = EngineClient(config, WaitingLine(QueueLimits(max_requests=1, max_prompt_tokens=1)))
+        client.start()
+        for count in (1, 2, 3):
+            for _ in range(1000):
+                if len(sent) < count:
+                    await asyncio.sleep(0)
+            if count == 2:  # the first had not loaded when it ended
+                client.supervisor._take(_ready())
+            made[-1].over.set()
+        await client.stop()
+
+    _in_loop(scenario)
+    assert [config.loading_beside for config in sent[:3]] == [1, 1, 0]
+    assert {config.name for config in sent} == {"engine 1"}
+
+
+def test_every_engine_gets_the_same_number_of_threads() -> None:
+    settings = Settings(replicas=2, kernels="torch")
+    configs = _worker_configs(settings, 5)
+    assert [(config.replica, config.threads, config.loading_beside) for config in configs] == [(0, 2, 1), (1, 2, 1)]
+    assert _worker_configs(Settings(kernels="torch"), 5) == [
+        replace(configs[0], threads=5, replicas=1, loading_beside=0)
+    ]
+    assert {config.threads for config in _worker_configs(Settings(replicas=4, threads=2, kernels="torch"), 5)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "threads", "cores", "words"),
+    [
+        (2, 0, 2, ""),
+        (3, 0, 2, "--replicas 3 is more than the 2 threads"),
+        (2, 1, 8, "--replicas 2 is more than the 1 threads"),
+        (1, 3, 2, "--threads 3 is more than the 2 cores"),
+    ],
+)
+def test_engines_that_will_wait_for_one_another_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    replicas: int,
+    threads: int,
+    cores: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr("app.main.available_cores", lambda: cores)
+
+    async def scenario() -> None:
+        make_fleet(Settings(replicas=replicas, threads=threads, kernels="torch"))
+
+    _in_loop(scenario)
+    assert words in caplog.text and bool(caplog.text) == bool(words)
+
+
+def test_memory_that_engines_share_is_told_as_what_it_is() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 8, "width": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
+    shape = ModelConfig(**sizes, mlp_width=8, context=64)
+    room = CacheRoom(shape=shape, context=64, block_size=16, max_running=32, dtype=torch.float32)
+    free = 2 * 100 * room.block_bytes
+    assert (room.blocks(0, free), room.blocks(0, free, 2)) == (100, 50)
+    with pytest.raises(ValueError, match=r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"):
+        room.blocks(60, free, 2)
+    with pytest.raises(ValueError, match=r"and half of the free memory holds 100$"):
+        room.blocks(160, free)
+    with pytest.raises(ValueError, match=r"give a smaller --max-context or --replicas, or free some$"):
+        room.blocks(0, free, 50)
+    with pytest.raises(ValueError, match=r"half of the free memory holds: give a smaller --max-context, or free some$"):
+        room.blocks(0, free // 50)
+
+
+def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> None:
+    async def scenario() -> None:
+        world = World()
+        stream = world.submit((1,) * 8, max_tokens=30)
+        home = world.home(stream)
+        world.step(5)
+        stream.pause()
+        world.fleet.resume(stream)
+        assert world.home(stream) == home
+        world.step(5)
+        stream.pause()
+        world.step()
+        world.engines[home].crash()
+        world.fleet.resume(stream)
+        assert world.home(stream) == 1 - home
+        assert await world.texts() == [_alone(stream)]
+
+    _in_loop(scenario)
+
+
+def test_a_stream_that_is_held_outlives_its_engine() -> None:
+    async def scenario() -> None:
+        world = World()
+        stream = world.submit((1,) * 8, max_tokens=MOST_WAITING + 50)
+        world.step(MOST_WAITING + 10)
+        assert stream.holds == 1
+        home = world.home(stream)
+        world.engines[home].crash()
+        world.engines[home].give_up(EngineGone("three times", 1))
+        assert world.home(stream) == 1 - home and stream.is_open
+        taken = await stream.receive()
+        assert world.fleet.engines[1 - home].load == 1
+        world.step(200)
+        rest = await stream.receive()
+        tokens = [a.item.token for a in (*taken, *rest) if isinstance(a.item, TokenEvent)]
+        assert tokens == _alone(stream) and not stream.is_open
+
+    _in_loop(scenario)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> None:
+    """Crashes, returns, pauses and newcomers in any order; prompts that begin alike; several choices."""
+
+    async def scenario() -> None:
+        draw = random.Random(seed)
+        world = World(draw.randint(2, 4), places=draw.randint(1, 6))
+        paused: list[Stream] = []
+        for _ in range(120):
+            what, engine = draw.random(), draw.choice(world.engines)
+            if what < 0.3:
+                prompt = tuple(draw.randrange(2) for _ in range(draw.randint(1, 30)))
+                if world.fleet.ready:
+                    world.submit(prompt, n=draw.randint(1, 3), max_tokens=draw.randint(1, 20))
+            elif what < 0.36 and engine.ready:
+                # So that nobody is twice a suspect by bad luck: whoever is tried has shown two tokens.
+                world.step(8 if engine.client.n_suspects else 0)
+                if not engine.client.n_suspects:
+                    engine.crash()
+            elif what < 0.5 and engine.ready is None:
+                engine.load()
+            elif what < 0.6 and world.streams:
+                stream = draw.choice(world.streams)
+                if stream in paused:
+                    paused.remove(stream)
+                    world.fleet.resume(stream)
+                elif stream.is_open:
+                    paused.append(stream)
+                    stream.pause()
+            else:
+                world.step()
+        for stream in paused:
+            world.fleet.resume(stream)
+        for engine in world.engines:
+            if engine.ready is None:
+                engine.load()
+        texts = await world.texts()
+        assert texts == [_alone(stream) for stream in world.streams]
+        assert not any(client._streams or client._held for client in world.fleet.engines)
+        assert not world.fleet.queue._places and not world.fleet.queue._behind
+        assert len({world.home(stream) for stream in world.streams}) > 1
+
+    _in_loop(scenario)
