@@ -138,7 +138,10 @@ def watch_status(page):
 
 
 def cut_streams(page, after):
-    """The page's first POST /complete breaks off after so many events; what follows goes its way."""
+    """The page's first POST /complete breaks off after so many events, however many come in one piece.
+
+    What follows goes its way.
+    """
     page.evaluate(
         """(after) => {
         const fetch = window.fetch;
@@ -146,17 +149,17 @@ def cut_streams(page, after):
             const response = await fetch(...request);
             if (request[1]?.method !== "POST") return response;
             window.fetch = fetch;
-            const reader = response.body.getReader();
-            let seen = 0;
-            const pull = async (controller) => {
-                const { value } = await reader.read();
-                seen += new TextDecoder().decode(value).split("event:").length - 1;
-                controller.enqueue(value);
-                if (seen < after) return;
-                reader.cancel();
-                controller.error(new TypeError("network error"));
+            const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+            let begun = "";
+            while (begun.split("\\n\\n").length <= after) begun += (await reader.read()).value;
+            reader.cancel();
+            const events = begun.split("\\n\\n").slice(0, after);
+            const pieces = [new TextEncoder().encode(events.join("\\n\\n") + "\\n\\n")];
+            const pull = (controller) => {
+                if (pieces.length) controller.enqueue(pieces.pop());
+                else controller.error(new TypeError("network error"));
             };
-            return new Response(new ReadableStream({ pull }));
+            return new Response(new ReadableStream({ pull }, { highWaterMark: 0 }));
         };
     }""",
         after,

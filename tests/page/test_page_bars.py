@@ -59,7 +59,7 @@ def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(pa
     next_token(page, [0.5, 0.25])
     open_bars(page)
     prompts = []
-    page.on("request", lambda request: prompts.append(request.post_data_json["prompt"]))
+    page.on("request", lambda one: prompts.append(one.post_data_json["prompt"]) if one.method == "POST" else None)
     page.locator("#document").press_sequentially(" there")
     assert page.locator("#bars[aria-busy=true]").count() == 1
     page.locator("#bars[aria-busy=false]").wait_for()
