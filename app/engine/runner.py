@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from app.engine.compute import Compute
+from app.engine.dummy import dummies
 from app.engine.guides import Guides
-from app.engine.params import SamplingParams
 from app.engine.result import Drawn, StepResult
 from app.engine.sampling_row import SamplingRow
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
@@ -53,9 +53,7 @@ class Runner:
     def warm_up(self, max_rows: int) -> None:
         """Runs the shapes that real steps have, so that the first request does not pay for first calls."""
         for rows, length in ((1, 1), (min(8, max_rows), 1), (1, min(128, self.compute.config.context))):
-            source = (0,) if self.compute.config.n_encoder_layers else ()
-            sequences = [_dummy(f"warm-up {i}", length, source) for i in range(rows)]
-            self.run(BatchPlan(tuple(Chunk(sequence, 0, length) for sequence in sequences)))
+            self.run(dummies(rows, length, source=(0,) if self.compute.config.n_encoder_layers else ()))
 
     def _draw(self, chunks: Items[Chunk]) -> dict[str, Drawn]:
         ends, drawing, end = [], [], 0
@@ -111,9 +109,3 @@ class Runner:
             scores += self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
         return tuple(scores)
 
-
-def _dummy(name: str, length: int, source: tuple[int, ...]) -> Sequence:
-    """A sequence without blocks: what it writes lands in the padding block."""
-    params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)
-    request = Request(id=name, prompt=(0,) * length, max_tokens=1, params=params, source=source)
-    return Sequence(request=request, tokens=[0] * length, arrival=0)

@@ -1,0 +1,69 @@
+"""A runner for a device out of a decoder and kernels: cache, rows, steps, graphs. Knows no configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from app.engine.dummy import dummies
+from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.graphs import DecodeGraphs
+from app.engine.gpu.layout import decode_buckets, splits
+from app.engine.gpu.rows import Rows
+from app.engine.gpu.runner import DeviceRunner, Shapes
+from app.engine.gpu.steps import Steps
+from app.engine.guides import Guides
+from app.engine.kernels.face import Kernels
+from app.engine.kernels.sampling_table import SamplingTable
+from app.engine.runner import Sampler
+from app.engine.sampler import TorchSampler
+
+_TILE_ROWS = 64
+"""Query tokens times heads that share keys, which one program of the attention takes at once."""
+_LEAST_TILE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWishes:
+    """What a runner must have room for."""
+
+    max_running: int
+    tokens_per_step: int
+    context: int
+    block_size: int
+    deterministic: bool = False
+    """Every step has the same shapes, so that no library takes another formula for a row because of its neighbours."""
+
+
+def device_runner(
+    decoder: PagedDecoder,
+    kernels: Kernels,
+    wishes: DeviceWishes,
+    *,
+    blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sampler: Sampler | None = None,
+    guides: Guides | None = None,
+) -> DeviceRunner:
+    """With a cache of `blocks` blocks, and one more that is nobody's."""
+    config, most = decoder.config, wishes.max_running
+    table = SamplingTable(most + 1, config.vocab_size, device)
+    table.with_counts()  # graphs must know where they lie
+    rows = Rows(count=most, context=wishes.context, block_size=wishes.block_size, padding_block=blocks, table=table)
+    # Slot before head: the layout that kernels of others read, too (DESIGN.md section 6).
+    shape = (config.n_layers, 2, blocks + 1, wishes.block_size, config.n_kv_heads, config.head_dim)
+    cache = torch.zeros(shape, dtype=dtype, device=device)
+    tokens = wishes.tokens_per_step if wishes.deterministic else 0
+    steps = Steps(decoder, kernels, cache, rows, most=most, tokens=tokens)
+    buckets = (most,) if wishes.deterministic else decode_buckets(most)
+    graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(wishes.context))
+    shapes = Shapes(tile_tokens=max(_LEAST_TILE, _TILE_ROWS // (config.n_heads // config.n_kv_heads)), tokens=tokens)
+    return DeviceRunner(graphs, shapes, sampler=sampler or TorchSampler(), guides=guides)
+
+
+def largest_step(runner: DeviceRunner, wishes: DeviceWishes) -> None:
+    """As many tokens and draws as a step can have, written where nobody reads: what it takes is the activations'."""
+    length = min(wishes.context, max(1, wishes.tokens_per_step // wishes.max_running))
+    runner.run(dummies(wishes.max_running, length))

@@ -1,0 +1,76 @@
+"""Decode steps captured beforehand, by number of rows and by length of the longest sequence. Knows no requests.
+
+A small model's step is bound by the host's launches (PERFORMANCE.md), so that the whole of it, with head and draw, is
+one graph. Where nothing is captured the same step runs operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from app.engine.gpu.layout import bucket
+from app.engine.gpu.steps import Steps
+
+_FEW_SPLITS = 16
+"""More programs for each row than 8,192 positions need only where there are longer sequences: most end at once."""
+
+
+class Capture(Protocol):
+    """Records what `work` does to tensors that stay where they are."""
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Does it again, on what stands in them then."""
+        ...
+
+
+class CudaCapture:
+    """CUDA graphs that share one pool of memory: capture the largest first, and never run two at once."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()  # kernels are compiled and libraries make their workspaces, which a capture must not
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay
+
+
+class DecodeGraphs:
+    """Decode steps of up to the last of `buckets` rows."""
+
+    def __init__(self, steps: Steps, *, buckets: tuple[int, ...], max_splits: int) -> None:
+        self.steps = steps
+        self.buckets = buckets
+        self._levels = tuple(sorted({min(_FEW_SPLITS, max_splits), max_splits}))
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def capture(self, capture: Capture) -> int:
+        """All of them, on rows that are nobody's; how many."""
+        self.steps.rows_S.fill_(self.steps.rows.nobody)
+        for count in reversed(self.buckets):
+            for splits in reversed(self._levels):
+                self._replays[count, splits] = capture(partial(self.steps.decode, count, splits))
+        return len(self._replays)
+
+    def bucket(self, count: int) -> int:
+        """Rows that a step of `count` is padded to."""
+        return bucket(count, self.buckets)
+
+    def run(self, count: int, splits: int) -> None:
+        """The step of one of the buckets, whose rows stand in steps.rows_S."""
+        level = bucket(splits, self._levels)
+        replay = self._replays.get((count, level))
+        if replay:
+            replay()
+        else:
+            self.steps.decode(count, level)

@@ -1,0 +1,184 @@
+"""A batch plan to a step on the device and, later, its tokens: launched without waiting, collected when it is through.
+
+Steps that need something of the host between forward and draw (a guide's mask, scores of a prompt, parameters that no
+row has room for) are computed in run(), with app/engine/runner.py. Knows neither queue nor pipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from app.engine.dummy import dummies
+from app.engine.gpu.drawn import packed, unpacked
+from app.engine.gpu.graphs import Capture, DecodeGraphs
+from app.engine.gpu.layout import Layout, lay_out, splits
+from app.engine.gpu.steps import Steps, Told
+from app.engine.gpu.upload import Download, Upload
+from app.engine.guides import Guides
+from app.engine.result import StepResult
+from app.engine.runner import Runner, Sampler
+from app.engine.types import BatchPlan, Chunk, Sequence
+from app.faults import fault
+from model.config import ModelConfig
+
+_ROUND = 8
+"""To a multiple of which tokens of a step are padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Which shapes steps have."""
+
+    tile_tokens: int
+    """Query tokens of a tile of the attention in steps with prompts."""
+    tokens: int = 0
+    """Of every step, where a row's bits must not depend on its neighbours; 0: as many as there are."""
+
+    def padded(self, count: int) -> int:
+        """Tokens of a step that has `count`."""
+        return max(self.tokens, -(-count // _ROUND) * _ROUND)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFlight:
+    """A step that is under way."""
+
+    drawing: tuple[Sequence, ...]
+    numbers: Download | None
+
+
+class DeviceRunner:
+    """Runs ahead (app/engine/engine.py), on one stream of one device."""
+
+    def __init__(self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: Guides | None = None) -> None:
+        self.graphs = graphs
+        self._steps = graphs.steps
+        self._rows = graphs.steps.rows
+        self._shapes = shapes
+        self._host = Runner(HostCompute(graphs, shapes), sampler=sampler, guides=guides)
+
+    def launchable(self, plan: BatchPlan) -> bool:
+        """Whether the device can draw by itself."""
+        return all(
+            not chunk.scores and (self._rows.knows(chunk.sequence) or self._rows.table.fits(chunk.sequence.request))
+            for chunk in plan.chunks
+        )
+
+    def run(self, plan: BatchPlan) -> StepResult:
+        """Launched and waited for. Nothing may be under way."""
+        if self.launchable(plan):
+            return self.collect(self.launch(plan))
+        try:
+            return self._host.run(plan)
+        finally:  # what was drawn, the device has not heard of
+            self._rows.forget(chunk.sequence for chunk in plan.chunks)
+
+    @torch.inference_mode()
+    def launch(self, plan: BatchPlan) -> DeviceFlight:
+        """Never waits. Where it raises, nothing of the plan counts as computed."""
+        fault("engine.forward", plan)
+        drawing = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
+        fault("engine.sample", drawing)
+        try:
+            self._start(plan)
+            numbers = Download(packed(self._steps.out.first(len(drawing)))) if drawing else None
+        except BaseException:
+            self._rows.forget(chunk.sequence for chunk in plan.chunks)
+            raise
+        return DeviceFlight(drawing, numbers)
+
+    def collect(self, flight: DeviceFlight) -> StepResult:
+        """Waits for the step to be through."""
+        if flight.numbers is None:
+            return StepResult()
+        drawn = unpacked(flight.numbers.wait(), [s.request.params.logprobs for s in flight.drawing])
+        return StepResult({s.request.id: one for s, one in zip(flight.drawing, drawn, strict=True)})
+
+    def warm_up(self, tokens_per_step: int, capture: Capture | None = None) -> int:
+        """Runs the shapes that real steps have, so that no request pays for first calls; how many were captured."""
+        most, context = len(self._steps.rows_S), self._steps.rows.context
+        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, min(tokens_per_step, context))):
+            self.run(plan)
+            self._rows.forget(chunk.sequence for chunk in plan.chunks)
+        with torch.inference_mode():
+            return self.graphs.capture(capture) if capture else 0
+
+    def _start(self, plan: BatchPlan) -> None:
+        if not all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
+            told, longest = _sent(self.graphs, self._shapes, plan)
+            self._steps.mixed(told, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
+            return
+        rows, sending = _Sending.of(self._steps, plan)
+        count = self.graphs.bucket(len(rows))
+        place = sending.upload.add([*rows, *[self._rows.nobody] * (count - len(rows))])
+        numbers_X = sending.send()
+        self._steps.rows_S[:count].copy_(numbers_X[place])
+        self.graphs.run(count, splits(max(chunk.stop for chunk in plan.chunks)))
+
+
+class HostCompute:
+    """A `Compute` (app/engine/compute.py): the forward alone, for steps that the host draws in."""
+
+    def __init__(self, graphs: DecodeGraphs, shapes: Shapes) -> None:
+        self.config: ModelConfig = graphs.steps.decoder.config
+        self._graphs = graphs
+        self._shapes = shapes
+
+    def run(self, plan: BatchPlan) -> Items[Chunk]:
+        """Rows stand in the order of the plan."""
+        told, longest = _sent(self._graphs, self._shapes, plan)
+        self._graphs.steps.forward(told, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
+        return plan.chunks
+
+    def logits(self, rows: Items[int]) -> Tensor:
+        """Logits [rows, V], in the number format of the weights."""
+        most, steps = len(self._graphs.steps.rows_S), self._graphs.steps
+        wanted = most if self._shapes.tokens else min(-(-len(rows) // _ROUND) * _ROUND, most)
+        padded = [*rows, *[rows[-1]] * (wanted - len(rows))]
+        return steps.logits(torch.tensor(padded, device=steps.cache.device))[: len(rows)]
+
+
+class _Sending:
+    """The one upload of a step."""
+
+    def __init__(self, steps: Steps, plan: BatchPlan, sections: list[slice], upload: Upload) -> None:
+        self.upload = upload
+        self._steps = steps
+        self._sections = sections
+        columns = (plan.clear, *([pair[side] for pair in plan.copies] for side in (0, 1)))
+        self._blocks = [upload.add(column) for column in columns]
+
+    @classmethod
+    def of(cls, steps: Steps, plan: BatchPlan) -> tuple[list[int], _Sending]:
+        """The rows of the plan's chunks, and what the device must be told of them."""
+        upload = Upload()
+        rows, changes = steps.rows.enter(plan.chunks)
+        return rows, cls(steps, plan, steps.rows.tell(changes, upload), upload)
+
+    def send(self) -> Tensor:
+        """All sections on the device, where blocks and rows have heard what is theirs."""
+        numbers_X = self.upload.send(self._steps.cache.device)
+        self._steps.prepare(*(numbers_X[place] for place in self._blocks))
+        self._steps.rows.apply(numbers_X, self._sections)
+        return numbers_X
+
+
+def _sent(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[Told, int]:
+    """A step with prompts in it, on the device, and its longest sequence."""
+    rows, sending = _Sending.of(graphs.steps, plan)
+    n_draws = sum(chunk.samples for chunk in plan.chunks)
+    layout: Layout = lay_out(
+        plan.chunks,
+        rows,
+        tile_tokens=shapes.tile_tokens,
+        nobody=graphs.steps.rows.nobody,
+        tokens=shapes.padded(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
+        draws=graphs.bucket(n_draws) if n_draws else 0,
+    )
+    places = [sending.upload.add(section) for section in layout.sections()]
+    numbers_X = sending.send()
+    return Told(*(numbers_X[place] for place in places)), max(chunk.stop for chunk in plan.chunks)

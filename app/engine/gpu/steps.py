@@ -1,0 +1,120 @@
+"""A step on the device: forward, draw, and the rows one token further. Reads nothing back.
+
+A decode step takes all that it needs from what lies on the device already, so that it can be captured once and replayed
+(app/engine/gpu/graphs.py). Shape legend: R rows of resident state, S rows of the step, T tokens of it, X flattened.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.rows import Rows
+from app.engine.kernels.face import AttentionBatch, Kernels
+from app.engine.kernels.sampling_table import SampleOut
+
+
+class Told(NamedTuple):
+    """A step with prompts in it, as the host laid it out (app/engine/gpu/layout.py), on the device."""
+
+    tokens_T: Tensor
+    rows_T: Tensor
+    positions_T: Tensor
+    tile_row_X: Tensor
+    tile_start_X: Tensor
+    tile_position_X: Tensor
+    tile_length_X: Tensor
+    ends_S: Tensor
+    end_rows_S: Tensor
+
+
+class Steps:
+    """The one writer of the cache and of the rows."""
+
+    def __init__(
+        self, decoder: PagedDecoder, kernels: Kernels, cache: Tensor, rows: Rows, *, most: int, tokens: int = 0
+    ) -> None:
+        """most: rows of a decode step. tokens: to which every step is padded, where shapes must not change; else 0."""
+        self.decoder = decoder
+        self.rows = rows
+        self.cache = cache
+        self.rows_S = torch.full((most,), rows.nobody, dtype=torch.int32, device=cache.device)
+        """Of a decode step; set before it."""
+        self.out = SampleOut.empty(most, cache.device)
+        """Of the last step."""
+        self._kernels = kernels
+        self._tokens = tokens
+        self._order_S = torch.arange(most, dtype=torch.int32, device=cache.device)
+        self._hidden_TD = torch.empty(0, device=cache.device)
+
+    def prepare(self, clear_N: Tensor, sources_N: Tensor, targets_N: Tensor) -> None:
+        """Blocks zeroed, then copied: [layer, 2, block, ..]."""
+        if len(clear_N):
+            self.cache.index_fill_(2, clear_N.long(), 0)
+        if len(targets_N):
+            self.cache.index_copy_(2, targets_N.long(), self.cache.index_select(2, sources_N.long()))
+
+    def decode(self, count: int, splits: int) -> None:
+        """One token for each of the first `count` of rows_S; `splits` at least those of the longest."""
+        rows = self.rows
+        rows_S, order_S = self.rows_S[:count], self._order_S[:count]
+        index_S = rows_S.long()
+        positions_S = rows.kv_length_R[index_S]
+        batch = AttentionBatch(
+            block_table_RB=rows.block_table_RB,
+            tile_row_X=rows_S.where(rows_S != rows.nobody, -1),
+            tile_start_X=order_S,
+            tile_position_X=positions_S,
+            tile_length_X=torch.ones_like(rows_S),
+            tile_tokens=1,
+            max_splits=splits,
+        )
+        tokens_T, rows_T, positions_T = (
+            self._padded(x, filler)
+            for x, filler in ((rows.last_token_R[index_S], 0), (rows_S, rows.nobody), (positions_S, 0))
+        )
+        self._forward(tokens_T, rows_T, positions_T, batch)
+        self._draw(self._hidden_TD[:count], rows_S, positions_S)
+
+    def mixed(self, told: Told, *, tile_tokens: int, splits: int) -> None:
+        """Whatever the host laid out; draws for the chunks that end with their sequence."""
+        self.forward(told, tile_tokens=tile_tokens, splits=splits)
+        if len(told.ends_S):
+            ends_S = told.ends_S.long()
+            self._draw(self._hidden_TD[ends_S], told.end_rows_S, told.positions_T[ends_S])
+
+    def forward(self, told: Told, *, tile_tokens: int, splits: int) -> None:
+        """As mixed(), without the draw."""
+        rows = self.rows
+        batch = AttentionBatch(
+            block_table_RB=rows.block_table_RB,
+            tile_row_X=told.tile_row_X,
+            tile_start_X=told.tile_start_X,
+            tile_position_X=told.tile_position_X,
+            tile_length_X=told.tile_length_X,
+            tile_tokens=tile_tokens,
+            max_splits=splits,
+        )
+        tokens_T = told.tokens_T.where(told.tokens_T >= 0, rows.last_token_R[told.rows_T.long()])
+        self._forward(tokens_T, told.rows_T, told.positions_T, batch)
+
+    def logits(self, places_S: Tensor) -> Tensor:
+        """[S, V] of these rows of the last step."""
+        return self.decoder.head(self._hidden_TD[places_S])
+
+    def _forward(self, tokens_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: AttentionBatch) -> None:
+        slots_T = self.rows.slots(rows_T, positions_T)
+        self._hidden_TD = self.decoder(self.cache, tokens_T, positions_T, slots_T, batch)
+
+    def _draw(self, hidden_SD: Tensor, rows_S: Tensor, positions_S: Tensor) -> None:
+        out = self.out.first(len(rows_S))
+        next_S = positions_S + 1
+        self._kernels.sample(self.decoder.head(hidden_SD), rows_S, next_S, self.rows.table, out)
+        self.rows.advance(rows_S, next_S, out.tokens_S)
+
+    def _padded(self, numbers_S: Tensor, filler: int) -> Tensor:
+        extra = self._tokens - len(numbers_S)
+        return numbers_S if extra <= 0 else torch.cat((numbers_S, numbers_S.new_full((extra,), filler)))

@@ -1,0 +1,51 @@
+"""An engine that computes as on a GPU, on whatever device a decoder lies: torch's twins of the kernels, no graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.gpu.build import DeviceWishes, device_runner
+from app.engine.gpu.decoder import PagedDecoder, Product
+from app.engine.gpu.runner import DeviceRunner
+from app.engine.guides import Guides
+from app.engine.kernels.face import Kernels
+from app.engine.kernels.twins import TorchKernels
+from app.engine.limits import SchedulerLimits
+from app.engine.scheduler import Scheduler
+from model.transformer import Decoder
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
+    """In the format that the weights have."""
+    return partial(F.linear, weight=weight, bias=bias)
+
+
+def tiny_device_runner(
+    decoder: Decoder,
+    *,
+    blocks: int = 64,
+    block_size: int = 16,
+    tokens_per_step: int = 128,
+    max_running: int = 32,
+    deterministic: bool = False,
+    kernels: Kernels | None = None,
+    guides: Guides | None = None,
+) -> DeviceRunner:
+    """Around `decoder`, whose weights it shares."""
+    kernels = kernels or TorchKernels()
+    wishes = DeviceWishes(
+        max_running=max_running,
+        tokens_per_step=tokens_per_step,
+        context=decoder.config.context,
+        block_size=block_size,
+        deterministic=deterministic,
+    )
+    where = {"dtype": decoder.embedding.dtype, "device": decoder.embedding.device}
+    paged = PagedDecoder(decoder, kernels, plain_linear)
+    return device_runner(paged, kernels, wishes, blocks=blocks, guides=guides, **where)
