@@ -18,6 +18,7 @@ CORE = [
     "errors",
     "admission",
     "blocks",
+    "flight",
     "allocator",
     "queue",
     "limits",

@@ -6,11 +6,15 @@ its row of logits. With blocks of 4 and a prompt of 10 tokens:
     leader   [0 1 2 3] [4 5 6 7] [8 9 a b]      a, b: what the leader has drawn since
                  |         |         | copy
     fork     [  shared][  shared][8 9 a b]      9 is computed again, a and b are masked until they are overwritten
+
+While a step of the leader is in flight, b may turn out not to be finite, which no mask would keep from the fork: it
+copies nothing then, and computes 8 again, too.
 """
 
 from __future__ import annotations
 
 from app.engine.blocks import BlockPool, chain_hash, root_hash
+from app.engine.flight import Flights
 from app.engine.types import Sequence
 from app.faults import is_armed
 
@@ -18,8 +22,9 @@ from app.faults import is_armed
 class Allocator:
     """Owns the pool, and knows what must be done to blocks before the next step."""
 
-    def __init__(self, pool: BlockPool, weights_version: str) -> None:
+    def __init__(self, pool: BlockPool, flights: Flights, weights_version: str) -> None:
         self.pool = pool
+        self._flights = flights
         self._version = weights_version
         self._dirty: set[int] = set()  # may hold numbers that are not finite; cleared for their next owner
         self._clear: list[int] = []
@@ -37,16 +42,17 @@ class Allocator:
         sequence.blocks = there + self._allocate(missing)
         sequence.num_published = len(there)
         sequence.num_computed = len(there) * self.pool.block_size
-        if leader:
+        if leader and not leader.ahead:
             self._take_over_rest(sequence, leader)
         return True
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that its pending tokens need beyond those it has."""
-        return self.pool.needed(len(sequence.tokens)) - len(sequence.blocks)
+        begun = sequence.num_computed + sequence.ahead
+        return self.pool.needed(max(len(sequence.tokens), begun + 1)) - len(sequence.blocks)
 
     def extend(self, sequence: Sequence) -> None:
-        """Room for all its tokens. The caller has seen to it that there is enough."""
+        """Room for them. The caller has seen to it that there is enough."""
         sequence.blocks += self._allocate(max(0, self.missing(sequence)))
 
     def publish(self, sequence: Sequence) -> None:
@@ -58,11 +64,13 @@ class Allocator:
         sequence.num_published = max(full, sequence.num_published)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes all blocks of a sequence back; full ones stay cached."""
-        if sequence.num_pending > 1:  # no draw has shown yet whether what it wrote is finite
+        """Takes all blocks of a sequence back, once no step can use them any more; full ones stay cached."""
+        if len(sequence.tokens) - sequence.num_computed > 1:  # no draw has shown yet whether what it wrote is finite
             self._dirty |= set(sequence.blocks)
+        elif sequence.ahead:  # and none will of what it still writes
+            self._dirty |= set(sequence.blocks[sequence.num_computed // self.pool.block_size :])
         if not is_armed("allocator.release"):
-            self.pool.release(sequence.blocks)
+            self._flights.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_published = 0
 
@@ -70,6 +78,10 @@ class Allocator:
         """The sequence's blocks may hold numbers that are not finite: nobody must find them again."""
         self.pool.forget(sequence.blocks)
         self._dirty |= set(sequence.blocks)
+
+    def put_back(self, clear: set[int]) -> None:
+        """Blocks that were to be cleared and will not be, since nobody writes to them after all."""
+        self._dirty |= clear
 
     def take_preparations(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """What the next step must begin with: blocks to clear, then (from, to) to copy. Told once."""

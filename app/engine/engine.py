@@ -1,27 +1,53 @@
-"""One step of the engine: plan, run, commit. No threads, no asyncio, no pipe."""
+"""One step of the engine: plan, run, commit. No threads, no asyncio, no pipe.
+
+Where the runner can launch a step and collect it later, the engine is one step ahead: the next step is planned and
+launched while the device computes this one, which is collected and committed after that.
+
+    step k      launch n+1 | collect n  -> commit n  -> report
+    step k+1    launch n+2 | collect n+1 -> commit n+1 -> report
+    device      ... n ------|------ n+1 ------|------ n+2 ...
+
+A step that needs the host's own results first (guides, scores), or that could not be launched, waits until those before
+it are committed, and is run as where nothing can be launched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from app.engine.audit import Audit
-from app.engine.isolation import Isolation, Runs
+from app.engine.isolation import Flight, Isolation, Runs, RunsAhead
+from app.engine.result import StepResult
 from app.engine.scheduler import Scheduler
-from app.engine.types import Request, Started, StepReport
+from app.engine.types import BatchPlan, Request, Started, StepReport
+
+Announce = Callable[[tuple[Started, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that comes next, whatever happens; without a flight it is still to be run."""
+
+    plan: BatchPlan
+    flight: Flight | None
 
 
 class Engine:
     """Continuous batching: requests join and leave between any two steps."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runs) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runs, ahead: RunsAhead | None = None) -> None:
+        """`ahead` is the same runner, where it can launch steps."""
         self.scheduler = scheduler
         self.runner = runner
-        self.isolation = Isolation(runner)
+        self.isolation = Isolation(runner, ahead)
+        self._is_ahead = ahead is not None
+        self._next: _Begun | None = None
         self._audit = Audit(scheduler)
 
     @property
     def has_work(self) -> bool:
-        """Whether step() would do anything."""
+        """Whether step() would do anything: also while a step is in flight that nobody waits for any more."""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
@@ -29,18 +55,36 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request; its blocks are free at once."""
+        """Drops a request; no step that is launched from now on computes it, and what is in flight is not told."""
         self.scheduler.cancel(request_id)
 
-    def step(self, announce: Callable[[tuple[Started, ...]], None] = lambda _started: None) -> StepReport:
+    def step(self, announce: Announce = lambda _started: None) -> StepReport:
         """Computes one batch; `announce` hears of requests that leave the queue before the work on them begins."""
-        plan = self.scheduler.plan()
-        if plan.started:
-            announce(plan.started)
-        report = self.scheduler.commit(plan, self.isolation.run(plan))
+        first, self._next = self._next or self._begin(self.scheduler.plan(), announce), None
+        # Before the result of this one is there, so that the device has no pause.
+        if first.flight is not None and (plan := self.scheduler.plan_ahead()):
+            self._next = self._begin(plan, announce)
+        report = self.scheduler.commit(first.plan, self._finish(first))
         self._audit.after_step()
         return report
 
     def rest(self) -> None:
         """For whoever has no work for now: time to look whether all is in order."""
         self._audit.when_idle()
+
+    def _begin(self, plan: BatchPlan, announce: Announce) -> _Begun:
+        if plan.started:
+            announce(plan.started)
+        if not self._is_ahead:
+            return _Begun(plan, None)
+        flight = self.isolation.launch(plan)
+        self.scheduler.begin(plan)
+        return _Begun(plan, flight)
+
+    def _finish(self, begun: _Begun) -> StepResult:
+        if begun.flight is not None:
+            return self.isolation.collect(begun.flight)
+        if not self._is_ahead:
+            return self.isolation.run(begun.plan)
+        plan = self.scheduler.living(begun.plan)
+        return self.isolation.run(plan) if plan.chunks else StepResult()

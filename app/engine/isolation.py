@@ -7,7 +7,7 @@ values are written to the same places, and a guide that has moved on too early i
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.engine.result import Drawn, StepResult
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
@@ -26,13 +26,62 @@ class Runs(Protocol):
         ...
 
 
+Flight = Any
+"""What a device makes of a launched step until it is collected; nobody else looks into it."""
+
+
+class RunsAhead(Protocol):
+    """What a device can do beside run(): take a step while the one before is still being computed.
+
+    Steps are computed in the order of their launches, and collected in that order. A chunk of the second may read the
+    token that the first draws (Chunk.reads_drawn): it lies on the device; where that is no token, since the logits were
+    not finite, any will do, for nobody looks at what comes of it. That goes for all rows of a sequence that has ended.
+    run() is only called while nothing is in flight.
+    """
+
+    def launchable(self, plan: BatchPlan) -> bool:
+        """Whether it needs nothing of the host on its way: no guide, no scores."""
+        ...
+
+    def launch(self, plan: BatchPlan) -> Flight:
+        """Begins with what run() would do, and never waits. What raises here leaves nothing in flight."""
+        ...
+
+    def collect(self, flight: Flight) -> StepResult:
+        """Waits for the oldest flight. Whatever is raised here is nobody's request: it ends the process."""
+        ...
+
+
 class Isolation:
     """Runs steps. Raises only what no single request is to blame for: that ends the process."""
 
-    def __init__(self, runner: Runs) -> None:
+    def __init__(self, runner: Runs, ahead: RunsAhead | None = None) -> None:
         self.retried = 0
         """Steps that were computed row by row."""
+        self.grounded = 0
+        """Steps that could not be launched, and were run instead."""
         self._runner = runner
+        self._ahead = ahead
+
+    def launch(self, plan: BatchPlan) -> Flight | None:
+        """None where the step must be run: by then nothing may be in flight."""
+        if self._ahead is None or not self._ahead.launchable(plan):
+            return None
+        try:
+            return self._ahead.launch(plan)
+        except BaseException as error:
+            if not _may_be_a_requests(error):
+                raise
+            problem = " < ".join(trace_of(error)[:2])
+        self.grounded += 1
+        if _is_worth_telling(self.grounded):
+            _log.warning("%d steps could not be launched ahead, the last after %s", self.grounded, problem)
+        return None
+
+    def collect(self, flight: Flight) -> StepResult:
+        """What came of a launched step."""
+        assert self._ahead is not None, "nothing was launched"
+        return self._ahead.collect(flight)
 
     def run(self, plan: BatchPlan) -> StepResult:
         """As the runner's; what cannot be computed alone either is in `failed`."""
@@ -45,7 +94,7 @@ class Isolation:
             problem = " < ".join(trace_of(error)[:2])
         self.retried += 1
         result = self._run_one_by_one(plan)
-        if not result.failed and self.retried & (self.retried - 1) == 0:  # 1, 2, 4, 8 ...: it may happen in every step
+        if not result.failed and _is_worth_telling(self.retried):
             _log.warning("%d steps were computed row by row, the last after %s", self.retried, problem)
         return result
 
@@ -82,6 +131,11 @@ def _alone(chunk: Chunk, plan: BatchPlan) -> BatchPlan:
     clear = tuple(block for block in plan.clear if block in own)
     copies = tuple(pair for pair in plan.copies if pair[1] in own)
     return BatchPlan((chunk,), clear=clear, copies=copies)
+
+
+def _is_worth_telling(times: int) -> bool:
+    """1, 2, 4, 8 ...: it may happen in every step."""
+    return times & (times - 1) == 0
 
 
 def _may_be_a_requests(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as PySequence
 
-from app.engine.types import Sequence
+from app.engine.types import Request, Sequence
 
 
 class WaitingQueue:
@@ -79,6 +79,15 @@ def has_place(salt: str, running: PySequence[Sequence], places: int) -> bool:
     """Where callers are told apart, none that runs already takes the last eighth of the places: others come at once."""
     is_last = places - len(running) <= places // 8
     return not (is_last and salt and any(sequence.request.salt == salt for sequence in running))
+
+
+def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
+    """Never one whose keys and values would be others than the request's own."""
+    if request.leader is None:
+        return None
+    leader = next((sequence for sequence in older if sequence.request.id == request.leader), None)
+    same = leader and all(getattr(leader.request, x) == getattr(request, x) for x in ("prompt", "source", "salt"))
+    return leader if same else None
 
 
 def _waits_for_leader(sequence: Sequence) -> bool:

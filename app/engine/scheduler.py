@@ -9,29 +9,32 @@ prompt; then prefills in pieces, small ones where decodes wait for them; then ne
 the blocks of all tokens known so far, so only decodes grow, and where no block is left the youngest gives way. A
 sequence that gave way `max_preemptions` times comes back with all the blocks it can ever need and is never chosen
 again: everybody finishes.
+
+plan_ahead() is the step after one that still runs: it counts tokens that nobody here knows yet, takes nobody's blocks,
+and leaves out who certainly ends before. Who ends unforeseen has computed one token too many, which nobody looks at.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from itertools import chain
 
 from app.engine.allocator import Allocator
 from app.engine.blocks import BlockPool
+from app.engine.flight import Flights, living
 from app.engine.limits import SchedulerLimits
-from app.engine.queue import WaitingQueue, has_place
-from app.engine.result import Drawn, StepResult
+from app.engine.queue import WaitingQueue, has_place, leader_of
+from app.engine.result import StepResult, take_in
 from app.engine.types import (
     BatchPlan,
     Chunk,
     Counters,
     Failed,
-    FinishReason,
     PromptScores,
     Request,
     Sequence,
     Started,
     StepReport,
-    TokenEvent,
 )
 
 
@@ -45,12 +48,13 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = self.block_violations = 0
         self._arrivals = 0
-        self._allocator = Allocator(pool, weights_version)
+        self._flights = Flights(pool)
+        self._allocator = Allocator(pool, self._flights, weights_version)
 
     @property
     def has_work(self) -> bool:
-        """Whether plan() has anything to plan."""
-        return bool(self.waiting or self.running)
+        """Whether there is anything to plan or to commit."""
+        return bool(self.waiting or self.running or self._flights)
 
     @property
     def counters(self) -> Counters:
@@ -71,11 +75,11 @@ class Scheduler:
         tokens = [*request.prompt, *request.generated]
         sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
         # Log-probabilities need rows of one's own.
-        sequence.leader = None if sequence.num_unscored else self._leader_of(request)
+        sequence.leader = None if sequence.num_unscored else leader_of(request, chain(self.waiting, self.running))
         self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Forgets a request and frees its blocks; one that is gone already is no error."""
+        """Forgets a request and frees its blocks, once no step uses them; one that is gone already is no error."""
         for sequence in [s for s in self.running if s.request.id == request_id]:
             self._end(sequence)
         waiting = [s for s in self.waiting if s.request.id == request_id]
@@ -84,24 +88,41 @@ class Scheduler:
             sequence.ended = True
 
     def plan(self) -> BatchPlan:
-        """The chunks of the next step; commit() must follow."""
+        """The chunks of the next step; commit() must follow, without begin() or behind it."""
+        assert not self._flights, "whoever gives way must not be in a step"
         preemptions = self.preemptions
         chunks = self._plan_decodes()
-        budget = self.limits.prompt_budget(len(chunks))
-        for sequence in self.running:
-            if sequence.num_pending > 1 and budget > 0:
-                chunks.append(_next_chunk(sequence, budget))
-                budget -= chunks[-1].cost
         # Nobody comes in by the door through which somebody was just shown out.
-        admitted, started = self._plan_admissions(budget) if self.preemptions == preemptions else ([], [])
-        clear, copies = self._allocator.take_preparations()
-        return BatchPlan((*chunks, *admitted), tuple(started), clear, copies)
+        return self._fill(chunks, may_admit=self.preemptions == preemptions)
+
+    def plan_ahead(self) -> BatchPlan | None:
+        """The step behind those that were begun; None where there is nothing to do, or too few blocks to do it."""
+        decodes = [s for s in self.running if s.num_pending == 1 and not self._stays_behind(s)]
+        if sum(max(0, self._allocator.missing(s)) for s in decodes) > self.pool.available:
+            return None
+        for sequence in decodes:
+            self._allocator.extend(sequence)
+        plan = self._fill([_decode(sequence) for sequence in decodes])
+        return plan if plan.chunks else None
+
+    def begin(self, plan: BatchPlan) -> None:
+        """The step is under way: plan_ahead() counts what it will have done. In the order of the plans."""
+        self._flights.begin(plan)
+
+    def living(self, plan: BatchPlan) -> BatchPlan:
+        """What is left to be computed of a plan that was begun and not launched, now that some may have ended."""
+        left = living(plan)
+        self._allocator.put_back({*plan.clear} - {*left.clear})
+        return left
 
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
-        """Takes the step's results in."""
+        """Takes the step's results in, but for those of sequences that have ended in the meantime."""
+        self._flights.land(plan)
         events, scores, failed = [], [], []
         for chunk in plan.chunks:
             sequence, name, places = chunk.sequence, chunk.sequence.request.id, chunk.scores
+            if sequence.ended:
+                continue
             if result.failed and name in result.failed:
                 failed.append(self._spoilt(sequence, result.failed[name]))
                 continue
@@ -120,28 +141,42 @@ class Scheduler:
                 scores.append(PromptScores(name, places.start, scored))
                 sequence.num_scored += len(scored)
             if drawn:
-                events.append(self._append(sequence, drawn))
+                events.append(take_in(sequence, drawn))
+                if events[-1].finish:
+                    self._end(sequence)
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
 
     def violations(self) -> list[str]:
         """What is wrong with the blocks; tests ask after every step."""
-        return self.pool.violations(s.blocks for s in [*self.running, *self.waiting])
-
-    def _leader_of(self, request: Request) -> Sequence | None:
-        """Never one whose keys and values would be others than the request's own."""
-        if request.leader is None:
-            return None
-        older = next((s for s in (*self.waiting, *self.running) if s.request.id == request.leader), None)
-        same = older and all(getattr(older.request, x) == getattr(request, x) for x in ("prompt", "source", "salt"))
-        return older if same else None
+        owned = (sequence.blocks for sequence in [*self.running, *self.waiting])
+        return self.pool.violations(chain(owned, self._flights.held))
 
     def _plan_decodes(self) -> list[Chunk]:
         chunks = []
         for sequence in list(self.running):
             # An older sequence may have made this one give way.
             if sequence.num_pending == 1 and sequence.blocks and self._grow(sequence):
-                chunks.append(_next_chunk(sequence, 1))
+                chunks.append(_decode(sequence))
         return chunks
+
+    def _stays_behind(self, sequence: Sequence) -> bool:
+        """Whether it has no part in the step that is planned ahead."""
+        if sequence.ends_in_flight:
+            return True
+        # It lets one step go, so that followers find its prompt with nothing on its way into its blocks.
+        ends_prompt = not sequence.has_prompt and sequence.num_unknown
+        return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
+
+    def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
+        """A plan of these decodes, of as much of the prompts as goes beside them, and of newcomers."""
+        budget = self.limits.prompt_budget(len(chunks))
+        for sequence in self.running:
+            if sequence.num_pending > 1 and budget > 0:
+                chunks.append(_next_chunk(sequence, budget))
+                budget -= chunks[-1].cost
+        admitted, started = self._plan_admissions(budget) if may_admit else ([], [])
+        clear, copies = self._allocator.take_preparations()
+        return BatchPlan((*chunks, *admitted), tuple(started), clear, copies)
 
     def _plan_admissions(self, budget: int) -> tuple[list[Chunk], list[Started]]:
         chunks, started, limits = [], [], self.limits
@@ -198,25 +233,14 @@ class Scheduler:
         self.running.remove(sequence)
         self._allocator.release(sequence)
 
-    def _append(self, sequence: Sequence, drawn: Drawn) -> TokenEvent:
-        """The sequence one token longer, or at its end."""
-        index, request = sequence.num_generated, sequence.request
-        if request.max_tokens == 0:
-            self._end(sequence)
-            return TokenEvent(request.id, 0, None, finish=FinishReason.LENGTH)
-        assert drawn.token is not None
-        sequence.tokens.append(drawn.token)
-        finish = None
-        if drawn.complete or drawn.token in request.stop_ids:
-            finish = FinishReason.STOP
-        elif sequence.num_generated >= request.max_tokens:
-            finish = FinishReason.LENGTH
-        if finish:
-            self._end(sequence)
-        return TokenEvent(request.id, index, drawn.token, drawn.logprob, drawn.top, finish)
-
 
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
     # Half as many tokens where each is scored, but one at least.
     room = -(-budget // 2) if sequence.num_unscored else budget
-    return Chunk(sequence, sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + room))
+    start = sequence.num_computed + sequence.ahead
+    return Chunk(sequence, start, start + min(sequence.num_pending, room))
+
+
+def _decode(sequence: Sequence) -> Chunk:
+    start = sequence.num_computed + sequence.ahead
+    return Chunk(sequence, start, start + 1)

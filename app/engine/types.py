@@ -144,6 +144,8 @@ class Sequence:
     """Older requests have smaller numbers, and keep them through preemption."""
     num_computed: int = 0
     """How many of `tokens` have their keys and values in the cache."""
+    ahead: int = 0
+    """Tokens behind those that steps in flight compute; the last may be one that only the device knows."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `tokens`, made as far as they were needed."""
@@ -162,9 +164,25 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def num_begun(self) -> int:
+        """Tokens whose keys and values are in the cache, or will be when what is in flight is done."""
+        return self.num_computed + self.ahead
+
+    @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values are still to be computed; 1 means decode."""
-        return len(self.tokens) - self.num_computed
+        """Tokens whose keys and values are still to be begun; 1 means decode, of a token that is drawn or will be."""
+        pending = len(self.tokens) - self.num_computed - self.ahead
+        return pending if pending > 0 else 1
+
+    @property
+    def num_unknown(self) -> int:
+        """Tokens that steps in flight draw: they come behind `tokens`."""
+        return max(0, self.num_begun + 1 - len(self.tokens))
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether its last token is being drawn, whatever token that will be."""
+        return 0 < self.num_unknown >= self.request.max_tokens - self.num_generated
 
     @property
     def num_unscored(self) -> int:
@@ -199,7 +217,12 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """Whether a row of logits is drawn from after this chunk (with max_tokens 0 only to see that it is finite)."""
-        return self.stop == len(self.sequence.tokens)
+        return self.stop >= len(self.sequence.tokens)  # from plan() to commit(), whatever is committed in between
+
+    @property
+    def reads_drawn(self) -> bool:
+        """Whether its last token is being drawn by the step before: it is on the device, and not in `tokens` yet."""
+        return self.stop > len(self.sequence.tokens)
 
     @property
     def cost(self) -> int:
