@@ -1,7 +1,7 @@
 """What a step does on the device, operation by operation, and the shapes that it is told. Knows no way of computing it.
 
 Shape legend: T tokens of the step (padded), D width, H query heads, K kv heads, C head_dim, F mlp width, P positions of
-the rotary table, R rows of resident state, B blocks of a row's table, X query tiles (and any flat axis), S sampled rows,
+the rotary table, R rows of resident state, B blocks of a row's table, X query tiles (or any flat axis), S sampled rows,
 V vocabulary.
 
 Every operation is safe inside a captured graph: it reads nothing on the host, and the shapes of what it makes follow
