@@ -1,0 +1,1 @@
+"""Everything that a GPU is needed for, in one run: `make gpu-check`."""
