@@ -31,7 +31,7 @@ CORE = [
     "waiting_line",
     "router",
 ]
-SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "logprobs"]
+SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "inverse", "logprobs"]
 DEVICE = ["compute", "kv_cache", "source_cache", "guides", *SAMPLING]
 BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
 EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]

@@ -42,7 +42,7 @@ def weights(logits_SX: Tensor, best_S1: Tensor, params: Items[SamplingParams]) -
     if any(p.top_p < 1 for p in params):
         if ranked:  # what typical_p left out is 0 among the others, adds nothing, and is never the last one needed
             wanted_S1 = (block_sums(weights_SX)[1][:, -1:] * top_p_S1).clamp(min=_SMALLEST)
-            least_S1, _ = _edge_in_order(weights_SX.gather(1, ranked.indices), wanted_S1)
+            least_S1, _ = edge_in_order(weights_SX.gather(1, ranked.indices), wanted_S1)
         else:
             least_S1 = _edge(weights_SX, weights_SX, top_p_S1)
         weights_SX = weights_SX.where((weights_SX >= least_S1) | (top_p_S1 >= 1), 0.0)
@@ -59,6 +59,17 @@ def block_sums(weights_SX: Tensor) -> tuple[Tensor, Tensor]:
     blocks_SBX = weights_SX.reshape(len(weights_SX), -1, _SUMMED)
     # In blocks: a whole row may be summed in another order when it is alone.
     return blocks_SBX, blocks_SBX.sum(-1, dtype=torch.float64).cumsum(-1)
+
+
+def edge_in_order(key_SX: Tensor, wanted_S1: Tensor, weights_SX: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[S, 1] the key of the last token that is needed to reach wanted_S1, and whether all of them are enough for it.
+
+    key_SX: the best first, with their weights; without any, the keys are weights themselves.
+    """
+    sums_SX = (key_SX if weights_SX is None else weights_SX).cumsum(-1, dtype=torch.float64)
+    needed_S1 = (sums_SX < wanted_S1).sum(-1, keepdim=True)
+    most = key_SX.shape[1]
+    return key_SX.gather(1, needed_S1.clamp(max=most - 1)), needed_S1 < most
 
 
 def _keep_top_k(logits_SX: Tensor, top_k: list[int], best_SX: Tensor | None) -> Tensor:
@@ -102,12 +113,4 @@ def _edge(key_SX: Tensor, weights_SX: Tensor, share_S1: Tensor) -> Tensor:
 def _edge_within(key_SX: Tensor, weights_SX: Tensor, wanted_S1: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The key of the last token that is needed, and whether `most` of them are enough."""
     order = key_SX.topk(most, dim=-1) if most < key_SX.shape[1] else key_SX.sort(dim=-1, descending=True)
-    return _edge_in_order(order.values, wanted_S1, weights_SX.gather(1, order.indices))
-
-
-def _edge_in_order(key_SX: Tensor, wanted_S1: Tensor, weights_SX: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same for keys in their order, with their weights; without any, the keys are weights themselves."""
-    sums_SX = (key_SX if weights_SX is None else weights_SX).cumsum(-1, dtype=torch.float64)
-    needed_S1 = (sums_SX < wanted_S1).sum(-1, keepdim=True)
-    most = key_SX.shape[1]
-    return key_SX.gather(1, needed_S1.clamp(max=most - 1)), needed_S1 < most
+    return edge_in_order(order.values, wanted_S1, weights_SX.gather(1, order.indices))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from app.engine.candidates import MOST, candidates
-from app.engine.filters import block_sums, weights
+from app.engine.filters import weights
+from app.engine.inverse import places
 from app.engine.logprobs import top_logprobs
 from app.engine.masks import forbid
 from app.engine.penalties import adjust
@@ -96,47 +97,34 @@ def _choose_of_few(
 ) -> list[int]:
     """Draws for those of the hopeful rows whose candidates are few enough; returns which."""
     found = candidates(_only(logits_SV, hopeful), [rows[i].params.top_k for i in hopeful])
-    places = [place for place, fits in enumerate(found.fits) if fits]
-    if not places:
+    fitting = [i for i, fits in enumerate(found.fits) if fits]
+    if not fitting:
         return []
-    narrow = [hopeful[place] for place in places]
-    values_SX, ids_SX = _only(found.values_SX, places), _only(found.ids_SX, places)
+    narrow = [hopeful[i] for i in fitting]
+    values_SX, ids_SX = _only(found.values_SX, fitting), _only(found.ids_SX, fitting)
     place_S = _draw(values_SX.double(), _only(best_S1, narrow).double(), [rows[i] for i in narrow])
     _put(chosen_S, narrow, ids_SX.gather(1, place_S[:, None]).squeeze(1))
     return narrow
 
 
-def _put(values_S: Tensor, places: list[int], new_S: Tensor) -> None:
-    if len(places) == len(values_S):
+def _put(values_S: Tensor, where: list[int], new_S: Tensor) -> None:
+    if len(where) == len(values_S):
         values_S.copy_(new_S)
     else:
-        values_S[places] = new_S
+        values_S[where] = new_S
 
 
-def _only(values_S: Tensor, places: list[int]) -> Tensor:
-    return values_S if len(places) == len(values_S) else values_S[places]
+def _only(values_S: Tensor, where: list[int]) -> Tensor:
+    return values_S if len(where) == len(values_S) else values_S[where]
 
 
 def _draw(logits_SX: Tensor, best_S1: Tensor, rows: Items[SamplingRow]) -> Tensor:
     """[S] places, by the inverse of the cumulative distribution in the order of the vocabulary."""
-    blocks_SBX, sums_SB = block_sums(weights(logits_SX, best_S1, [row.params for row in rows]))
+    weights_SX = weights(logits_SX, best_S1, [row.params for row in rows])
     numbers = uniforms(Draw(row.params.seed, row.position, row.params.choice) for row in rows)
     # top_p 0 is the best token alone, the lowest id among equals.
     numbers = [0.0 if row.params.top_p == 0 else number for row, number in zip(rows, numbers, strict=True)]
-    target_S1 = torch.tensor(numbers, dtype=torch.float64, device=logits_SX.device)[:, None] * sums_SB[:, -1:]
-    if sums_SB.shape[1] == 1:
-        return _first_above(blocks_SBX.squeeze(1).cumsum(-1, dtype=torch.float64), target_S1).squeeze(1)
-    block_S1 = _first_above(sums_SB, target_S1)
-    within_SX = blocks_SBX.gather(1, block_S1[:, :, None].expand(-1, -1, blocks_SBX.shape[2])).squeeze(1)
-    before_S1 = sums_SB.gather(1, (block_S1 - 1).clamp(min=0)).where(block_S1 > 0, 0.0)
-    place_S1 = _first_above(within_SX.cumsum(-1, dtype=torch.float64), target_S1 - before_S1)
-    return (block_S1 * blocks_SBX.shape[2] + place_S1).squeeze(1)
-
-
-def _first_above(sums_SX: Tensor, target_S1: Tensor) -> Tensor:
-    """[S, 1] where the sums first exceed the target. Rounding may reach the last sum; then the last that adds to it."""
-    last_S1 = torch.searchsorted(sums_SX, sums_SX[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(sums_SX, target_S1, right=True), last_S1)
+    return places(weights_SX, torch.tensor(numbers, dtype=torch.float64, device=logits_SX.device)[:, None])
 
 
 def _scores(raw_SV: Tensor, chosen_S: Tensor, rows: Items[SamplingRow]) -> dict[int, TokenScore]:
