@@ -1,0 +1,104 @@
+"""Log-probabilities of what was drawn, and the most likely tokens, one Triton program a row; only of rows that ask.
+
+Knows no filters: these are the model's own. Shape legend: S sampled rows, T tiles of a row, B tokens of a tile,
+G groups of a tile, C tokens of the room, K tokens to report, L listed ones.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from app.engine.kernels.triton_adjust import LOGPROBS, WORDS
+from app.engine.kernels.triton_edge import BY_LOGPROB, NO_KEY, edge, logprob, look, ordered
+from app.engine.kernels.triton_filters import NOTHING, least_of_groups
+
+_LIST = tl.constexpr(32)
+"""Room for the tokens to report, and as much again for those that tie with the last of them."""
+_FAR = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def score(
+    logits_ptr,
+    stride,
+    rows_ptr,
+    words_ptr,
+    tokens_ptr,
+    raw_best_ptr,
+    raw_sum_ptr,
+    groups_ptr,
+    room_ptr,
+    room_w_ptr,
+    logprob_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    V,
+    tiles,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """logprob [S], and top_ids and top_logprobs [S, K] of rows that want more than the token's own."""
+    s = tl.program_id(0).to(tl.int64)
+    asked = tl.load(words_ptr + tl.load(rows_ptr + s).to(tl.int64) * WORDS + LOGPROBS)
+    token = tl.load(tokens_ptr + s)
+    if (asked >= 0) & (token >= 0):
+        at_T = tl.arange(0, T)
+        best_T = tl.load(raw_best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NOTHING)
+        sum_T = tl.load(raw_sum_ptr + s * tiles + at_T, mask=at_T < tiles, other=0.0)
+        best = tl.max(best_T, 0)
+        far_T = tl.maximum(best_T.to(tl.float64) - best.to(tl.float64), -1000.0)
+        lse = tl.log(tl.sum(sum_T * tl.exp(far_T), 0)) + best.to(tl.float64)
+        logits_ptr += s * stride
+        tl.store(logprob_ptr + s, logprob(tl.load(logits_ptr + token).to(tl.float32), lse))
+        if asked > 0:
+            room_ptr, room_w_ptr, groups_ptr = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, groups_ptr + s * tiles * G
+            most = tl.minimum(V, K)
+            high = ordered(logprob(best, lse)).to(tl.int64) + 1
+            low = least_of_groups(BY_LOGPROB, groups_ptr, tiles * G, lse, high, most, G * T)
+            least = edge(
+                BY_LOGPROB, logits_ptr, room_w_ptr, V, 0.0, 1.0, lse, 0.0, low, high, most, room_ptr, room_w_ptr, B, C
+            )
+            tl.debug_barrier()
+            _list(logits_ptr, V, lse, least.to(tl.int32), room_ptr, B)
+            _report(logits_ptr, lse, most, room_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
+
+
+@triton.jit
+def _list(x_ptr, V, lse, least, room_ptr, B: tl.constexpr):
+    """Ids above the edge, and behind the first 32 places the first ids at the edge; -1 in unused places."""
+    places = tl.arange(0, 2 * _LIST)
+    tl.store(room_ptr + places, places * 0 - 1)
+    tl.debug_barrier()
+    above, equal = 0, 0
+    for start in range(0, V, B):
+        ids = start + tl.arange(0, B)
+        key, _ = look(BY_LOGPROB, x_ptr, x_ptr, ids, V, 0.0, 1.0, lse, 0.0)
+        is_above, is_equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
+        more, same = tl.sum(is_above, 0), tl.sum(is_equal, 0)
+        if more > 0:
+            tl.store(room_ptr + above + tl.cumsum(is_above, 0) - 1, ids, mask=is_above > 0)
+        if (same > 0) & (equal < _LIST):
+            place = equal + tl.cumsum(is_equal, 0) - 1
+            tl.store(room_ptr + _LIST + place, ids, mask=(is_equal > 0) & (place < _LIST))
+        above += more
+        equal += same
+    tl.debug_barrier()
+
+
+@triton.jit
+def _report(x_ptr, lse, most, room_ptr, top_ids_ptr, top_logprobs_ptr, K: tl.constexpr):
+    """The listed in order: the most likely first, the lower id among equals; -1 and -inf behind a small vocabulary."""
+    id_L = tl.load(room_ptr + tl.arange(0, 2 * _LIST))
+    value_L = logprob(tl.load(x_ptr + id_L, mask=id_L >= 0, other=0.0).to(tl.float32), lse)
+    key_L = tl.where(id_L >= 0, ordered(value_L), NO_KEY)
+    for i in range(K):
+        key = tl.max(key_L, 0)
+        token = tl.min(tl.where((key_L == key) & (id_L >= 0), id_L, _FAR), 0)
+        value = tl.max(tl.where(id_L == token, value_L, NOTHING), 0)
+        tl.store(top_ids_ptr + i, tl.where(i < most, token, -1))
+        tl.store(top_logprobs_ptr + i, tl.where(i < most, value, NOTHING))
+        key_L = tl.where(id_L == token, NO_KEY, key_L)
