@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +12,7 @@ from app.engine.blocks import BlockPool
 from app.engine.engine import Engine
 from app.engine.gpu.build import DeviceWishes, device_runner
 from app.engine.gpu.decoder import PagedDecoder, Product
+from app.engine.gpu.graphs import Capture
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.guides import Guides
 from app.engine.kernels.face import Kernels
@@ -19,6 +20,8 @@ from app.engine.kernels.twins import TorchKernels
 from app.engine.limits import SchedulerLimits
 from app.engine.scheduler import Scheduler
 from model.transformer import Decoder
+
+ROOM = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
@@ -49,3 +52,13 @@ def tiny_device_runner(
     where = {"dtype": decoder.embedding.dtype, "device": decoder.embedding.device}
     paged = PagedDecoder(decoder, kernels, plain_linear)
     return device_runner(paged, kernels, wishes, blocks=blocks, guides=guides, **where)
+
+
+def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **room: Any) -> Engine:
+    """An engine around tiny_device_runner(), a step ahead where depth is 1."""
+    runner = tiny_device_runner(decoder, **room)
+    tokens, running, blocks = (room.get(name, most) for name, most in ROOM.items())
+    runner.warm_up(tokens, capture)
+    limits = SchedulerLimits(tokens_per_step=tokens, max_running=running)
+    scheduler = Scheduler(limits, BlockPool(blocks, room.get("block_size", 16)))
+    return Engine(scheduler, runner, runner if depth else None)

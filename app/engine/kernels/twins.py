@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec
+from app.engine.kernels.sampling_twin import sample
 from app.engine.kernels.twin_attention import attention
 from model.config import Activation
 from model.positions import rotate
@@ -80,7 +81,7 @@ class TorchKernels:
 
     def sample(self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: Any, out: Any) -> None:
         """See Kernels.sample."""
-        raise NotImplementedError  # the sampler of this folder is plugged in here
+        sample(logits_SV, rows_S, positions_S, table, out)
 
 
 def _rms_norm(x_TX: Tensor, weight: Tensor | None, eps: float) -> Tensor:
