@@ -49,7 +49,7 @@ class Checkpoint:
 def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
     """Loads and checks everything: names, shapes, dtypes, finite numbers. Raises CheckpointError.
 
-    Memory: one copy in `dtype`, beside the files' pages, which the system can take back.
+    Memory: one copy in `dtype` on `device`, beside the files' pages, which the system can take back.
     """
     config_json, family, config = _read_config(directory)
     stock = find_tensors(directory)

@@ -18,6 +18,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.families.layout import Family, Shape
 from model.files import CheckpointError
+from model.finite import FiniteCheck
 from model.shards import Stock
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -49,23 +50,30 @@ def check_sizes(path: Path, config: ModelConfig, stock: Stock) -> None:
 def read_state(
     family: Family, config: ModelConfig, stock: Stock, *, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """State dict of the Decoder; each tensor reaches its device before the next is read. Raises CheckpointError."""
-    in_file = _match(family, config, stock)
+    """State dict of the Decoder. Raises CheckpointError.
+
+    Each tensor reaches its device before the next is read, in the file's number format, and gets its own there: beside
+    the decoder's tensors there is one of the file's at a time, in either format. Nothing waits for the device but the
+    one look at the end whether all numbers are finite.
+    """
+    in_file, finite = _match(family, config, stock), FiniteCheck()
     with contextlib.ExitStack() as stack:
-        opened = {path: _open(path, stack) for path in stock.paths}
+        opened = {path: _open(path, device, stack) for path in stock.paths}
 
         def get(name: str) -> Tensor:
             path = stock.tensors[in_file[name]].path
-            return _finite(path, in_file[name], _tensor(path, opened[path], in_file[name]).to(device, dtype))
+            return finite.note(path, in_file[name], _tensor(path, opened[path], in_file[name]).to(device, dtype))
 
-        state = family.load(config, get)
-        for name in in_file.keys() - family.shapes(config).keys():
-            if in_file[name] in stock.tensors and not torch.equal(get(name), state["embedding"]):
-                raise CheckpointError(
-                    f"{stock.source}: {in_file[name]} is not the token embedding, to which config.json ties the head; "
-                    "if it is the head, set tie_word_embeddings to false"
-                )
-        return state
+        state = family.load(config, get, lambda *shape: torch.empty(shape, device=device, dtype=dtype))
+        stored_too = [name for name in in_file.keys() - family.shapes(config).keys() if in_file[name] in stock.tensors]
+        others = [in_file[name] for name in stored_too if not torch.equal(get(name), state["embedding"])]
+    finite.require()
+    if others:
+        raise CheckpointError(
+            f"{stock.source}: {others[0]} is not the token embedding, to which config.json ties the head; "
+            "if it is the head, set tie_word_embeddings to false"
+        )
+    return state
 
 
 def _match(family: Family, config: ModelConfig, stock: Stock) -> dict[str, str]:
@@ -94,9 +102,11 @@ def _match(family: Family, config: ModelConfig, stock: Stock) -> dict[str, str]:
     return in_file
 
 
-def _open(path: Path, stack: contextlib.ExitStack) -> Any:
+def _open(path: Path, device: torch.device, stack: contextlib.ExitStack) -> Any:
+    """For a GPU safetensors hands the bytes on itself (0.8 through a pinned buffer as large as one tensor)."""
+    where = str(device) if device.type == "cuda" else "cpu"
     try:
-        return stack.enter_context(safe_open(path, framework="pt"))
+        return stack.enter_context(safe_open(path, framework="pt", device=where))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
@@ -106,11 +116,4 @@ def _tensor(path: Path, opened: Any, name: str) -> Tensor:
         tensor: Tensor = opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
-    return tensor
-
-
-def _finite(path: Path, name: str, tensor: Tensor) -> Tensor:
-    # Unlike isfinite over all of it, this makes no copy as large as the tensor.
-    if not torch.isfinite(torch.stack(tensor.aminmax())).all():
-        raise CheckpointError(f"{path}: {name} holds numbers that are not finite")
     return tensor

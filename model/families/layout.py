@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from model.config import Activation, ConfigError, ModelConfig, RopeScaling
@@ -54,13 +53,11 @@ class Family:
         """Name and shape of every tensor that the files must hold, no more and no fewer."""
         return {name: shape for piece in self.pieces(config) for name, shape in piece.theirs}
 
-    def load(self, config: ModelConfig, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """State dict of our Decoder; `get` fetches a tensor by the file's name."""
-        state = {}
-        for piece in self.pieces(config):
-            parts = [piece.load(get(name)) for name, _ in piece.theirs]
-            state[piece.ours] = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-        return state
+    def load(
+        self, config: ModelConfig, get: Callable[[str], Tensor], empty: Callable[..., Tensor]
+    ) -> dict[str, Tensor]:
+        """State dict of our Decoder; `get` fetches a tensor by the file's name, `empty` makes one of a shape."""
+        return {piece.ours: _assembled(piece, get, empty) for piece in self.pieces(config)}
 
     def save(self, config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The family's tensors, cut out of ours."""
@@ -70,6 +67,18 @@ class Family:
             parts = whole.split([shape[0] for _, shape in piece.theirs])
             tensors |= {name: part.contiguous() for (name, _), part in zip(piece.theirs, parts, strict=True)}
         return tensors
+
+
+def _assembled(piece: Piece, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
+    """A tensor of several parts is made once and filled part by part: never more than one part is there beside it."""
+    if len(piece.theirs) == 1:
+        return piece.load(get(piece.theirs[0][0])).contiguous()
+    rows = [shape[0] for _, shape in piece.theirs]
+    whole, start = empty(sum(rows), *piece.theirs[0][1][1:]), 0
+    for (name, _), count in zip(piece.theirs, rows, strict=True):
+        whole[start : start + count] = piece.load(get(name))
+        start += count
+    return whole
 
 
 def single(ours: str, theirs: str, *shape: int) -> Piece:
