@@ -36,11 +36,21 @@ class _Begun:
 class Engine:
     """Continuous batching: requests join and leave between any two steps."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runs, ahead: RunsAhead | None = None) -> None:
-        """`ahead` is the same runner, where it can launch steps."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runs,
+        ahead: RunsAhead | None = None,
+        *,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ahead` is the same runner, where it can launch steps.
+
+        `release` gives back the memory that a failed step held (app/engine/device_memory.py).
+        """
         self.scheduler = scheduler
         self.runner = runner
-        self.isolation = Isolation(runner, ahead)
+        self.isolation = Isolation(runner, ahead, release=release)
         self._is_ahead = ahead is not None
         self._next: _Begun | None = None
         self._audit = Audit(scheduler)

@@ -7,8 +7,10 @@ values are written to the same places, and a guide that has moved on too early i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from app.engine.device_errors import is_out_of_memory, lost_device
 from app.engine.result import Drawn, StepResult
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
 from app.logs import trace_of
@@ -55,13 +57,17 @@ class RunsAhead(Protocol):
 class Isolation:
     """Runs steps. Raises only what no single request is to blame for: that ends the process."""
 
-    def __init__(self, runner: Runs, ahead: RunsAhead | None = None) -> None:
+    def __init__(
+        self, runner: Runs, ahead: RunsAhead | None = None, *, release: Callable[[], None] = lambda: None
+    ) -> None:
+        """`release` gives back the memory that a failed step held; it raises where the device is lost."""
         self.retried = 0
         """Steps that were computed row by row."""
         self.grounded = 0
         """Steps that could not be launched, and were run instead."""
         self._runner = runner
         self._ahead = ahead
+        self._release = release
 
     def launch(self, plan: BatchPlan) -> Flight | None:
         """None where the step must be run: by then nothing may be in flight."""
@@ -70,9 +76,9 @@ class Isolation:
         try:
             return self._ahead.launch(plan)
         except BaseException as error:
-            if not _may_be_a_requests(error):
-                raise
+            _raise_unless_a_requests(error)
             problem = " < ".join(trace_of(error)[:2])
+        self._release()
         self.grounded += 1
         if _is_worth_telling(self.grounded):
             _log.warning("%d steps could not be launched ahead, the last after %s", self.grounded, problem)
@@ -88,10 +94,10 @@ class Isolation:
         try:
             return self._runner.run(plan)
         except BaseException as error:
-            if not _may_be_a_requests(error):
-                raise
+            _raise_unless_a_requests(error)
             # Only its place is kept: its frames hold the tensors of the step, and memory may be what was missing.
             problem = " < ".join(trace_of(error)[:2])
+        self._release()
         self.retried += 1
         result = self._run_one_by_one(plan)
         if not result.failed and _is_worth_telling(self.retried):
@@ -107,13 +113,14 @@ class Isolation:
             try:
                 result = self._runner.run(_alone(chunk, plan))
             except BaseException as error:
-                if not _may_be_a_requests(error):
-                    raise
-                failed[name] = _NO_MEMORY if _is_out_of_memory(error) else _FAILED
+                _raise_unless_a_requests(error)
+                failed[name] = _NO_MEMORY if is_out_of_memory(error) else _FAILED
                 _log.error("request %s failed in the engine", name, exc_info=error)
             else:
                 drawn |= result.drawn
                 scores |= result.scores
+                continue
+            self._release()  # behind the except clause: until there the error holds what the row held
         if failed:
             self._prove(plan.chunks[0].sequence.request)
         return StepResult(drawn, scores, failed)
@@ -138,11 +145,10 @@ def _is_worth_telling(times: int) -> bool:
     return times & (times - 1) == 0
 
 
-def _may_be_a_requests(error: BaseException) -> bool:
+def _raise_unless_a_requests(error: BaseException) -> None:
     """Whether a request can be the cause: a panic of a library in Rust is no Exception, and can be one's, too."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Python's own or torch's, which this file does not import."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if lost := lost_device(error):
+        _log.critical("the device is lost: %s", lost)
+        raise error
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error

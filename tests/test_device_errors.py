@@ -1,0 +1,172 @@
+"""What CUDA's errors say of the device, in torch's own types and words, and what the engine makes of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from app.engine.device_errors import is_out_of_memory, lost_device
+from app.engine.isolation import Isolation
+from app.engine.result import StepResult
+from app.engine.types import BatchPlan, Chunk, Request, Sequence
+
+HELP = """
+Search for `cudaError...' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more information.
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+STAYING = {
+    214: "uncorrectable ECC error encountered",
+    700: "an illegal memory access was encountered",
+    702: "the launch timed out and was terminated",
+    710: "device-side assert triggered",
+    715: "an illegal instruction was encountered",
+    716: "misaligned address",
+    717: "operation not supported on global/shared address space",
+    719: "unspecified launch failure",
+    999: "unknown error",
+}
+PASSING = {
+    1: "invalid argument",
+    2: "out of memory",
+    9: "invalid configuration argument",
+    701: "too many resources requested for launch",
+    801: "operation not supported",
+    900: "operation not permitted when stream is capturing",
+}
+
+
+def accelerator_error(code: int, words: str) -> torch.AcceleratorError:
+    """As torch raises it since 2.8."""
+    error = torch.AcceleratorError(f"CUDA error: {words}{HELP}")
+    error.error_code = code
+    return error
+
+
+def _kinds(code: int, words: str) -> list[RuntimeError]:
+    """The same thing said by torch, by torch before 2.8, and by Triton."""
+    older, triton = RuntimeError(f"CUDA error: {words}{HELP}"), RuntimeError(f"Triton Error [CUDA]: {words}")
+    return [accelerator_error(code, words), older, triton]
+
+
+@pytest.mark.parametrize("code", STAYING)
+def test_an_error_after_which_every_call_fails_is_told_in_its_first_line(code: int) -> None:
+    for error in _kinds(code, STAYING[code]):
+        assert lost_device(error) == STAYING[code] and not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_an_error_that_was_found_before_anything_ran_loses_no_device(code: int) -> None:
+    for error in _kinds(code, PASSING[code]):
+        assert lost_device(error) is None and is_out_of_memory(error) == (code == 2)
+
+
+def test_a_code_that_nobody_knows_is_taken_for_one_that_stays() -> None:
+    assert lost_device(accelerator_error(12345, "something new")) == "something new"
+    assert lost_device(torch.AcceleratorError("said otherwise")) == "said otherwise"
+
+
+def test_what_comes_of_missing_memory_or_of_a_request_loses_no_device() -> None:
+    missing = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ]
+    assert all(is_out_of_memory(error) and lost_device(error) is None for error in missing)
+    others = [
+        RuntimeError("shape '[2, 3]' is invalid for input of size 5"),
+        ValueError("CUDA error: device-side assert triggered"),
+        RuntimeError("a prompt that quotes CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    ]
+    assert not any(is_out_of_memory(error) or lost_device(error) for error in others)
+
+
+class Raises:
+    """A runner whose steps raise one error after the other, and then succeed."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.steps: list[int] = []
+        self._errors: Iterator[BaseException] = iter(errors)
+
+    def run(self, plan: BatchPlan) -> StepResult:
+        self.steps.append(len(plan.chunks))
+        if error := next(self._errors, None):
+            raise error
+        return StepResult()
+
+
+def _plan(rows: int) -> BatchPlan:
+    requests = [Request(id=str(row), prompt=(1,), max_tokens=1) for row in range(rows)]
+    return BatchPlan(tuple(Chunk(Sequence(request=r, tokens=[1], arrival=0), 0, 1) for r in requests))
+
+
+@pytest.mark.parametrize("code", STAYING)
+def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(
+    code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for error in _kinds(code, STAYING[code]):
+        caplog.clear()
+        runner = Raises(error)
+        with pytest.raises(RuntimeError) as caught:
+            Isolation(runner, lambda: pytest.fail("there is nothing to give back")).run(_plan(3))
+        assert (caught.value, runner.steps) == (error, [3])
+        assert [record.getMessage() for record in caplog.records] == [f"the device is lost: {STAYING[code]}"]
+
+
+def test_a_device_that_is_lost_while_rows_are_tried_alone_ends_the_engine_too() -> None:
+    runner = Raises(RuntimeError("a row"), accelerator_error(719, STAYING[719]))
+    with pytest.raises(torch.AcceleratorError):
+        Isolation(runner).run(_plan(3))
+    assert runner.steps == [3, 1]
+
+
+def test_missing_memory_fails_the_row_that_lacks_it_alone_and_is_given_back_before_every_next_try() -> None:
+    lacking = torch.OutOfMemoryError("CUDA out of memory.")
+    runner = Raises(lacking, accelerator_error(2, PASSING[2]))
+    released: list[int] = []
+    result = Isolation(runner, lambda: released.append(len(runner.steps))).run(_plan(3))
+    assert [*result.failed] == ["0"] and "memory" in result.failed["0"]
+    assert runner.steps == [3, 1, 1, 1, 1], "the last is the proof that the device still computes"
+    assert released == [1, 2]
+
+
+def test_what_the_release_of_memory_finds_out_ends_the_engine() -> None:
+    """A library of NVIDIA's says only that it failed; to wait for the device tells why."""
+    lost = accelerator_error(700, STAYING[700])
+
+    def release() -> None:
+        raise lost
+
+    runner = Raises(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"))
+    with pytest.raises(torch.AcceleratorError) as caught:
+        Isolation(runner, release).run(_plan(2))
+    assert caught.value is lost and runner.steps == [2]
+
+
+def test_nothing_of_a_failed_step_is_alive_when_its_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even by the traceback of its error: a runner keeps a step's tensors in its frames."""
+    monkeypatch.setattr(logging.getLogger("inkstream"), "disabled", True)  # pytest keeps what is logged, frames and all
+    alive: list[str] = []
+    seen: list[list[str]] = []
+
+    class Held:
+        def __init__(self) -> None:
+            alive.append("a step's tensors")
+
+        def __del__(self) -> None:
+            alive.pop()
+
+    class Lacks:
+        def run(self, plan: BatchPlan) -> StepResult:
+            if len(seen) < 2:
+                held = Held()
+                raise torch.OutOfMemoryError(f"CUDA out of memory beside {held} for {plan}")
+            return StepResult()
+
+    Isolation(Lacks(), lambda: seen.append([*alive])).run(_plan(2))
+    assert seen == [[], []]
