@@ -168,6 +168,7 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
         replicas=settings.replicas,
         loading_beside=settings.replicas - 1,
         kv_blocks=settings.kv_blocks,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         max_context=settings.max_context,
         tokens_per_step=settings.tokens_per_step,
         prompt_tokens_beside=settings.prompt_tokens_beside,

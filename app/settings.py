@@ -45,7 +45,7 @@ class Settings(BaseSettings):
         "none", description="int8 keeps weights as whole numbers of 8 bits: half the memory, sooner at few streams."
     )
     cache_dir: Path | None = Field(
-        None, description="Where native kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."
+        None, description="Where compiled kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."
     )
     replicas: int = Field(
         1,
@@ -59,8 +59,17 @@ class Settings(BaseSettings):
         le=1024,
         description="CPU threads of all engines together; 0 takes the cores they may use (affinity, cgroup limit).",
     )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that an engine may take; the cache gets what is left.",
+    )
     kv_blocks: int = Field(
-        0, ge=0, le=2**31 - 1, description="Blocks of each engine's KV cache; 0 takes what max_running can fill."
+        0,
+        ge=0,
+        le=2**31 - 1,
+        description="Blocks of each engine's KV cache; 0 takes what max_running can fill, on a GPU all that is left.",
     )
     max_context: int = Field(
         0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 takes the model's own context."

@@ -56,6 +56,7 @@ class Played:
         self.ready: Ready | None = None
         self.phase, self.restarts, self.is_gone = "loading weights", 0, False
         self.report_age = self.progress_age = 0.0
+        self.start_seconds: dict[str, float] = {}
         self.frames: list[Down] = []
         self.waiting: dict[str, list[int]] = {}
         self.running: dict[str, list[int]] = {}
@@ -485,6 +486,20 @@ def test_a_counter_of_all_engines_does_not_fall_when_one_crashes() -> None:
             engine.load()
         world.fleet.engines[1].on_report(StepReport(counters=Counters(preemptions=1)))
         assert told() == [11, 12]
+
+    _in_loop(scenario)
+
+
+def test_of_several_engines_the_slowest_start_is_told_for_each_phase() -> None:
+    async def scenario() -> None:
+        world = World()
+        world.engines[0].start_seconds = {"starting": 1.0, "loading weights": 5.0}
+        world.engines[1].start_seconds = {"starting": 2.0, "loading weights": 3.0, "proving": 1.0}
+        (told,) = [
+            f for f in EngineState(lambda: [world.fleet]).collect() if f.name == "inkstream_engine_start_seconds"
+        ]
+        series = {sample.labels["phase"]: sample.value for sample in told.samples}
+        assert series == {"starting": 2.0, "loading_weights": 5.0, "proving": 1.0}
 
     _in_loop(scenario)
 

@@ -51,7 +51,21 @@ def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
     yield _counter("preemptions", "Sequences that gave way.", sum(c.preemptions for c in lasting))
     violations = sum(c.block_violations for c in lasting)
     yield _counter("block_violations", "Looks at the cache's blocks that found one amiss.", violations)
+    yield _starts(engines)
     yield _counter("engine_restarts", "Engine processes that ended.", sum(e.supervisor.restarts for e in engines))
+
+
+def _starts(engines: Sequence[EngineClient]) -> Metric:
+    """There are as many series as an engine's start has phases; of several engines the slowest in each counts."""
+    seconds: dict[str, float] = {}
+    for engine in engines:
+        for phase, took in engine.supervisor.start_seconds.items():
+            seconds[phase] = max(took, seconds.get(phase, 0.0))
+    text = "What the last start of an engine took, by phase."
+    metric = GaugeMetricFamily("inkstream_engine_start_seconds", text, labels=["phase"])
+    for phase, took in seconds.items():
+        metric.add_metric([phase.replace(" ", "_")], took)
+    return metric
 
 
 def _by_replica(engines: Sequence[EngineClient]) -> Iterator[Metric]:

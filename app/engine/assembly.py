@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 from app.engine.blocks import BlockPool
 from app.engine.compute import Compute, TorchCompute
 from app.engine.defaults import sampling_defaults
+from app.engine.device_memory import releaser
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
 from app.engine.guides import Guides
 from app.engine.kv_cache import KVCache
+from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
-from app.engine.memory import CacheRoom, choose_context, free_memory
+from app.engine.memory import CacheRoom, choose_context
+from app.engine.memory_plan import table
 from app.engine.native.choice import Choice, Libraries, choose
 from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
@@ -24,11 +28,13 @@ from app.engine.native.program import BLOCK, head_numbers
 from app.engine.native.sampler import NativeSampler
 from app.engine.proof import prove
 from app.engine.quantize import round_weights
+from app.engine.rooms import blocks_on_cpu, blocks_on_gpu, step_peak
 from app.engine.runner import Runner, Sampler
 from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler
 from app.engine.source_cache import SourceCache
 from app.engine.start import Assembled, StartError
+from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING, WARMING_UP
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
@@ -36,10 +42,12 @@ from model.manifest import MANIFEST_FILE, check_manifest
 from model.tokenizer import Tokenizer
 from model.transformer import Decoder
 
+_log = logging.getLogger("inkstream")
+
 
 def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None) -> Assembled:
     """Loads the weights, takes the cache's memory, warms up; `announce` hears what is being done. Raises StartError."""
-    announce("loading weights")
+    announce(LOADING_WEIGHTS)
     try:
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -57,10 +65,11 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         libraries = Libraries.of(config.library, config.cache_dir)
         choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
         room = _room(config, checkpoint.decoder.config, dtype, device, choice)
-        sharing = 1 + config.loading_beside if device.type == "cpu" else 1
-        blocks = room.blocks(config.kv_blocks, free_memory(device), sharing)
+        blocks = _blocks(config, limits, room, checkpoint.decoder, device, announce)
     except ValueError as error:
         raise StartError(str(error)) from None
+    except torch.OutOfMemoryError:  # in a step it is caught; here the weights alone are too large
+        raise StartError(f"{config.weights}: the weights do not fit into the memory of the GPU") from None
     int8 = config.quantize == "int8"
     try:
         if choice.library:
@@ -75,13 +84,14 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         most=config.max_running,
     )
     runner = Runner(compute, sampler=sampler, guides=guides)
-    announce("warming up")
+    announce(WARMING_UP)
     runner.warm_up(config.max_running)
     pool = BlockPool(blocks, room.block_size)
     # Whatever changes bits: what computes, in which format.
     numerics = "-".join((choice.numerics, _name(dtype), *(["int8"] if int8 else [])))
     ready = _ready(checkpoint, room, defaults, device, pool, choice, numerics)
-    engine = Engine(Scheduler(limits, pool, checkpoint.version), runner)
+    engine = Engine(Scheduler(limits, pool, checkpoint.version), runner, releaser(device))
+    announce(PROVING)
     announce(_proven(engine, config, checkpoint, room))
     return Assembled(engine, guides, ready)
 
@@ -120,6 +130,39 @@ def _room(
         max_running=config.max_running,
         dtype=dtype,
     )
+
+
+def _blocks(
+    config: WorkerConfig,
+    limits: SchedulerLimits,
+    room: CacheRoom,
+    decoder: Decoder,
+    device: torch.device,
+    announce: Callable[[str], None],
+) -> int:
+    """Blocks of the cache; why so many is told in the log. Raises ValueError."""
+    if device.type == "cpu":
+        blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.loading_beside)
+    else:
+        announce(PLANNING_MEMORY)
+        blocks = blocks_on_gpu(
+            room,
+            decoder,
+            device,
+            wanted=config.kv_blocks,
+            utilization=config.gpu_memory_utilization,
+            activations=_activations(limits, room, decoder, device),
+        )
+    for line in table(blocks.rows):
+        _log.info("memory: %s", line)
+    return blocks.number
+
+
+def _activations(limits: SchedulerLimits, room: CacheRoom, decoder: Decoder, device: torch.device) -> int:
+    """Measured with a cache of no blocks. Raises ValueError."""
+    runner = Runner(_torch(decoder, room, 0, device, int8=False), sampler=TorchSampler())
+    step = largest_step(limits, room.context, has_encoder=room.shape.n_encoder_layers > 0)
+    return step_peak(lambda: runner.run(step), device)
 
 
 def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[Compute, Sampler]:

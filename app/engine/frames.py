@@ -37,6 +37,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     loading_beside: int = 0
     """Engines that take their caches' memory from the same machine at the same time."""
     kv_blocks: int = 0
+    gpu_memory_utilization: float = 0.9
     max_context: int = 0
     tokens_per_step: int = 256
     prompt_tokens_beside: int = 0
@@ -66,7 +67,7 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class Phase(Struct, frozen=True, array_like=True, tag="phase"):
-    """What the engine is doing before it is ready, for people."""
+    """What the engine is doing before it is ready, for people; app/engine/start_clock.py knows those that are timed."""
 
     name: str
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from threading import Lock
 from typing import NoReturn
 
@@ -24,6 +26,7 @@ from app.engine.frames import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConf
 from app.engine.inbox import Inbox
 from app.engine.signs_of_life import HangTrace, heartbeat
 from app.engine.start import Assembled, StartError
+from app.engine.triton_cache import keep_triton_cache
 from app.engine.types import Request, Started, StepReport
 from app.faults import fault, is_armed
 from app.log_writer import impatient
@@ -51,6 +54,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
         if inbox.is_closed:  # whoever died before die_with_parent() was called
             return 0
         logs.set_up(config.log_level, config.log_format)
+        keep_triton_cache(Path(config.cache_dir) if config.cache_dir else None, os.environ)
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
             fault("engine.load")
             assembled = assemble(config, lambda phase: send(Phase(phase)))
@@ -68,6 +72,8 @@ def run(descriptor: int, assemble: Assemble) -> int:
         _log.critical("the engine cannot go on", exc_info=error)
         send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
         return 1
+    finally:
+        pipe.close()  # our end is known at once, also where torch hangs on a lost device while Python ends
 
 
 class _Sender:

@@ -1,4 +1,4 @@
-"""How much cache fits into the memory that is free. Knows shapes and bytes, no tensors."""
+"""How much cache a service needs, and how much fits into the memory. Knows shapes and bytes, no tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 
+from app.engine.memory_plan import MemoryPlan, mib
 from app.engine.source_cache import source_tokens
 from model.config import ModelConfig
 
 _SHARE = 0.5
+_MOST_BLOCKS = 1 << 20
+"""Of a GPU's cache, which takes all that is left: each block costs the scheduler memory of the host, too."""
 
 
 def choose_context(shape: ModelConfig, wanted: int) -> int:
@@ -40,12 +43,21 @@ class CacheRoom:
         """Bytes of what the encoder read for all running requests."""
         return self._token_bytes * source_tokens(self.context) * self.max_running if self.shape.n_encoder_layers else 0
 
+    @property
+    def needed_blocks(self) -> int:
+        """Of one sequence as long as may be."""
+        return -(-self.context // self.block_size)
+
+    def cache_bytes(self, blocks: int) -> int:
+        """Of a cache with so many blocks: one more is nobody's, and what the encoder read lies beside it."""
+        return (blocks + 1) * self.block_bytes + self.source_bytes
+
     def blocks(self, wanted: int, free_bytes: int, engines: int = 1) -> int:
         """As many blocks as are wanted (0: as all running requests can fill) within a share of the free memory.
 
         `engines` take theirs from it at the same time. Raises ValueError.
         """
-        needed = -(-self.context // self.block_size)
+        needed = self.needed_blocks
         affordable = max(0, int(free_bytes * _SHARE) // engines - self.source_bytes) // self.block_bytes
         share = "half of the free memory"
         if engines > 1:
@@ -66,15 +78,47 @@ class CacheRoom:
             )
         return wanted
 
+    def blocks_on_gpu(self, wanted: int, plan: MemoryPlan) -> int:
+        """As many blocks as are wanted (0: all that the plan has room for). Raises ValueError."""
+        affordable = max(0, (plan.cache_room - self.source_bytes) // self.block_bytes - 1)
+        needed = self.needed_blocks
+        if affordable < needed:
+            raise ValueError(
+                f"a sequence of {self.context} tokens needs {mib(self.cache_bytes(needed))} of cache, and "
+                f"{plan.refusal()}: {self._advice(affordable, plan)}"
+            )
+        if not wanted:
+            return min(affordable, _MOST_BLOCKS)
+        if wanted < needed:
+            raise ValueError(
+                f"--kv-blocks {wanted} is too few: the context of {self.context} tokens needs {needed} blocks of "
+                f"{self.block_size} (or a smaller --max-context)"
+            )
+        if wanted > affordable:
+            raise ValueError(
+                f"--kv-blocks {wanted} does not fit: these blocks need {mib(self.cache_bytes(wanted))} of cache, and "
+                f"{plan.refusal()}: give at most {affordable}"
+            )
+        return wanted
+
+    def _advice(self, affordable: int, plan: MemoryPlan) -> str:
+        """The numbers that help where not even one sequence fits."""
+        flags = []
+        if self.source_bytes:  # the sources of all running requests need room, too
+            flags.append("a smaller --max-context or --max-running")
+        elif affordable:
+            flags.append(f"--max-context {affordable * self.block_size} or less")
+        if utilization := plan.utilization_for(self.cache_bytes(self.needed_blocks)):
+            flags.append(f"--gpu-memory-utilization {utilization:g} or more")
+        return f"give {', or '.join(flags)}" if flags else "take a smaller model, or end what else uses the GPU"
+
     @property
     def _token_bytes(self) -> int:
         return self.shape.kv_numbers_per_token * self.dtype.itemsize
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def free_memory() -> int:
+    """Bytes of the machine's memory that could be taken."""
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

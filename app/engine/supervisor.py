@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from app.engine.frames import Down, Fatal, Phase, Ready, Up, WorkerConfig
 from app.engine.peers import EngineGone
 from app.engine.process import EngineProcess, fate
 from app.engine.quarantine import PROOF
+from app.engine.start_clock import StartClock, in_words
 from app.engine.types import StepReport
 
 _log = logging.getLogger("inkstream")
@@ -64,6 +65,8 @@ class Supervisor:
         self.ready: Ready | None = None
         self.phase = "starting"
         self.restarts = 0
+        self.start_seconds: Mapping[str, float] = {}
+        """What the last start that came to its end took, by phase."""
         self._version = ""  # of the weights that all its engines serve, whatever is in their directory later
         self._process: EngineProcess | None = None
         self._why = ""  # we have killed it
@@ -74,6 +77,7 @@ class Supervisor:
         self._deliveries = 0
         """Steps of this engine that gave somebody a token or a score."""
         self._crash_loop = CrashLoop()
+        self._start_clock = StartClock(time.monotonic())
         self._tasks: list[asyncio.Task[None]] = []
         self._gone: EngineGone | None = None
 
@@ -138,6 +142,7 @@ class Supervisor:
     async def _live_once(self) -> None:
         """From the start of an engine process to its end."""
         self._why, self._last_frame, self._has_spoken = "", time.monotonic(), False
+        self._start_clock = StartClock(self._last_frame)
         self._process = process = await EngineProcess.spawn(self._take, self._command)
         # One that comes back takes the memory of the one before: all others have theirs.
         process.send(replace(self._config, loading_beside=0) if self._version else self._config)
@@ -205,6 +210,7 @@ class Supervisor:
                 self._ward.on_report(frame)
             case Phase():
                 self.phase = frame.name
+                self._start_clock.hear(frame.name, self._last_frame)
                 _log.info("%s: %s", self._config.name, frame.name)
             case Ready() if self._version in ("", frame.weights_version):
                 self._note_ready(frame)
@@ -218,6 +224,8 @@ class Supervisor:
     def _note_ready(self, frame: Ready) -> None:
         self.ready, self.phase, self._version = frame, "ready", frame.weights_version
         self._last_progress = time.monotonic()
+        self.start_seconds = self._start_clock.finish(self._last_progress)
+        _log.info("%s: started in %s", self._config.name, in_words(self.start_seconds))
         _log.info(
             "%s: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
             "ready" if self._config.replicas == 1 else f"{self._config.name} is ready",

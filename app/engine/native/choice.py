@@ -19,6 +19,7 @@ from app.engine.native.compiler import compiler_commands
 from app.engine.native.errors import BuildError, Unusable
 from app.engine.native.level import this_level
 from app.engine.native.shelf import is_sound
+from app.engine.start_clock import BUILDING_KERNELS
 from model.config import ModelConfig
 
 Kernels = Literal["auto", "native", "torch"]
@@ -122,4 +123,4 @@ def _library(libraries: Libraries, announce: Callable[[str], None]) -> Path:
     """Raises BuildError."""
     if libraries.found and is_sound(libraries.found):
         return libraries.found
-    return find_or_build(libraries.cache_dir, lambda _: announce("building native kernels"))
+    return find_or_build(libraries.cache_dir, lambda _: announce(BUILDING_KERNELS))
