@@ -1,7 +1,8 @@
 """What a number format costs in quality: `python -m benchmarks.quality --text FILE...`, in bits per byte.
 
 Every way reads the same windows of tokens and is asked for the log-probability of each token but the first. Bits per
-byte are comparable between tokenizers and between machines; lower is better. The last line is one JSON object.
+byte are comparable between tokenizers and between machines; lower is better. fp8 takes a GPU: here its rounding is
+emulated on the CPU. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +25,13 @@ from app.engine.frames import WorkerConfig
 from app.engine.native.build import find_or_build
 from app.engine.params import SamplingParams
 from app.engine.types import Request
+from benchmarks.emulated_fp8 import EmulatedFp8
 from model.tokenizer import Tokenizer
 
 Window = tuple[int, ...]
+Reader = Callable[[Sequence[Window]], Iterable[float]]
+"""Windows to the log-probability of each token but a window's first, in any order."""
+EMULATED_FP8 = "emulated bfloat16 fp8"
 _QUANTIZE: tuple[Literal["none", "int8"], ...] = ("none", "int8")
 _KERNELS: tuple[Literal["torch", "native"], ...] = ("torch", "native")
 
@@ -50,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "\n".join(path.read_text() for path in options.text)
     results: list[Quality] = []
     print(f"{'way':24} {'bits per byte':>14} {'more':>9}")
-    for way, config in _ways(str(options.weights)):
-        bits = bits_per_byte(config, tokenizer, text, options.tokens)
+    for way, context, read in _ways(options.weights):
+        bits = bits_per_byte(read, context, tokenizer, text, options.tokens)
         first = results[0].bits_per_byte if results else bits
         results.append(Quality(way=way, bits_per_byte=bits, percent=100 * (bits / first - 1)))
         print(f"{way:24} {bits:14.5f} {results[-1].percent:+8.3f} %", flush=True)
@@ -59,14 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def bits_per_byte(config: WorkerConfig, tokenizer: Tokenizer, text: str, n_tokens: int) -> float:
+def bits_per_byte(read: Reader, context: int, tokenizer: Tokenizer, text: str, n_tokens: int) -> float:
     """Of the text's first tokens, each foretold from those before it in its window of a context."""
-    assembled = assemble(config)
-    length = assembled.ready.context
     ids = tokenizer.encode(text)[:n_tokens]
-    windows = [tuple(ids[start : start + length]) for start in range(0, len(ids) - 1, length)]
+    windows = [tuple(ids[start : start + context]) for start in range(0, len(ids) - 1, context)]
     bytes_of = tokenizer.bytes_of
-    nats = -sum(_log_probabilities(assembled.engine, windows))
+    nats = -sum(read(windows))
     n_bytes = sum(len(bytes_of[token]) for window in windows for token in window[1:])
     return nats / math.log(2) / n_bytes
 
@@ -79,16 +84,20 @@ def _log_probabilities(engine: Engine, windows: Sequence[Window]) -> Iterator[fl
             yield from (logprob for logprob, _top in scores.tokens)
 
 
-def _ways(weights: str) -> Iterator[tuple[str, WorkerConfig]]:
+def _ways(weights: Path) -> Iterator[tuple[str, int, Reader]]:
+    """Name, context, and who reads."""
     library = str(find_or_build(None))
     for dtype in ("float32", "bfloat16"):
         for quantize in _QUANTIZE:
             for kernels in _KERNELS:
                 name = f"{kernels} {dtype}{f' {quantize}' if quantize != 'none' else ''}"
-                yield (
-                    name,
-                    WorkerConfig(weights=weights, dtype=dtype, kernels=kernels, library=library, quantize=quantize),
+                config = WorkerConfig(
+                    weights=str(weights), dtype=dtype, kernels=kernels, library=library, quantize=quantize
                 )
+                assembled = assemble(config)
+                yield name, assembled.ready.context, partial(_log_probabilities, assembled.engine)
+    emulated = EmulatedFp8(weights)
+    yield EMULATED_FP8, emulated.context, lambda windows: chain.from_iterable(map(emulated.log_probabilities, windows))
 
 
 if __name__ == "__main__":

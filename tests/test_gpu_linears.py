@@ -1,0 +1,130 @@
+"""Matrix products in int8 and fp8: near the exact ones, row by row for themselves, refused where they cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.engine.gpu import fp8
+from app.engine.gpu.linears import Bf16Linear, Fp8Linear, Int8Linear, Quantize, check_quantize, make_linear
+from app.engine.kernels import int8
+from app.engine.kernels.int8 import dequantised_product, int8_product
+from app.engine.quantize import quantize
+
+KINDS: list[Quantize] = ["none", "int8", "fp8"]
+MEAN_ERROR = {"none": 0.005, "int8": 0.015, "fp8": 0.06}
+"""Of outputs, as a share of their mean size: e4m3 has 3 bits of mantissa, so that a number is off by 2 to 3 %."""
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_near_the_exact_product(kind: Quantize, has_bias: bool) -> None:
+    weight, x, bias = _normal(48, 64), _normal(5, 64, seed=1), _normal(48, seed=2) if has_bias else None
+    exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    out = make_linear(weight, bias, kind)(x)
+    assert (out.shape, out.dtype) == (exact.shape, torch.bfloat16)
+    error = (out.float() - exact).abs().mean() / exact.abs().mean()
+    assert 0 < error < MEAN_ERROR[kind]
+
+
+def test_each_kind_has_its_class_and_takes_the_weight_over() -> None:
+    for kind, expected in zip(KINDS, (Bf16Linear, Int8Linear, Fp8Linear), strict=True):
+        weight = _normal(32, 32)
+        assert type(make_linear(weight, None, kind)) is expected
+        assert (weight.numel() == 0) == (kind != "none"), "the numbers are there twice"
+
+
+@pytest.mark.parametrize("shape", [(40, 64), (64, 40)])
+def test_a_matrix_that_fp8_cannot_take_stays_as_it_is(shape: tuple[int, int]) -> None:
+    weight = _normal(*shape)
+    assert type(make_linear(weight, None, "fp8")) is Bf16Linear
+    assert weight.shape == shape
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
+    """Whole numbers below 8 and a scale that is a power of two: every sum is exact, in whatever order."""
+    weight = _normal(32, 64).mul(2).round().clamp(-7, 7)
+    weight[:, 0] = 127 if kind == "int8" else 7
+    x = _normal(9, 64, seed=1).mul(2).round().clamp(-7, 7)
+    x[:, 0] = 7
+    linear = make_linear(weight, None, kind)
+    together = linear(x)
+    assert torch.equal(linear(x.flip(0)).flip(0), together)
+    assert torch.equal(torch.cat([linear(row[None]) for row in x]), together)
+    x[3] *= 1e4
+    others = [row for row in range(9) if row != 3]
+    assert torch.equal(linear(x)[others], together[others]), "a loud neighbour"
+
+
+def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
+    x = torch.cat((_normal(3, 64, dtype=torch.float32) * torch.tensor([[1.0], [1e-4], [1e4]]), torch.zeros(1, 64)))
+    numbers, scales = fp8.round_rows(x)
+    assert numbers.dtype == torch.float8_e4m3fn
+    assert torch.equal(numbers.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0]))
+    error = (numbers.float() * scales - x).abs()
+    assert (error <= x.abs() / 16 + scales / 512).all(), "half a step of 3 bits, or of the smallest number"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
+    x = _normal(3, 64)
+    x[1, 5] = bad
+    out = make_linear(_normal(32, 64, seed=1), None, "fp8")(x)
+    assert not torch.isfinite(out[1]).any()
+    assert torch.isfinite(out[[0, 2]]).all()
+
+
+def test_a_weight_is_rounded_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = _normal(50, 64)
+    whole = fp8.round_weight(weight)
+    monkeypatch.setattr(fp8, "_PIECE", 64 * 7)
+    pieces = fp8.round_weight(weight)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(whole, pieces, strict=True))
+
+
+@pytest.mark.parametrize("is_public", [True, False])
+def test_the_products_of_torch_take_what_they_are_given(is_public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has both for CPUs too, with the same arguments: the layouts that a GPU is given are tried here."""
+    if is_public and not hasattr(F, "scaled_mm"):
+        pytest.skip("this torch has no public name for it")
+    if not is_public:
+        monkeypatch.delattr(F, "scaled_mm", raising=False)
+    x, weight, bias = fp8.round_rows(_normal(5, 64)), fp8.round_weight(_normal(48, 64, seed=1)), _normal(48, seed=2)
+    for each in (bias, None):
+        ours = fp8.product(x, weight, each, torch.float32)
+        torchs = fp8.scaled_product(x, weight, each, torch.bfloat16)
+        assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
+
+
+def test_fp8_is_refused_where_it_cannot_be() -> None:
+    bfloat16 = torch.bfloat16
+    check_quantize("fp8", "cuda", bfloat16, (8, 9))
+    check_quantize("fp8", "cuda", bfloat16, (12, 0))
+    check_quantize("int8", "cpu", torch.float32)
+    for device, dtype, capability, reason in [
+        ("cpu", bfloat16, None, "takes a GPU, and this is a cpu: take --quantize int8 or none"),
+        ("cuda", bfloat16, (8, 6), r"capability 8\.9 or newer .* is 8\.6: take --quantize int8 or none"),
+        ("cuda", torch.float32, (9, 0), "computes in bfloat16: take --dtype bfloat16 or auto"),
+    ]:
+        with pytest.raises(ValueError, match=f"^--quantize fp8 {reason}|{reason}$"):
+            check_quantize("fp8", device, dtype, capability)
+
+
+def test_the_twin_of_int8_widens_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, bias = quantize(_normal(50, 64)), _normal(3, 64, seed=1), _normal(50, seed=2)
+    whole = dequantised_product(x, weight, bias)
+    monkeypatch.setattr(int8, "_PIECE", 64 * 16)
+    assert torch.allclose(dequantised_product(x, weight, bias).float(), whole.float(), rtol=2**-7)
+
+
+def test_without_a_gpu_the_twin_computes() -> None:
+    assert int8_product(torch.device("cpu"), torch.bfloat16) is dequantised_product
+    assert int8_product(torch.device("cuda"), torch.float32) is dequantised_product
