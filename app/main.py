@@ -161,6 +161,7 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
         dtype=settings.dtype,
         kernels=settings.kernels,
         quantize=settings.quantize,
+        deterministic=settings.deterministic,
         library=str(libraries.found) if libraries.found else None,
         cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
         # As many for each: an answer may begin with one engine and end with another.

@@ -41,8 +41,15 @@ class Settings(BaseSettings):
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto", description="What computes on a CPU; auto is native once the kernels are built, and torch until then."
     )
-    quantize: Literal["none", "int8"] = Field(
-        "none", description="int8 keeps weights as whole numbers of 8 bits: half the memory, sooner at few streams."
+    quantize: Literal["none", "int8", "fp8"] = Field(
+        "none",
+        description="int8 keeps weights as whole numbers of 8 bits: half the memory, sooner at few streams; fp8 also "
+        "computes in 8 bits, on GPUs that can.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="Steps of one shape on a GPU, and a proof at the start that an answer does not hang on what is "
+        "computed beside it.",
     )
     cache_dir: Path | None = Field(
         None, description="Where compiled kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."

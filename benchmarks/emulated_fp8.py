@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from app.engine.gpu.linears import make_linear
+from app.engine.gpu.install import install
 from model.checkpoint import load
-from model.layers import Linear
 from model.reference import logits
-from model.transformer import Decoder
-
-
-def emulate_fp8(decoder: Decoder) -> None:
-    """Puts an fp8 product behind each matrix of the layers. The head must be tied: such a one stays as it is."""
-    assert decoder.untied_head is None, "a head of its own would be rounded too"
-    for owner in decoder.modules():
-        if isinstance(owner, Linear):
-            owner.product = partial(_product, make_linear(owner.weight, owner.bias, "fp8"))
 
 
 class EmulatedFp8:
@@ -30,14 +17,10 @@ class EmulatedFp8:
     def __init__(self, weights: Path) -> None:
         self._decoder = load(weights, device=torch.device("cpu"), dtype=torch.bfloat16).decoder
         self.context = self._decoder.config.context
-        emulate_fp8(self._decoder)
+        install(self._decoder, "fp8")
 
     def log_probabilities(self, window: tuple[int, ...]) -> list[float]:
         """Of each token but the first."""
         logprobs_TV = logits(self._decoder, list(window))[:-1].log_softmax(-1)
         found: list[float] = logprobs_TV.gather(1, torch.tensor(window[1:])[:, None])[:, 0].tolist()
         return found
-
-
-def _product(linear: Callable[[Tensor], Tensor], x: Tensor, _weight: Tensor, _bias: Tensor | None) -> Tensor:
-    return linear(x)

@@ -33,6 +33,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config) if config.final_norm else nn.Identity()
         self.untied_head = None if config.tied_head else _matrix(config.vocab_size, config.width)
         self.head_bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias else None
+        self.head_product = product
         if not self.embedding.is_meta:
             self.make_tables()
 
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] of hidden states [S, D]."""
         matrix = self.embedding if self.untied_head is None else self.untied_head
-        logits_SV = product(hidden_SD, matrix, self.head_bias)
+        logits_SV = self.head_product(hidden_SD, matrix, self.head_bias)
         cap = self.config.logit_soft_cap
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 

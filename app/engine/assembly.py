@@ -15,7 +15,10 @@ from app.engine.defaults import sampling_defaults
 from app.engine.device_memory import releaser
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
+from app.engine.gpu.install import install, what_stays
+from app.engine.gpu.linears import Quantize, check_quantize
 from app.engine.guides import Guides
+from app.engine.kernels.int8 import int8_product
 from app.engine.kv_cache import KVCache
 from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
@@ -32,6 +35,7 @@ from app.engine.rooms import blocks_on_cpu, blocks_on_gpu, step_peak
 from app.engine.runner import Runner, Sampler
 from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler
+from app.engine.self_test import Device, prove_rows
 from app.engine.source_cache import SourceCache
 from app.engine.start import Assembled, StartError
 from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING, WARMING_UP
@@ -53,6 +57,8 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
             torch.set_num_threads(config.threads)
         device = _device(config)
         dtype = choose_dtype(config.dtype, device)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        check_quantize(config.quantize, device.type, dtype, capability)
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may be others when a guide asks for it
@@ -70,12 +76,15 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         raise StartError(str(error)) from None
     except torch.OutOfMemoryError:  # in a step it is caught; here the weights alone are too large
         raise StartError(f"{config.weights}: the weights do not fit into the memory of the GPU") from None
-    int8 = config.quantize == "int8"
+    pool = BlockPool(blocks, room.block_size)
+    ready = _ready(checkpoint, room, defaults, device, pool, choice, _numerics(config, choice, dtype, device))
+    if told := what_stays(checkpoint.decoder, config.quantize):
+        announce(told)
     try:
         if choice.library:
-            compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=int8)
+            compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=config.quantize == "int8")
         else:
-            compute, sampler = _torch(checkpoint.decoder, room, blocks, device, int8=int8), TorchSampler()
+            compute, sampler = _torch(checkpoint.decoder, room, blocks, device, config.quantize), TorchSampler()
     except ValueError as error:
         raise StartError(str(error)) from None
     guides = Guides(
@@ -86,14 +95,19 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
     runner = Runner(compute, sampler=sampler, guides=guides)
     announce(WARMING_UP)
     runner.warm_up(config.max_running)
-    pool = BlockPool(blocks, room.block_size)
-    # Whatever changes bits: what computes, in which format.
-    numerics = "-".join((choice.numerics, _name(dtype), *(["int8"] if int8 else [])))
-    ready = _ready(checkpoint, room, defaults, device, pool, choice, numerics)
-    engine = Engine(Scheduler(limits, pool, checkpoint.version), runner, releaser(device))
+    engine = Engine(Scheduler(limits, pool, checkpoint.version), runner, release=releaser(device))
     announce(PROVING)
+    if config.deterministic:
+        announce(_rows_proven(runner, limits, room, blocks))
     announce(_proven(engine, config, checkpoint, room))
     return Assembled(engine, guides, ready)
+
+
+def _numerics(config: WorkerConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> str:
+    """Whatever changes bits: what computes, in which format; on a GPU also in which shapes."""
+    rounded = [] if config.quantize == "none" else [config.quantize]
+    shapes = ["deterministic"] if config.deterministic and device.type == "cuda" else []
+    return "-".join((choice.numerics, _name(dtype), *rounded, *shapes))
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -118,6 +132,21 @@ def _proven(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, room: 
     except ValueError as error:
         raise StartError(str(error)) from None
     return f"{golden}, {MANIFEST_FILE} met" if is_whole else golden
+
+
+def _rows_proven(runner: Runner, limits: SchedulerLimits, room: CacheRoom, blocks: int) -> str:
+    """That no row hangs on its neighbours, for the log. Raises StartError."""
+    device = Device(
+        make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, room.block_size)), runner),
+        limits=limits,
+        context=room.context,
+        vocab_size=room.shape.vocab_size,
+        has_encoder=room.shape.n_encoder_layers > 0,
+    )
+    try:
+        return prove_rows(device)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def _room(
@@ -173,8 +202,10 @@ def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[C
     return compute, sampler
 
 
-def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, *, int8: bool) -> Compute:
-    if int8:
+def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, quantize: Quantize) -> Compute:
+    if quantize != "none" and device.type == "cuda":
+        install(decoder, quantize, int8_product(device, room.dtype))
+    elif quantize == "int8":
         round_weights(decoder)
     cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)
     if not decoder.config.n_encoder_layers:

@@ -29,7 +29,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     library: str | None = None
     """The native kernels that the service found at its start."""
     cache_dir: str | None = None
-    quantize: Literal["none", "int8"] = "none"
+    quantize: Literal["none", "int8", "fp8"] = "none"
+    deterministic: bool = False
+    """Steps of constant shapes, and a proof at the start that no row hangs on its neighbours."""
     threads: int = 0
     replica: int = 0
     """Which of the engines of a fleet it is, from 0; on a GPU also which GPU is its own."""
@@ -89,7 +91,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     block_size: int
     has_encoder: bool
     numerics: str
-    """What computes: "torch", or "native-" and the level of the CPU; "-int8" behind it where weights are rounded."""
+    """What computes: "torch", or "native-" and the level of the CPU; behind it the number format, "-int8" or "-fp8"
+    where weights are rounded, and "-deterministic" where the shapes of a GPU's steps are constant."""
     numerics_reason: str
     """Why, for the log."""
     waits_for_build: bool

@@ -61,9 +61,7 @@ def scaled_product(x: Rounded, weight: Rounded, bias_N: Tensor | None, dtype: to
     if not hasattr(F, "scaled_mm"):
         return torch._scaled_mm(x.numbers, numbers_KN, x.scales_X1, scales_1N, bias=bias_N, out_dtype=dtype)
     by_row = F.ScalingType.RowWise
-    return F.scaled_mm(
-        x.numbers, numbers_KN, x.scales_X1, by_row, scales_1N, by_row, bias=bias_N, output_dtype=dtype
-    )
+    return F.scaled_mm(x.numbers, numbers_KN, x.scales_X1, by_row, scales_1N, by_row, bias=bias_N, output_dtype=dtype)
 
 
 def _widened(rounded: Rounded) -> Tensor:
