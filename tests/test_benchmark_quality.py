@@ -18,9 +18,11 @@ def test_the_last_line_is_one_json_object_with_every_way(tmp_path: Path, capsys:
     assert main(["--weights", weights, "--text", str(tmp_path / "text.txt"), "--tokens", "700"]) == 0
     _, *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert (result["benchmark"], result["tokens"], len(table)) == ("quality", 700, 8)
+    assert (result["benchmark"], result["tokens"], len(table)) == ("quality", 700, 9)
     bits = {each["way"]: each["bits_per_byte"] for each in result["ways"]}
     assert bits["native float32"] == pytest.approx(bits["torch float32"], rel=1e-5)
     assert bits["native float32 int8"] == pytest.approx(bits["torch float32 int8"], rel=1e-5)
     assert bits["native float32 int8"] != pytest.approx(bits["native float32"], rel=1e-5), "nothing was rounded"
+    assert bits["emulated bfloat16 fp8"] == pytest.approx(bits["torch bfloat16"], rel=0.05)
+    assert bits["emulated bfloat16 fp8"] != pytest.approx(bits["torch bfloat16"], rel=1e-5), "nothing was rounded"
     assert bits["native bfloat16"] == pytest.approx(bits["torch float32"], rel=0.05)

@@ -140,6 +140,13 @@ def test_llguidance_has_one_door() -> None:
     assert named == [ROOT / "app/engine/matcher.py"]
 
 
+def test_what_imports_triton_is_imported_by_nobody_else() -> None:
+    """It may be missing: what imports it is never imported, but opened where there is a GPU."""
+    holding = [name for name, known in GRAPH.items() if any(n.split(".")[0] == "triton" for n in known)]
+    assert all(name.startswith("app.engine.kernels.triton_") for name in holding) and holding
+    assert not [name for name, known in GRAPH.items() if known & set(holding) - {name} and name not in holding]
+
+
 def test_ray_has_one_door() -> None:
     """What a front does with lost replicas knows nothing of it, nor of engines; and no service knows its front."""
     assert [name for name, known in GRAPH.items() if any(n.split(".")[0] == "ray" for n in known)] == [

@@ -49,6 +49,7 @@ def product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
         BLOCK_K=BLOCK_K,
         num_warps=WARPS,
         num_stages=stages,
+        enable_fp_fusion=False,  # where a product and a sum become one is up to the compiler of each variant
     )
     return out_TN
 
