@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu import fp8
 from app.engine.gpu.linears import Bf16Linear, Fp8Linear, Int8Linear, Quantize, check_quantize, make_linear
-from app.engine.kernels import int8
-from app.engine.kernels.int8 import dequantised_product, int8_product
+from app.engine.kernels import fp8, int8
+from app.engine.kernels.int8 import dequantised_product
+from app.engine.kernels.rounded import TWINS, rounded_kernels
 from app.engine.quantize import quantize
 
 KINDS: list[Quantize] = ["none", "int8", "fp8"]
@@ -125,6 +125,6 @@ def test_the_twin_of_int8_widens_piece_by_piece_as_a_whole(monkeypatch: pytest.M
     assert torch.allclose(dequantised_product(x, weight, bias).float(), whole.float(), rtol=2**-7)
 
 
-def test_without_a_gpu_the_twin_computes() -> None:
-    assert int8_product(torch.device("cpu"), torch.bfloat16) is dequantised_product
-    assert int8_product(torch.device("cuda"), torch.float32) is dequantised_product
+def test_without_a_gpu_the_twins_compute() -> None:
+    assert rounded_kernels(torch.device("cpu"), torch.bfloat16) is TWINS
+    assert rounded_kernels(torch.device("cuda"), torch.float32) is TWINS

@@ -18,7 +18,7 @@ from app.engine.frames import Ready, WorkerConfig
 from app.engine.gpu.install import install, what_stays
 from app.engine.gpu.linears import Quantize, check_quantize
 from app.engine.guides import Guides
-from app.engine.kernels.int8 import int8_product
+from app.engine.kernels.rounded import rounded_kernels
 from app.engine.kv_cache import KVCache
 from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
@@ -204,7 +204,7 @@ def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[C
 
 def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, quantize: Quantize) -> Compute:
     if quantize != "none" and device.type == "cuda":
-        install(decoder, quantize, int8_product(device, room.dtype))
+        install(decoder, quantize, rounded_kernels(device, room.dtype))
     elif quantize == "int8":
         round_weights(decoder)
     cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from app.engine.gpu.linears import Linear as Product
 from app.engine.gpu.linears import Quantize, fits_fp8, make_linear
-from app.engine.kernels.int8 import Int8Product, dequantised_product
+from app.engine.kernels.rounded import TWINS, RoundedKernels
 from model.layers import Linear
 from model.transformer import Decoder
 
 
-def install(decoder: Decoder, quantize: Quantize, int8_product: Int8Product = dequantised_product) -> None:
+def install(decoder: Decoder, quantize: Quantize, kernels: RoundedKernels = TWINS) -> None:
     """Rounds every matrix and frees what it was; to be called before seal()."""
     for owner in decoder.modules():
         if isinstance(owner, Linear):
-            owner.product = _as_product(make_linear(owner.weight, owner.bias, quantize, int8_product=int8_product))
+            owner.product = _as_product(make_linear(owner.weight, owner.bias, quantize, kernels=kernels))
     if decoder.untied_head is not None:
-        head = make_linear(decoder.untied_head, decoder.head_bias, quantize, int8_product=int8_product)
+        head = make_linear(decoder.untied_head, decoder.head_bias, quantize, kernels=kernels)
         decoder.head_product = _as_product(head)
 
 

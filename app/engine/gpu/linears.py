@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.fp8 import UNIT, product, round_rows, round_weight
-from app.engine.kernels.int8 import Int8Product, dequantised_product
+from app.engine.kernels.fp8 import UNIT, Fp8Rows, product, round_weight
+from app.engine.kernels.int8 import Int8Product
+from app.engine.kernels.rounded import TWINS, RoundedKernels
 from app.engine.quantize import quantize as quantize_int8
 
 Quantize = Literal["none", "int8", "fp8"]
@@ -30,16 +31,16 @@ def make_linear(
     bias: Tensor | None,
     quantize: Quantize,
     *,
-    int8_product: Int8Product = dequantised_product,
+    kernels: RoundedKernels = TWINS,
 ) -> Linear:
     """x [T, K] -> x W^T + b [T, N], for a weight [N, K] that nobody else needs: where it is rounded, it is emptied.
 
-    An fp8 product whose sizes do not allow it (see fits_fp8) stays as it is. int8_product: see kernels/int8.py.
+    An fp8 product whose sizes do not allow it (see fits_fp8) stays as it is. kernels: see rounded_kernels().
     """
     if quantize == "int8":
-        linear: Linear = Int8Linear(weight, bias, int8_product)
+        linear: Linear = Int8Linear(weight, bias, kernels.int8_product)
     elif quantize == "fp8" and fits_fp8(weight):
-        linear = Fp8Linear(weight, bias)
+        linear = Fp8Linear(weight, bias, kernels.fp8_rows)
     else:
         return Bf16Linear(weight, bias)
     weight.data = weight.data.new_empty(0)
@@ -83,12 +84,13 @@ class Bf16Linear:
 class Fp8Linear:
     """Weight and activations in e4m3: half the bytes to read, and twice the arithmetic of bfloat16 on tensor cores."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, fp8_rows: Fp8Rows) -> None:
+        self._fp8_rows = fp8_rows
         self.rounded = round_weight(weight)
         self.bias_N = None if bias is None else bias.detach()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return product(round_rows(x_TK), self.rounded, self.bias_N, x_TK.dtype)
+        return product(self._fp8_rows(x_TK), self.rounded, self.bias_N, x_TK.dtype)
 
 
 class Int8Linear:

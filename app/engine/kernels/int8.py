@@ -1,14 +1,12 @@
-"""x W^T + b with W in whole numbers of eight bits and a scale for each row: the door to the kernel, and its twin.
+"""x W^T + b with W in whole numbers of eight bits and a scale for each row, in plain torch, on any device.
 
-The kernel is app/engine/kernels/triton_int8.py; the twin is plain torch, on any device. Shape legend: T tokens of the
-step, K columns, N rows of the weight.
+The kernel whose twin it is: app/engine/kernels/triton_int8.py. Shape legend: T tokens of the step, K columns, N rows of
+the weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +18,6 @@ Int8Product = Callable[[Tensor, Quantized, Tensor | None], Tensor]
 """(x [T, K], weight, bias [N] or None) -> [T, N] in x's number format, summed in float32."""
 _PIECE = 1 << 22
 """Numbers of a weight that are widened at once."""
-
-
-def int8_product(device: torch.device, dtype: torch.dtype) -> Int8Product:
-    """The kernel on a GPU where Triton is installed; else the twin, as in float32, where tensor cores would round."""
-    if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
-        return dequantised_product
-    kernel: Int8Product = import_module("app.engine.kernels.triton_int8").product
-    return kernel
 
 
 def dequantised_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles the int8 kernel for sm_90 without a GPU, and prints what became of it as JSON: a program of its own.
+"""Compiles the kernels of int8 and fp8 for sm_90 without a GPU, and prints what became of it as JSON: a program.
 
 In a process with TRITON_INTERPRET=1 nothing is compiled, so the tests start this one without it.
 """
@@ -14,6 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from app.engine.kernels.fp8 import LARGEST
+from app.engine.kernels.triton_fp8 import round_row, warps
 from app.engine.kernels.triton_int8 import BLOCK_K, BLOCK_N, WARPS, multiply, tile
 
 POINTERS = {"x_ptr": "*bf16", "numbers_ptr": "*i8", "scales_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
@@ -33,12 +35,24 @@ def compiled(n_tokens: int, n_columns: int, *, has_bias: bool) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def compiled_rows(n_columns: int) -> Any:
+    """The kernel that rounds rows of so many numbers."""
+    constants = {"N_COLUMNS": n_columns, "PADDED": triton.next_power_of_2(n_columns), "LARGEST": LARGEST}
+    signature = {"x_ptr": "*bf16", "numbers_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "x_stride": "i32"}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in range(4)}
+    source = ASTSource(
+        round_row, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=attributes
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps(n_columns)})
+
+
 def facts(kernel: Any) -> dict[str, Any]:
     """Of one compiled kernel."""
     return {
         "shared": kernel.metadata.shared,
         "units": sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", kernel.asm["ptx"]))),
         "copies": kernel.asm["ptx"].count("cp.async.c"),
+        "rounding": sorted(set(re.findall(r"cvt\.\S*e4m3\S*|div\.\S+f32|st\.global\S*", kernel.asm["ptx"]))),
         "binary": len(kernel.asm["cubin"]),
     }
 
@@ -47,6 +61,6 @@ if __name__ == "__main__":
     variants = {
         "decode": compiled(1, 4096, has_bias=False),
         "prefill": compiled(512, 4096, has_bias=True),
-        "odd": compiled(512, 4104, has_bias=False),
+        "rows": compiled_rows(4096),
     }
     json.dump({name: facts(kernel) for name, kernel in variants.items()}, sys.stdout, indent=1)

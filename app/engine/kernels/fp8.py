@@ -9,6 +9,7 @@ Shape legend: T tokens of the step, K columns, N rows of the weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ class Rounded(NamedTuple):
     """e4m3."""
     scales_X1: Tensor
     """float32 [rows, 1], above 0."""
+
+
+Fp8Rows = Callable[[Tensor], Rounded]
+"""x [T, K] -> its rows, each with a scale of its own."""
 
 
 def round_rows(x_TK: Tensor) -> Rounded:

@@ -1,4 +1,4 @@
-"""The int8 kernel in Triton's interpreter, beside its twin, and compiled for sm_90. Nothing of this ran on a GPU."""
+"""The kernels of int8 and fp8 in Triton's interpreter, beside their twins, and compiled for sm_90, on no GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.engine.kernels import int8
+from app.engine.kernels import fp8
 from app.engine.kernels.int8 import dequantised_product
+from app.engine.kernels.rounded import rounded_kernels
 from app.engine.quantize import Quantized, quantize
 
 ROOT = Path(__file__).parent.parent
@@ -64,18 +65,36 @@ def test_few_tokens_have_a_tile_of_their_own(kernel: ModuleType) -> None:
     assert [kernel.tile(n)[0] for n in (1, 16, 17, 64, 100_000)] == [16, 16, 64, 64, 64]
 
 
-def test_the_door_opens_to_the_kernel_where_there_is_a_gpu(kernel: ModuleType) -> None:
-    assert int8.int8_product(torch.device("cuda"), torch.bfloat16) is kernel.product
+@pytest.mark.parametrize("columns", [64, 200])
+def test_a_row_is_scaled_by_itself_to_the_bits_of_its_twin(columns: int) -> None:
+    """The interpreter loses a carry when it rounds to e4m3, so the kernel is asked for what is to be rounded."""
+    kernel = import_module("app.engine.kernels.triton_fp8").round_row
+    wide = _normal(5, 300) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0])[:, None]
+    wide[4, 7] = float("nan")
+    numbers, scales = torch.empty(5, columns), torch.empty(5, 1)
+    kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=fp8.LARGEST)
+    twin = fp8.round_rows(wide[:, :columns])
+    assert torch.equal(scales[:4], twin.scales_X1[:4])
+    assert torch.equal(numbers[:4].to(fp8.DTYPE).float(), twin.numbers[:4].float())
+    assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 
-def test_it_compiles_for_hopper_with_one_kind_of_matrix_unit() -> None:
+def test_the_door_opens_to_the_kernels_where_there_is_a_gpu(kernel: ModuleType) -> None:
+    kernels = rounded_kernels(torch.device("cuda"), torch.bfloat16)
+    assert kernels.int8_product is kernel.product
+    assert kernels.fp8_rows is import_module("app.engine.kernels.triton_fp8").round_rows
+
+
+def test_they_compile_for_hopper_and_int8_with_one_kind_of_matrix_unit() -> None:
     """Of 16 tokens as of 64: 64 rows of the weight, 16 columns at a time, so that sums should be made in one order."""
     variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, str(ROOT / "tests/compile_int8.py")]
+    command = [sys.executable, str(ROOT / "tests/compile_rounded.py")]
     found = json.loads(subprocess.run(command, env=variables, capture_output=True, check=True, text=True).stdout)
     unit = "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16"
     assert found["decode"]["units"] == [unit.format(16)]
-    assert found["prefill"]["units"] == found["odd"]["units"] == [unit.format(64)]
-    for facts in found.values():
-        assert facts["binary"] and facts["copies"], "loads wait for one another"
-        assert facts["shared"] <= 227 << 10 >> 1, "two programs fit on a multiprocessor"
+    assert found["prefill"]["units"] == [unit.format(64)]
+    for name in ("decode", "prefill"):
+        assert found[name]["copies"], "loads wait for one another"
+        assert found[name]["shared"] <= 227 << 10 >> 1, "two programs fit on a multiprocessor"
+    assert {"cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"} <= set(found["rows"]["rounding"]), "rounds as its twin does"
+    assert all(facts["binary"] for facts in found.values())
