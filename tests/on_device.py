@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
-
-import torch.nn.functional as F
-from torch import Tensor
 
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine
 from app.engine.gpu.build import DeviceWishes, device_runner
-from app.engine.gpu.decoder import PagedDecoder, Product
+from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import Capture
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.guides import Guides
@@ -22,11 +18,6 @@ from app.engine.scheduler import Scheduler
 from model.transformer import Decoder
 
 ROOM = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}
-
-
-def plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
-    """In the format that the weights have."""
-    return partial(F.linear, weight=weight, bias=bias)
 
 
 def tiny_device_runner(
@@ -49,9 +40,8 @@ def tiny_device_runner(
         block_size=block_size,
         deterministic=deterministic,
     )
-    where = {"dtype": decoder.embedding.dtype, "device": decoder.embedding.device}
-    paged = PagedDecoder(decoder, kernels, plain_linear)
-    return device_runner(paged, kernels, wishes, blocks=blocks, guides=guides, **where)
+    paged = PagedDecoder(decoder, kernels)
+    return device_runner(paged, kernels, wishes, blocks=blocks, guides=guides)
 
 
 def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **room: Any) -> Engine:

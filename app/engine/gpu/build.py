@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.dummy import dummies
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import DecodeGraphs
 from app.engine.gpu.layout import decode_buckets, splits
@@ -42,28 +41,20 @@ def device_runner(
     wishes: DeviceWishes,
     *,
     blocks: int,
-    dtype: torch.dtype,
-    device: torch.device,
     sampler: Sampler | None = None,
     guides: Guides | None = None,
 ) -> DeviceRunner:
     """With a cache of `blocks` blocks, and one more that is nobody's."""
-    config, most = decoder.config, wishes.max_running
-    table = SamplingTable(most + 1, config.vocab_size, device)
+    config, most, like = decoder.config, wishes.max_running, decoder.embedding
+    table = SamplingTable(most + 1, config.vocab_size, like.device)
     table.with_counts()  # graphs must know where they lie
     rows = Rows(count=most, context=wishes.context, block_size=wishes.block_size, padding_block=blocks, table=table)
     # Slot before head: the layout that kernels of others read, too (DESIGN.md section 6).
     shape = (config.n_layers, 2, blocks + 1, wishes.block_size, config.n_kv_heads, config.head_dim)
-    cache = torch.zeros(shape, dtype=dtype, device=device)
+    cache = torch.zeros(shape, dtype=like.dtype, device=like.device)
     tokens = wishes.tokens_per_step if wishes.deterministic else 0
     steps = Steps(decoder, kernels, cache, rows, most=most, tokens=tokens)
     buckets = (most,) if wishes.deterministic else decode_buckets(most)
     graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(wishes.context))
     shapes = Shapes(tile_tokens=max(_LEAST_TILE, _TILE_ROWS // (config.n_heads // config.n_kv_heads)), tokens=tokens)
     return DeviceRunner(graphs, shapes, sampler=sampler or TorchSampler(), guides=guides)
-
-
-def largest_step(runner: DeviceRunner, wishes: DeviceWishes) -> None:
-    """As many tokens and draws as a step can have, written where nobody reads: what it takes is the activations'."""
-    length = min(wishes.context, max(1, wishes.tokens_per_step // wishes.max_running))
-    runner.run(dummies(wishes.max_running, length))

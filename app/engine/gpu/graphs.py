@@ -54,6 +54,11 @@ class DecodeGraphs:
         self._levels = tuple(sorted({min(_FEW_SPLITS, max_splits), max_splits}))
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
 
+    @property
+    def number(self) -> int:
+        """How many there are to capture."""
+        return len(self.buckets) * len(self._levels)
+
     def capture(self, capture: Capture) -> int:
         """All of them, on rows that are nobody's; how many."""
         self.steps.rows_S.fill_(self.steps.rows.nobody)

@@ -1,0 +1,65 @@
+"""What an engine on a GPU is put together from, in the order in which memory has to be asked for. Knows no pipe.
+
+First the largest step is measured on a cache of no blocks, then the cache is made of what is left, then decode steps
+are captured. Any device will do, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from app.engine.device_memory import Meter
+from app.engine.dummy import dummies
+from app.engine.gpu.build import DeviceWishes, device_runner
+from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.graphs import CudaCapture
+from app.engine.gpu.runner import DeviceRunner
+from app.engine.guides import Guides
+from app.engine.kernels.door import Found
+from app.engine.largest_step import largest_step
+from app.engine.limits import SchedulerLimits
+from app.engine.memory import CacheRoom
+from app.engine.rooms import step_peak
+from model.transformer import Decoder
+
+_GRAPH_BYTES = 4 << 20
+"""Taken for what CUDA keeps of each graph beside its tensors. An assumption: no GPU has been asked yet."""
+
+
+class GpuParts:
+    """Around `decoder`, whose matrices are rounded already where they are to be."""
+
+    def __init__(
+        self, decoder: Decoder, found: Found, room: CacheRoom, limits: SchedulerLimits, *, deterministic: bool
+    ) -> None:
+        self._decoder = PagedDecoder(decoder, found.kernels)
+        self._kernels = found.kernels
+        self._room, self._limits = room, limits
+        self._device = decoder.embedding.device
+        self._wishes = DeviceWishes(
+            max_running=limits.max_running,
+            tokens_per_step=limits.tokens_per_step,
+            context=room.context,
+            block_size=room.block_size,
+            deterministic=deterministic,
+        )
+
+    def activations(self, meter: Meter = torch.cuda) -> int:
+        """Bytes of the largest step. Raises ValueError where there are not so many."""
+        runner, step = self._runner(0), largest_step(self._limits, self._room.context)
+        return step_peak(lambda: runner.run(step), self._device, meter)
+
+    def graph_bytes(self, meter: Meter = torch.cuda) -> int:
+        """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes."""
+        runner = self._runner(0)
+        step = dummies(self._limits.max_running, 1)
+        return step_peak(lambda: runner.run(step), self._device, meter) + runner.graphs.number * _GRAPH_BYTES
+
+    def runner(self, blocks: int, guides: Guides) -> DeviceRunner:
+        """Warmed up and, on a GPU, captured."""
+        runner = self._runner(blocks, guides)
+        runner.warm_up(self._limits.tokens_per_step, CudaCapture() if self._device.type == "cuda" else None)
+        return runner
+
+    def _runner(self, blocks: int, guides: Guides | None = None) -> DeviceRunner:
+        return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)
