@@ -6,9 +6,14 @@ It reads through the block table, so that a block that is shared wrongly, releas
 from __future__ import annotations
 
 import hashlib
+import random
+from typing import Any
+
+import msgspec
 
 from app.engine.blocks import BlockPool
 from app.engine.limits import SchedulerLimits
+from app.engine.params import SamplingParams
 from app.engine.result import Drawn, StepResult
 from app.engine.scheduler import Scheduler
 from app.engine.types import (
@@ -128,3 +133,39 @@ def alone(request: Request) -> Delivered:
     while scheduler.has_work:
         delivered.take(step(scheduler, device)[1])
     return delivered
+
+
+def random_requests(rng: random.Random, longest: int, common: list[int]) -> list[Request]:
+    """Of all kinds, in the order of their arrival; half of them begin with `common`."""
+    leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 5))]
+    return [request for leader in leaders for request in (leader, *_followers(rng, leader))]
+
+
+def _random_request(rng: random.Random, name: str, longest: int, common: list[int]) -> Request:
+    prompt = (common if rng.random() < 0.5 else []) + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 10))]
+    prompt = prompt[: longest - 1]
+    return Request(
+        id=name,
+        prompt=tuple(prompt),
+        max_tokens=rng.randint(0, longest - len(prompt)),
+        stop_ids=(EOS,) if rng.random() < 0.7 else (),
+        salt=rng.choice(["", "", "another key"]),
+        prompt_logprobs=rng.choice([None, 0]),
+        scored=rng.choice([0, 0, rng.randint(0, len(prompt))]),
+    )
+
+
+def _followers(rng: random.Random, leader: Request) -> list[Request]:
+    """Behind their leader in the order of arrival; rarely one of another prompt, which must not take anything over."""
+    count = rng.choice([0, 0, 1, 2, 4])
+    made = []
+    for i in range(1, count + 1):
+        changes: dict[str, Any] = {"id": f"{leader.id}/{i}", "leader": leader.id, "params": SamplingParams(seed=i)}
+        if rng.random() < 0.9:
+            changes["prompt_logprobs"] = None
+        if rng.random() < 0.1:
+            changes["salt"] = "a third key"
+        if rng.random() < 0.1:
+            changes["prompt"] = tuple(reversed(leader.prompt))
+        made.append(msgspec.structs.replace(leader, **changes))
+    return made

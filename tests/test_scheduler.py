@@ -3,45 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
-import msgspec
 import pytest
-from simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, finish, make_scheduler, step
+from simulation import VOCAB, Delivered, SimulatedDevice, alone, finish, make_scheduler, random_requests, step
 
 from app.engine.blocks import BlockPool
-from app.engine.params import SamplingParams
 from app.engine.types import BatchPlan, FinishReason, Request
-
-
-def _random_request(rng: random.Random, name: str, longest: int, common: list[int]) -> Request:
-    prompt = (common if rng.random() < 0.5 else []) + [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 10))]
-    prompt = prompt[: longest - 1]
-    return Request(
-        id=name,
-        prompt=tuple(prompt),
-        max_tokens=rng.randint(0, longest - len(prompt)),
-        stop_ids=(EOS,) if rng.random() < 0.7 else (),
-        salt=rng.choice(["", "", "another key"]),
-        prompt_logprobs=rng.choice([None, 0]),
-        scored=rng.choice([0, 0, rng.randint(0, len(prompt))]),
-    )
-
-
-def _followers(rng: random.Random, leader: Request) -> list[Request]:
-    """Behind their leader in the order of arrival; rarely one of another prompt, which must not take anything over."""
-    count = rng.choice([0, 0, 1, 2, 4])
-    made = []
-    for i in range(1, count + 1):
-        changes: dict[str, Any] = {"id": f"{leader.id}/{i}", "leader": leader.id, "params": SamplingParams(seed=i)}
-        if rng.random() < 0.9:
-            changes["prompt_logprobs"] = None
-        if rng.random() < 0.1:
-            changes["salt"] = "a third key"
-        if rng.random() < 0.1:
-            changes["prompt"] = tuple(reversed(leader.prompt))
-        made.append(msgspec.structs.replace(leader, **changes))
-    return made
 
 
 def _simulate(rng: random.Random) -> int:
@@ -53,8 +20,7 @@ def _simulate(rng: random.Random) -> int:
     scheduler = make_scheduler(blocks, block_size, running + rng.randint(0, 12), running, beside=beside)
     device = SimulatedDevice(block_size)
     common = [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))]
-    leaders = [_random_request(rng, f"r{i}", longest, common) for i in range(rng.randint(1, 5))]
-    requests = [request for leader in leaders for request in (leader, *_followers(rng, leader))]
+    requests = random_requests(rng, longest, common)
     todo, delivered, cancelled = requests[::-1], Delivered(requests), set[str]()
     bad, bad_from = rng.choice(["", "", "", rng.choice(requests).id]), rng.randint(0, 20)
     for now in range(5000):
