@@ -79,10 +79,6 @@ class Allocator:
         self.pool.forget(sequence.blocks)
         self._dirty |= set(sequence.blocks)
 
-    def put_back(self, clear: set[int]) -> None:
-        """Blocks that were to be cleared and will not be, since nobody writes to them after all."""
-        self._dirty |= clear
-
     def take_preparations(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """What the next step must begin with: blocks to clear, then (from, to) to copy. Told once."""
         clear, copies = tuple(self._clear), tuple(self._copies)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.engine.audit import Audit
+from app.engine.flight import living
 from app.engine.isolation import Flight, Isolation, Runs, RunsAhead
 from app.engine.result import StepResult
 from app.engine.scheduler import Scheduler
@@ -96,5 +97,5 @@ class Engine:
             return self.isolation.collect(begun.flight)
         if not self._is_ahead:
             return self.isolation.run(begun.plan)
-        plan = self.scheduler.living(begun.plan)
+        plan = living(begun.plan)
         return self.isolation.run(plan) if plan.chunks else StepResult()

@@ -58,10 +58,6 @@ class Flights:
 
 
 def living(plan: BatchPlan) -> BatchPlan:
-    """The plan without those who have ended, and without what was to be done to their blocks."""
+    """What there is to compute of it, now that some may have ended; blocks are made ready for those, too, and held."""
     chunks = tuple(chunk for chunk in plan.chunks if not chunk.sequence.ended)
-    if len(chunks) == len(plan.chunks):
-        return plan
-    own = {block for chunk in chunks for block in chunk.sequence.blocks}
-    clear = tuple(block for block in plan.clear if block in own)
-    return BatchPlan(chunks, plan.started, clear, tuple(pair for pair in plan.copies if pair[1] in own))
+    return BatchPlan(chunks, plan.started, plan.clear, plan.copies)

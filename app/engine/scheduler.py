@@ -21,7 +21,7 @@ from itertools import chain
 
 from app.engine.allocator import Allocator
 from app.engine.blocks import BlockPool
-from app.engine.flight import Flights, living
+from app.engine.flight import Flights
 from app.engine.limits import SchedulerLimits
 from app.engine.queue import WaitingQueue, has_place, leader_of
 from app.engine.result import StepResult, take_in
@@ -108,12 +108,6 @@ class Scheduler:
     def begin(self, plan: BatchPlan) -> None:
         """The step is under way: plan_ahead() counts what it will have done. In the order of the plans."""
         self._flights.begin(plan)
-
-    def living(self, plan: BatchPlan) -> BatchPlan:
-        """What is left to be computed of a plan that was begun and not launched, now that some may have ended."""
-        left = living(plan)
-        self._allocator.put_back({*plan.clear} - {*left.clear})
-        return left
 
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
         """Takes the step's results in, but for those of sequences that have ended in the meantime."""
