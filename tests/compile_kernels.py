@@ -110,7 +110,7 @@ def facts(kernel: Any) -> dict[str, Any]:
     return {
         "shared": kernel.metadata.shared,
         "threads": 32 * kernel.metadata.num_warps,
-        "fused": len(re.findall(r"\bfma\.rn\.f32", kernel.asm["ptx"])),
+        "fused": len(re.findall(r"\bfma\.", kernel.asm["ptx"])),
         "units": sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", kernel.asm["ptx"]))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
         "binary": len(kernel.asm["cubin"]),

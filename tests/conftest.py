@@ -37,6 +37,9 @@ from app.engine.native.recipe import ABI
 from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
+# Triton looks when it is imported, which nothing above does. Without a GPU its kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
 
 # No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.

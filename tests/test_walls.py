@@ -140,11 +140,18 @@ def test_llguidance_has_one_door() -> None:
     assert named == [ROOT / "app/engine/matcher.py"]
 
 
-def test_what_imports_triton_is_imported_by_nobody_else() -> None:
-    """It may be missing: what imports it is never imported, but opened where there is a GPU."""
-    holding = [name for name, known in GRAPH.items() if any(n.split(".")[0] == "triton" for n in known)]
-    assert all(name.startswith("app.engine.kernels.triton_") for name in holding) and holding
-    assert not [name for name, known in GRAPH.items() if known & set(holding) - {name} and name not in holding]
+def test_triton_is_needed_by_its_kernels_only() -> None:
+    """It may be missing: nobody else imports it, nor one of them."""
+    kernels = {name for name in MODULES if name.startswith("app.engine.kernels.triton_")}
+    assert {name for name, known in GRAPH.items() if any(n.split(".")[0] == "triton" for n in known)} <= kernels
+    assert not [name for name, known in GRAPH.items() if known & kernels and name not in kernels]
+
+
+def test_what_a_step_does_on_a_device_knows_tensors_only() -> None:
+    """The network is put together elsewhere, and who is served by whom is nothing to a kernel."""
+    for path in (ROOT / "app/engine/kernels").glob("*.py"):
+        assert _tops(path) <= sys.stdlib_module_names | {"torch", "triton", "app", "model"}, path
+        assert not _imports(path) & {"app.engine.scheduler", "app.engine.engine", "app.engine.kv_cache"}, path
 
 
 def test_ray_has_one_door() -> None:

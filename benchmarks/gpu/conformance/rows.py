@@ -1,0 +1,158 @@
+"""What a step does to single rows (norms, heads, activations) against its slow reference, and alone against batched.
+
+Knows no way of computing it. Shape legend: as in app/engine/kernels/face.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from app.engine.kernels.face import HeadsSpec, Kernels, NormSpec
+from benchmarks.gpu.conformance import reference
+from benchmarks.gpu.conformance.compare import Row, close, poisoned, random, same_bits
+from benchmarks.gpu.conformance.subject import subject
+from model.config import Activation, Norm
+
+_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+_LARGE_WIDTHS = ((1, 4096), (64, 8192), (300, 768), (7, 5120), (5, 100), (2, 16384))
+_LARGE_HEADS = (
+    (256, 32, 8, 128, 128, True),
+    (33, 40, 8, 80, 20, False),
+    (70, 12, 12, 96, 96, True),
+    (1, 3, 1, 256, 64, True),
+)
+
+
+def check_add_norm(device: str, tiny: bool) -> Iterator[Row]:
+    """Residual and norm."""
+    for n_tokens, width in ((3, 40),) if tiny else _LARGE_WIDTHS:
+        for dtype in _FORMATS:
+            yield from norms(subject(device), n_tokens, width, dtype, device, _seed())
+
+
+def check_split_heads(device: str, tiny: bool) -> Iterator[Row]:
+    """Queries and what the cache holds."""
+    for n_tokens, n_heads, n_kv_heads, head_dim, turned, normed in ((3, 3, 1, 12, 6, True),) if tiny else _LARGE_HEADS:
+        for dtype in _FORMATS:
+            norms = [random((head_dim,), dtype, device, _seed()) if normed else None for _ in "qk"]
+            spec = HeadsSpec(
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_dim=head_dim,
+                turned_dim=turned,
+                q_norm=norms[0],
+                k_norm=norms[1],
+                q_factor=0.75 if normed else 1.0,
+            )
+            yield from heads(subject(device), spec, n_tokens, dtype, device, _seed())
+
+
+def check_gate(device: str, tiny: bool) -> Iterator[Row]:
+    """Activations."""
+    for n_tokens, width in ((3, 40),) if tiny else _LARGE_WIDTHS:
+        for dtype in _FORMATS:
+            yield from gates(subject(device), n_tokens, width, dtype, device, _seed())
+
+
+def norms(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Iterator[Row]:
+    """Every kind, with and without a delta, weights and a bias."""
+    x_TD, delta_TD, parts_XD = (random((n, width), dtype, device, seed + n) for n in (n_tokens, n_tokens, 2))
+    delta_TD = delta_TD * 3 + 1
+    for kind in get_args(Norm):
+        for delta, weight, bias in (
+            (delta_TD, parts_XD[0], None),
+            (None, parts_XD[0], parts_XD[1]),
+            (delta_TD, None, None),
+        ):
+            norm = NormSpec(kind=kind, weight=weight, bias=bias if kind == "layernorm" else None)
+            what = f"{kind}, {n_tokens} of {width}, {dtype}, seed {seed}"
+            with poisoned():
+                sum_TD, normed_TD = kernels.add_norm(x_TD, delta, norm)
+                last_TD, last_normed_TD = kernels.add_norm(x_TD[-1:], None if delta is None else delta[-1:], norm)
+            yield same_bits(f"{what}: sum", sum_TD, x_TD if delta is None else x_TD + delta)
+            yield close(what, normed_TD, torch.stack([reference.normed(x_D, norm) for x_D in sum_TD]))
+            yield same_bits(
+                f"{what}: alone", torch.cat((last_TD, last_normed_TD)), torch.cat((sum_TD[-1:], normed_TD[-1:]))
+            )
+
+
+def gates(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Iterator[Row]:
+    """Every activation, gated and not."""
+    hidden_TX = 3 * random((n_tokens, 2 * width), dtype, device, seed)
+    for activation in get_args(Activation):
+        for gated in (True, False):
+            gate_TF, up_TF = hidden_TX.chunk(2, dim=-1) if gated else (hidden_TX, None)
+            expected_TF = reference.activated(gate_TF, activation)
+            if up_TF is not None:
+                expected_TF = expected_TF.to(dtype).double() * up_TF.double()
+            what = f"{activation}, gated {gated}, {n_tokens} of {width}, {dtype}, seed {seed}"
+            with poisoned():
+                out_TF = kernels.gate(hidden_TX, activation, gated)
+                last_TF = kernels.gate(hidden_TX[-1:], activation, gated)
+            yield close(what, out_TF, expected_TF)
+            yield same_bits(f"{what}: alone", last_TF, out_TF[-1:])
+
+
+def heads(
+    kernels: Kernels, spec: HeadsSpec, n_tokens: int, dtype: torch.dtype, device: str, seed: int
+) -> Iterator[Row]:
+    """With a rotary table and without; a token in three is kept nowhere."""
+    n_rows = spec.n_heads + 2 * spec.n_kv_heads
+    qkv_TX = random((n_tokens, n_rows * spec.head_dim), dtype, device, seed)
+    angles_PF = 3 * random((50, spec.turned_dim // 2), torch.float32, "cpu", seed + 1)
+    rope_PC = torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    positions_T = torch.randint(50, (n_tokens,), generator=generator, dtype=torch.int32)
+    slots_T = torch.randperm(2 * n_tokens, generator=generator, dtype=torch.int32)[:n_tokens]
+    slots_T[1::3] = -1
+    for rope, one in ((rope_PC, spec), (None, replace(spec, q_norm=None))):
+        what = f"{spec.n_heads}/{spec.n_kv_heads} heads of {spec.head_dim}, {rope is not None=}, {dtype}, seed {seed}"
+        kept, last_kept = (_nothing_kept(qkv_TX, spec) for _ in range(2))
+        with poisoned():
+            found = kernels.split_heads(qkv_TX, one, positions_T.to(device), rope, kept, slots_T.to(device))
+            last = kernels.split_heads(
+                qkv_TX[-1:], one, positions_T[-1:].to(device), rope, last_kept, slots_T[-1:].to(device)
+            )
+        expected, kept_there = _expected(qkv_TX, one, positions_T.tolist(), rope, slots_T.tolist(), kept)
+        yield close(f"{what}: q", found, expected)
+        there = ~kept_there.isnan()
+        yield close(f"{what}: cache", kept[there], kept_there[there])
+        yield {"what": f"{what}: nothing else is written", "ok": bool(kept[~there].isnan().all())}
+        yield same_bits(f"{what}: alone", last, found[-1:])
+        slot = int(slots_T[-1])
+        if slot >= 0:
+            yield same_bits(f"{what}: kept alone", last_kept.flatten(1, 2)[:, slot], kept.flatten(1, 2)[:, slot])
+
+
+def _nothing_kept(qkv_TX: Tensor, spec: HeadsSpec) -> Tensor:
+    """A layer's cache in blocks of 16, with twice the slots that are needed; its last block is nobody's."""
+    n_blocks = 2 * len(qkv_TX) // 16 + 2
+    return qkv_TX.new_full((2, n_blocks, 16, spec.n_kv_heads, spec.head_dim), float("nan"))
+
+
+def _expected(
+    qkv_TX: Tensor, spec: HeadsSpec, positions: list[int], rope_PC: Tensor | None, slots: list[int], like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q [T, H, C] and the cache, in float64."""
+    cache = torch.full_like(like, float("nan"), dtype=torch.float64).flatten(1, 2)
+    queries = []
+    for qkv_X, position, slot in zip(qkv_TX, positions, slots, strict=True):
+        half = spec.turned_dim // 2
+        angles = None if rope_PC is None else (rope_PC[position, :half], rope_PC[position, half:])
+        every = qkv_X.unflatten(0, (-1, spec.head_dim)).split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
+        turned = [reference.prepared(x_C, spec.q_norm, spec, angles, spec.q_factor) for x_C in every[0]]
+        queries.append(torch.stack(turned))
+        if slot >= 0:
+            keys = [reference.prepared(x_C, spec.k_norm, spec, angles, 1.0) for x_C in every[1]]
+            cache[0, slot], cache[1, slot] = torch.stack(keys), every[2].double()
+    return torch.stack(queries), cache.view(like.shape)
+
+
+def _seed() -> int:
+    return time.time_ns() % 1_000_000
