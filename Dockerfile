@@ -12,6 +12,7 @@
 # TORCH        the torch to use, in place of the one that constraints.txt names
 # TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
 #              libraries along; to have those: --build-arg TORCH_INDEX=
+# PACKAGES     Debian packages that the service needs: none on a CPU; on a GPU Triton compiles with gcc and libc6-dev
 ARG BASE=python:3.12-slim
 
 # The native kernels: the compiler stays in this stage. For every kind of x86-64 CPU, because images move.
@@ -51,15 +52,20 @@ RUN chmod -R a+rX weights
 FROM ${BASE}
 ARG VERSION=dev
 ARG REVISION=unknown
+ARG PACKAGES=
 LABEL org.opencontainers.image.title="inkstream" \
       org.opencontainers.image.description="A streaming text-completion service for decoder-only transformers" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+RUN if [ -n "${PACKAGES}" ]; then \
+        apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} && rm -rf /var/lib/apt/lists/*; \
+    fi
 # A user with a name, because libraries ask for it. Slim images come without the bytecode of the standard library, and a
 # read-only container could never keep it: compiled here once, it is not compiled at every start.
 RUN groupadd --gid 10001 inkstream \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin inkstream \
+    && install -d -o 10001 -g 10001 /var/cache/inkstream \
     && python3 -m compileall -q -x "lib2to3|/tests?/" "$(python3 -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 COPY --from=builder /opt/inkstream /opt/inkstream
 COPY --from=builder /build/weights /srv/inkstream/weights

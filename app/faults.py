@@ -69,6 +69,10 @@ def _out_of_memory(_order: Mapping[str, Any]) -> None:
     raise MemoryError("injected")
 
 
+def _lose_device(_order: Mapping[str, Any]) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def _hold_gil(order: Mapping[str, Any]) -> None:
     """PyDLL calls keep the GIL: no other thread of this process runs."""
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(order.get("seconds", 600) * 1e6)))
@@ -78,6 +82,7 @@ _DEEDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "raise": _raise,
     "disk full": _disk_full,
     "out of memory": _out_of_memory,
+    "lose device": _lose_device,
     "sleep": lambda order: time.sleep(order.get("seconds", 600)),
     "hold gil": _hold_gil,
     "exit": lambda order: os._exit(order.get("code", 0)),

@@ -161,4 +161,17 @@ def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
     said = with_keys["services"]["inkstream"]["environment"]
     assert said["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
     assert said["INKSTREAM_INSECURE_NO_AUTH"] == "false"
-    assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": ""}
+    assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": "", "PACKAGES": "gcc libc6-dev"}
+
+
+def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
+    """In a directory that the image has made for its user, since a new volume takes over its owner."""
+    service, pod = _read("compose.gpu.yaml"), _read("deploy/kubernetes/gpu/deployment.yaml")["spec"]["template"]["spec"]
+    directory = service["services"]["inkstream"]["environment"]["INKSTREAM_CACHE_DIR"]
+    (volume,) = service["services"]["inkstream"]["volumes"]
+    assert volume == f"cache:{directory}" and "cache" in service["volumes"]
+    assert f"install -d -o 10001 -g 10001 {directory} " in (ROOT / "Dockerfile").read_text()
+    (container,) = pod["containers"]
+    assert _variables(container)["INKSTREAM_CACHE_DIR"] == directory
+    assert container["volumeMounts"] == [{"name": "cache", "mountPath": directory}]
+    assert [volume["name"] for volume in pod["volumes"]] == ["cache"]

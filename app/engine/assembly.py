@@ -183,7 +183,7 @@ def _blocks(
             activations=_activations(limits, room, decoder, device),
         )
     for line in table(blocks.rows):
-        _log.info("memory: %s", line)
+        _log.info("%s: memory: %s", config.name, line)
     return blocks.number
 
 

@@ -38,6 +38,7 @@ class FakeRunner:
 
     def run(self, plan: BatchPlan) -> StepResult:
         """Takes as long as a step takes."""
+        fault("engine.forward", plan)
         time.sleep(self._step_seconds)
         drawn, scores = {}, {}
         for chunk in plan.chunks:

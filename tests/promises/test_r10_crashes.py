@@ -167,6 +167,24 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
         assert stop_server(server) == 0
 
 
+def test_a_lost_device_is_a_pause_for_all_and_nobodys_fault(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    """After such an error of CUDA every call fails: no row is tried, and the next engine has what was open."""
+    faults, asks = Faults(tmp_path / "faults"), _streams(16, max_tokens=120)
+    server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
+    try:
+        expected = _told(visit(server, asks))
+        faults.arm("engine.forward", "lose device", after=20, times=1)
+        answers = visit(server, asks)
+        same = _count_same(answers, expected)
+        promise.all_of("R10", "streams identical through a device that is lost", same, len(asks))
+        assert server.metric("engine_restarts_total") == 1 and not faults.is_armed("engine.forward")
+        log = server.log.read_text()
+        assert "the device is lost: an illegal memory access was encountered" in log
+        assert "failed in the engine" not in log, "a row that is tried alone would be blamed"
+    finally:
+        assert stop_server(server) == 0
+
+
 def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: Promise) -> None:
     """An engine that dies at every step, whoever asks: streams are told so, and the exit code is not 0."""
     faults = Faults(tmp_path / "faults")
