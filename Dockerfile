@@ -8,11 +8,11 @@
 # 127.0.0.1 only. Or give it a file of keys (INKSTREAM_KEYS_FILE). Every other setting is an environment variable INKSTREAM_...
 # too. docs/deploy.md has the rest; tests/container/run builds this file without Docker, and tries it.
 #
-# BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module
+# BASE         any Debian-like image with Python 3.11 to 3.13 and its venv module; for a GPU one with gcc and Python's
+#              headers, since Triton compiles when the service first starts: python:3.12
 # TORCH        the torch to use, in place of the one that constraints.txt names
 # TORCH_INDEX  where pip looks besides its own index. The default has the CPU builds. PyPI's own are for CUDA and bring its
 #              libraries along; to have those: --build-arg TORCH_INDEX=
-# PACKAGES     Debian packages that the service needs: none on a CPU; on a GPU Triton compiles with gcc and libc6-dev
 ARG BASE=python:3.12-slim
 
 # The native kernels: the compiler stays in this stage. For every kind of x86-64 CPU, because images move.
@@ -52,15 +52,11 @@ RUN chmod -R a+rX weights
 FROM ${BASE}
 ARG VERSION=dev
 ARG REVISION=unknown
-ARG PACKAGES=
 LABEL org.opencontainers.image.title="inkstream" \
       org.opencontainers.image.description="A streaming text-completion service for decoder-only transformers" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-RUN if [ -n "${PACKAGES}" ]; then \
-        apt-get update && apt-get install --yes --no-install-recommends ${PACKAGES} && rm -rf /var/lib/apt/lists/*; \
-    fi
 # A user with a name, because libraries ask for it. Slim images come without the bytecode of the standard library, and a
 # read-only container could never keep it: compiled here once, it is not compiled at every start.
 RUN groupadd --gid 10001 inkstream \

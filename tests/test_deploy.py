@@ -161,7 +161,7 @@ def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
     said = with_keys["services"]["inkstream"]["environment"]
     assert said["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
     assert said["INKSTREAM_INSECURE_NO_AUTH"] == "false"
-    assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": "", "PACKAGES": "gcc libc6-dev"}
+    assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": "", "BASE": "python:3.12"}
 
 
 def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
