@@ -113,7 +113,7 @@ def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(
         caplog.clear()
         runner = Raises(error)
         with pytest.raises(RuntimeError) as caught:
-            Isolation(runner, lambda: pytest.fail("there is nothing to give back")).run(_plan(3))
+            Isolation(runner, release=lambda: pytest.fail("there is nothing to give back")).run(_plan(3))
         assert (caught.value, runner.steps) == (error, [3])
         assert [record.getMessage() for record in caplog.records] == [f"the device is lost: {STAYING[code]}"]
 
@@ -129,7 +129,7 @@ def test_missing_memory_fails_the_row_that_lacks_it_alone_and_is_given_back_befo
     lacking = torch.OutOfMemoryError("CUDA out of memory.")
     runner = Raises(lacking, accelerator_error(2, PASSING[2]))
     released: list[int] = []
-    result = Isolation(runner, lambda: released.append(len(runner.steps))).run(_plan(3))
+    result = Isolation(runner, release=lambda: released.append(len(runner.steps))).run(_plan(3))
     assert [*result.failed] == ["0"] and "memory" in result.failed["0"]
     assert runner.steps == [3, 1, 1, 1, 1], "the last is the proof that the device still computes"
     assert released == [1, 2]
@@ -144,7 +144,7 @@ def test_what_the_release_of_memory_finds_out_ends_the_engine() -> None:
 
     runner = Raises(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"))
     with pytest.raises(torch.AcceleratorError) as caught:
-        Isolation(runner, release).run(_plan(2))
+        Isolation(runner, release=release).run(_plan(2))
     assert caught.value is lost and runner.steps == [2]
 
 
@@ -168,5 +168,5 @@ def test_nothing_of_a_failed_step_is_alive_when_its_memory_is_given_back(monkeyp
                 raise torch.OutOfMemoryError(f"CUDA out of memory beside {held} for {plan}")
             return StepResult()
 
-    Isolation(Lacks(), lambda: seen.append([*alive])).run(_plan(2))
+    Isolation(Lacks(), release=lambda: seen.append([*alive])).run(_plan(2))
     assert seen == [[], []]

@@ -15,7 +15,7 @@ from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
 from app.engine.memory_plan import MemoryPlan, host_rows, mib, table
-from app.engine.rooms import blocks_on_cpu, blocks_on_gpu, step_peak
+from app.engine.rooms import Peaks, blocks_on_cpu, blocks_on_gpu, step_peak
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 M = 1 << 20
@@ -167,10 +167,9 @@ def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
 def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
     decoder = tiny_decoder()
     gpu = FakeGpu(allocated=weight_bytes(decoder), kept=50 * M)
-    blocks = blocks_on_gpu(
-        _room(), decoder, CUDA, wanted=0, utilization=0.5, activations=300 * M, graphs=100 * M, meter=gpu
-    )
-    assert taken(CUDA, weight_bytes(decoder), gpu) == (6400 * M, 200 * M), "what torch kept was given back"
+    peaks = Peaks(activations=300 * M, graphs=100 * M)
+    blocks = blocks_on_gpu(_room(), CUDA, wanted=0, utilization=0.5, peaks=peaks, meter=gpu)
+    assert taken(CUDA, gpu) == (6400 * M, weight_bytes(decoder), 200 * M), "what torch kept was given back"
     exact = replace(PLAN, weights=weight_bytes(decoder))
     assert blocks.number == _room().blocks_on_gpu(0, exact)
     assert {row.what: row.size for row in blocks.rows}["cache"] == _room().cache_bytes(blocks.number)

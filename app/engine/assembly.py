@@ -10,35 +10,25 @@ from pathlib import Path
 import torch
 
 from app.engine.blocks import BlockPool
-from app.engine.compute import Compute, TorchCompute
 from app.engine.defaults import sampling_defaults
 from app.engine.device_memory import releaser
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
-from app.engine.gpu.install import install, what_stays
-from app.engine.gpu.linears import Quantize, check_quantize
+from app.engine.gpu.install import what_stays
+from app.engine.gpu.linears import check_quantize
 from app.engine.guides import Guides
-from app.engine.kernels.rounded import rounded_kernels
-from app.engine.kv_cache import KVCache
-from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom, choose_context
 from app.engine.memory_plan import table
 from app.engine.native.choice import Choice, Libraries, choose
-from app.engine.native.compute import NativeCompute, Threads
-from app.engine.native.library import Library
 from app.engine.native.program import BLOCK, head_numbers
-from app.engine.native.sampler import NativeSampler
 from app.engine.proof import prove
-from app.engine.quantize import round_weights
-from app.engine.rooms import blocks_on_cpu, blocks_on_gpu, step_peak
-from app.engine.runner import Runner, Sampler
-from app.engine.sampler import TorchSampler
+from app.engine.rooms import blocks_on_cpu, blocks_on_gpu
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import Device, prove_rows
-from app.engine.source_cache import SourceCache
 from app.engine.start import Assembled, StartError
 from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING, WARMING_UP
+from app.engine.ways import Chosen, Running, Way, choose_way
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
@@ -62,52 +52,56 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         checkpoint = load(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may be others when a guide asks for it
-        limits = SchedulerLimits(
-            tokens_per_step=config.tokens_per_step,
-            max_running=config.max_running,
-            # A CPU takes as long for each of 32 rows as for each of 256: a larger piece only makes streams wait.
-            prompt_tokens_beside=config.prompt_tokens_beside or (32 if device.type == "cpu" else None),
-        )
+        limits = _limits(config, device)
         libraries = Libraries.of(config.library, config.cache_dir)
         choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
         room = _room(config, checkpoint.decoder.config, dtype, device, choice)
-        blocks = _blocks(config, limits, room, checkpoint.decoder, device, announce)
+        if told := what_stays(checkpoint.decoder, config.quantize):
+            announce(told)
+        chosen = choose_way(
+            choice,
+            config.kernels,
+            checkpoint.decoder,
+            room,
+            limits,
+            quantize=config.quantize,
+            deterministic=config.deterministic,
+        )
+        blocks = _blocks(config, room, checkpoint.decoder, chosen.way, device, announce)
+        guides = Guides(lambda: tokenizer().bytes_of, vocab_size=room.shape.vocab_size, most=config.max_running)
+        announce(WARMING_UP)
+        running = chosen.way.start(blocks, guides)
     except ValueError as error:
         raise StartError(str(error)) from None
     except torch.OutOfMemoryError:  # in a step it is caught; here the weights alone are too large
-        raise StartError(f"{config.weights}: the weights do not fit into the memory of the GPU") from None
+        raise StartError(
+            f"{config.weights}: the memory of the GPU holds the weights not at all, or not beside captured steps and "
+            "cache: free some, or give a smaller --gpu-memory-utilization, --max-running or --max-context"
+        ) from None
     pool = BlockPool(blocks, room.block_size)
-    ready = _ready(checkpoint, room, defaults, device, pool, choice, _numerics(config, choice, dtype, device))
-    if told := what_stays(checkpoint.decoder, config.quantize):
-        announce(told)
-    try:
-        if choice.library:
-            compute, sampler = _native(choice.library, checkpoint.decoder, blocks, int8=config.quantize == "int8")
-        else:
-            compute, sampler = _torch(checkpoint.decoder, room, blocks, device, config.quantize), TorchSampler()
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    guides = Guides(
-        lambda: tokenizer().bytes_of,
-        vocab_size=room.shape.vocab_size,
-        most=config.max_running,
-    )
-    runner = Runner(compute, sampler=sampler, guides=guides)
-    announce(WARMING_UP)
-    runner.warm_up(config.max_running)
-    engine = Engine(Scheduler(limits, pool, checkpoint.version), runner, release=releaser(device))
+    ready = _ready(checkpoint, room, defaults, device, pool, chosen, config, waits=choice.waits_for_build)
+    engine = Engine(Scheduler(limits, pool, checkpoint.version), *running, release=releaser(device))
     announce(PROVING)
     if config.deterministic:
-        announce(_rows_proven(runner, limits, room, blocks))
+        announce(_rows_proven(running, limits, room, blocks))
     announce(_proven(engine, config, checkpoint, room))
     return Assembled(engine, guides, ready)
 
 
-def _numerics(config: WorkerConfig, choice: Choice, dtype: torch.dtype, device: torch.device) -> str:
+def _limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
+    return SchedulerLimits(
+        tokens_per_step=config.tokens_per_step,
+        max_running=config.max_running,
+        # A CPU takes as long for each of 32 rows as for each of 256: a larger piece only makes streams wait.
+        prompt_tokens_beside=config.prompt_tokens_beside or (32 if device.type == "cpu" else None),
+    )
+
+
+def _numerics(config: WorkerConfig, chosen: Chosen, dtype: torch.dtype, device: torch.device) -> str:
     """Whatever changes bits: what computes, in which format; on a GPU also in which shapes."""
     rounded = [] if config.quantize == "none" else [config.quantize]
     shapes = ["deterministic"] if config.deterministic and device.type == "cuda" else []
-    return "-".join((choice.numerics, _name(dtype), *rounded, *shapes))
+    return "-".join((chosen.numerics, _name(dtype), *rounded, *shapes))
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -134,10 +128,10 @@ def _proven(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, room: 
     return f"{golden}, {MANIFEST_FILE} met" if is_whole else golden
 
 
-def _rows_proven(runner: Runner, limits: SchedulerLimits, room: CacheRoom, blocks: int) -> str:
+def _rows_proven(running: Running, limits: SchedulerLimits, room: CacheRoom, blocks: int) -> str:
     """That no row hangs on its neighbours, for the log. Raises StartError."""
     device = Device(
-        make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, room.block_size)), runner),
+        make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, room.block_size)), *running),
         limits=limits,
         context=room.context,
         vocab_size=room.shape.vocab_size,
@@ -163,9 +157,9 @@ def _room(
 
 def _blocks(
     config: WorkerConfig,
-    limits: SchedulerLimits,
     room: CacheRoom,
     decoder: Decoder,
+    way: Way,
     device: torch.device,
     announce: Callable[[str], None],
 ) -> int:
@@ -174,46 +168,11 @@ def _blocks(
         blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.loading_beside)
     else:
         announce(PLANNING_MEMORY)
-        blocks = blocks_on_gpu(
-            room,
-            decoder,
-            device,
-            wanted=config.kv_blocks,
-            utilization=config.gpu_memory_utilization,
-            activations=_activations(limits, room, decoder, device),
-        )
+        share = config.gpu_memory_utilization
+        blocks = blocks_on_gpu(room, device, wanted=config.kv_blocks, utilization=share, peaks=way.peaks())
     for line in table(blocks.rows):
         _log.info("%s: memory: %s", config.name, line)
     return blocks.number
-
-
-def _activations(limits: SchedulerLimits, room: CacheRoom, decoder: Decoder, device: torch.device) -> int:
-    """Measured with a cache of no blocks. Raises ValueError."""
-    runner = Runner(_torch(decoder, room, 0, device, int8=False), sampler=TorchSampler())
-    step = largest_step(limits, room.context, has_encoder=room.shape.n_encoder_layers > 0)
-    return step_peak(lambda: runner.run(step), device)
-
-
-def _native(path: Path, decoder: Decoder, blocks: int, *, int8: bool) -> tuple[Compute, Sampler]:
-    library = Library(path)
-    threads = Threads(library, torch.get_num_threads())
-    compute = NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
-    sampler = NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads)
-    return compute, sampler
-
-
-def _torch(decoder: Decoder, room: CacheRoom, blocks: int, device: torch.device, quantize: Quantize) -> Compute:
-    if quantize != "none" and device.type == "cuda":
-        install(decoder, quantize, rounded_kernels(device, room.dtype))
-    elif quantize == "int8":
-        round_weights(decoder)
-    cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)
-    if not decoder.config.n_encoder_layers:
-        return TorchCompute(decoder, cache)
-    slots, context = room.max_running, room.context
-    return TorchCompute(
-        decoder, cache, SourceCache(decoder, slots=slots, context=context, dtype=room.dtype, device=device)
-    )
 
 
 def _ready(
@@ -222,8 +181,10 @@ def _ready(
     defaults: dict[str, float],
     device: torch.device,
     blocks: BlockPool,
-    choice: Choice,
-    numerics: str,
+    chosen: Chosen,
+    config: WorkerConfig,
+    *,
+    waits: bool,
 ) -> Ready:
     shape = checkpoint.decoder.config
     return Ready(
@@ -239,9 +200,9 @@ def _ready(
         blocks_total=blocks.total,
         block_size=blocks.block_size,
         has_encoder=shape.n_encoder_layers > 0,
-        numerics=numerics,
-        numerics_reason=choice.reason,
-        waits_for_build=choice.waits_for_build,
+        numerics=_numerics(config, chosen, room.dtype, device),
+        numerics_reason=chosen.reason,
+        waits_for_build=waits,
     )
 
 

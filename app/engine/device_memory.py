@@ -54,6 +54,7 @@ class Taken(NamedTuple):
     """Of a GPU, in bytes."""
 
     total: int
+    weights: int
     other: int
     """Taken, but not by the weights: CUDA's own part, loaded kernels, gaps, other processes."""
 
@@ -63,12 +64,13 @@ def weight_bytes(decoder: Decoder) -> int:
     return sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
 
 
-def taken(device: torch.device, weights: int, meter: Meter = torch.cuda) -> Taken:
+def taken(device: torch.device, meter: Meter = torch.cuda) -> Taken:
     """To be asked while the weights are all the tensors that there are."""
     gc.collect()
     meter.empty_cache()
     free, total = meter.mem_get_info(device)
-    return Taken(total, max(0, total - free - weights))
+    weights = meter.memory_allocated(device)
+    return Taken(total, weights, max(0, total - free - weights))
 
 
 def activation_peak(compute_once: Callable[[], object], device: torch.device, meter: Meter = torch.cuda) -> int | None:

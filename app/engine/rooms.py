@@ -14,6 +14,14 @@ from app.engine.memory_plan import MemoryPlan, Row, host_rows, mib
 from model.transformer import Decoder
 
 
+class Peaks(NamedTuple):
+    """Bytes that steps take beside weights and cache."""
+
+    activations: int = 0
+    graphs: int = 0
+    """What captured steps keep."""
+
+
 class Blocks(NamedTuple):
     """What the cache gets."""
 
@@ -31,24 +39,25 @@ def blocks_on_cpu(room: CacheRoom, decoder: Decoder, *, wanted: int, engines: in
 
 def blocks_on_gpu(
     room: CacheRoom,
-    decoder: Decoder,
     device: torch.device,
     *,
     wanted: int,
     utilization: float,
-    activations: int,
-    graphs: int = 0,
+    peaks: Peaks,
     meter: Meter = torch.cuda,
 ) -> Blocks:
     """All that is left of the service's share, or as many as are wanted. Raises ValueError.
 
-    To be asked when the decoder's tensors are all that there are: what was measured with is gone. `activations`: see
-    step_peak(); `graphs`: bytes that captured steps will keep.
+    To be asked when the weights are all the tensors that there are: what was measured with is gone.
     """
-    weights = weight_bytes(decoder)
-    total, other = taken(device, weights, meter)
+    total, weights, other = taken(device, meter)
     plan = MemoryPlan(
-        total=total, utilization=utilization, weights=weights, activations=activations, graphs=graphs, other=other
+        total=total,
+        utilization=utilization,
+        weights=weights,
+        activations=peaks.activations,
+        graphs=peaks.graphs,
+        other=other,
     )
     number = room.blocks_on_gpu(wanted, plan)
     return Blocks(number, replace(plan, cache=room.cache_bytes(number)).rows)

@@ -108,4 +108,3 @@ class Runner:
                 return None
             scores += self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)
         return tuple(scores)
-

@@ -15,7 +15,7 @@ from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.guides import Guides
-from app.engine.kernels.door import Found
+from app.engine.kernels.face import Kernels
 from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
@@ -30,10 +30,10 @@ class GpuParts:
     """Around `decoder`, whose matrices are rounded already where they are to be."""
 
     def __init__(
-        self, decoder: Decoder, found: Found, room: CacheRoom, limits: SchedulerLimits, *, deterministic: bool
+        self, decoder: Decoder, kernels: Kernels, room: CacheRoom, limits: SchedulerLimits, *, deterministic: bool
     ) -> None:
-        self._decoder = PagedDecoder(decoder, found.kernels)
-        self._kernels = found.kernels
+        self._decoder = PagedDecoder(decoder, kernels)
+        self._kernels = kernels
         self._room, self._limits = room, limits
         self._device = decoder.embedding.device
         self._wishes = DeviceWishes(

@@ -1,4 +1,4 @@
-"""Which kernels compute a step on a device: Triton's where it is installed, else torch's operations. Knows no network.
+"""Triton's kernels for a step, where they are installed. Knows no network.
 
 Triton is an extra, so this is the one file that asks for it; app/engine/kernels/rounded.py does the same for products.
 """
@@ -10,10 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
-import torch
-
 from app.engine.kernels.face import Kernels
-from app.engine.kernels.twins import TorchKernels
 
 
 class Found(NamedTuple):
@@ -21,15 +18,10 @@ class Found(NamedTuple):
 
     kernels: Kernels
     numerics: str
-    reason: str
-    """For the log."""
 
 
-def step_kernels(device: torch.device) -> Found:
-    """The fastest that can be had on `device`."""
-    if device.type != "cuda":
-        return Found(TorchKernels(), "torch", "only a GPU has Triton's kernels")
+def triton_kernels() -> Found | None:
+    """None where Triton is not installed."""
     if find_spec("triton") is None:
-        return Found(TorchKernels(), "torch", 'Triton is not installed, and is faster: pip install "inkstream[gpu]"')
-    kernels: Kernels = import_module("app.engine.kernels.triton_kernels").TritonKernels()
-    return Found(kernels, f"triton-{version('triton')}", "a GPU, and Triton is there")
+        return None
+    return Found(import_module("app.engine.kernels.triton_kernels").TritonKernels(), f"triton-{version('triton')}")
