@@ -33,7 +33,7 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 _NOTHING = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def adjust(
     logits_ptr,
     stride,

@@ -20,7 +20,7 @@ _FAR = tl.constexpr(2**31 - 1)
 _MASK32 = tl.constexpr(0xFFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def draw(
     rows_ptr,
     positions_ptr,

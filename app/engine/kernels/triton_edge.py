@@ -52,14 +52,18 @@ def scaled(x, best, temperature):
 
 
 @triton.jit
-def logprob(x, lse):
-    """Of a raw logit; held above -inf, which a finite logit far below the others may come to."""
-    return tl.maximum(x.to(tl.float64) - lse, -_LARGEST).to(tl.float32)
+def logprob(x, best, log_sum):
+    """Of a raw logit, the best one out first; above -inf, which a finite logit far below the others may come to."""
+    return tl.maximum((x.to(tl.float64) - best) - log_sum, -_LARGEST).to(tl.float32)
 
 
 @triton.jit
 def look(KIND: tl.constexpr, x_ptr, w_ptr, ids, size, best, temperature, first, second):
-    """Keys and weights of these tokens. first, second: log-sum-exp; or the log of the total weight, and the entropy."""
+    """Keys and weights of these tokens.
+
+    first, second: for BY_NEARNESS the log of the whole weight, and the entropy; for BY_LOGPROB the best logit, and the
+    log of the sum of all e^(x - best). float64.
+    """
     inside = ids < size
     if KIND == BY_WEIGHT:
         weight = tl.load(w_ptr + ids, mask=inside, other=0.0)
@@ -72,18 +76,20 @@ def look(KIND: tl.constexpr, x_ptr, w_ptr, ids, size, best, temperature, first, 
     else:
         x = tl.load(x_ptr + ids, mask=inside, other=0.0).to(tl.float32)
         weight = tl.where(inside, 1.0, 0.0)
-        key = ordered(logprob(x, first)) if KIND == BY_LOGPROB else ordered(x)
+        key = ordered(logprob(x, first, second)) if KIND == BY_LOGPROB else ordered(x)
     return tl.where(inside, key, NO_KEY), weight
 
 
 @triton.jit
-def within(key, weight, low, high, above, wanted):
-    """The edge among keys in registers. above: the weights of all that reach `high`, which must not be enough."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        reaches = above + tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0.0).to(tl.float64), 0) >= wanted
-        low = tl.where(reaches, middle, low)
-        high = tl.where(reaches, high, middle)
+def within(key, weight, low, high, wanted):
+    """The edge among keys in registers, bit by bit: at least `low`, which is known to be enough, below `high`."""
+    key, weight = key.to(tl.int64), weight.to(tl.float64)
+    bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    step = (bits * 0 + 1).to(tl.int64) << bits
+    while step > 0:
+        is_enough = tl.sum(tl.where(key >= low + step, weight, 0.0), 0) >= wanted
+        low = tl.where(is_enough, low + step, low)
+        step >>= 1
     return low
 
 
@@ -118,7 +124,7 @@ def edge(
                 places = tl.arange(0, C)
                 key = tl.load(room_ptr + places, mask=places < count, other=NO_KEY)
                 weight = tl.load(room_w_ptr + places, mask=places < count, other=0.0)
-                low = within(key, weight, low, high, above, wanted)
+                low = within(key, weight, low, high, wanted - above)
                 high = low + 1
             tl.debug_barrier()
         else:

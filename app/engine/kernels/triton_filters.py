@@ -37,14 +37,14 @@ _TELLING = tl.constexpr(1e-30)
 
 
 @triton.jit
-def least_of_groups(KIND: tl.constexpr, groups_ptr, n_groups, lse, high, k, N: tl.constexpr):
+def least_of_groups(KIND: tl.constexpr, groups_ptr, n_groups, best, log_sum, high, k, N: tl.constexpr):
     """A key that at least k tokens reach, if there are as many: the k-th best of the groups' best. int64.
 
-    high: above all keys. lse: for log-probabilities.
+    high: above all keys. best, log_sum: for log-probabilities.
     """
     at_N = tl.arange(0, N)
-    key_N, weight_N = look(KIND, groups_ptr, groups_ptr, at_N, n_groups, 0.0, 1.0, lse, 0.0)
-    return within(key_N, weight_N, high * 0 + NO_KEY + 1, high, 0.0, k)
+    key_N, weight_N = look(KIND, groups_ptr, groups_ptr, at_N, n_groups, 0.0, 1.0, best, log_sum)
+    return within(key_N, weight_N, high * 0 + NO_KEY + 1, high, k)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def keep_best(
 ):
     """How many logits reach the k-th best. If they fit the room they lie there, in order; else all others are -inf."""
     high = ordered(best).to(tl.int64) + 1
-    low = least_of_groups(BY_LOGIT, groups_ptr, n_groups, 0.0, high, k, N)
+    low = least_of_groups(BY_LOGIT, groups_ptr, n_groups, 0.0, 0.0, high, k, N)
     least = edge(BY_LOGIT, x_ptr, x_ptr, V, 0.0, 1.0, 0.0, 0.0, low, high, k, room_ptr, room_w_ptr, B, C).to(tl.int32)
     count = 0
     for start in range(0, V, B):

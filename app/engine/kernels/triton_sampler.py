@@ -26,9 +26,9 @@ from app.engine.kernels.triton_scores import score
 class Sizes:
     """How a row is cut. All are powers of two; a search's results do not depend on them."""
 
-    tile: int = 4096
+    tile: int = 2048
     """Tokens that a program has in its registers at once."""
-    groups: int = 32
+    groups: int = 16
     """Of a tile: so many of its logits are compared to begin with."""
     room: int = 2048
     """Tokens that a search finishes without passing over the row again; 64 at least."""
@@ -36,8 +36,8 @@ class Sizes:
     @classmethod
     def of(cls, vocab: int) -> Sizes:
         """For rows of so many logits."""
-        tile = min(4096, max(64, triton.next_power_of_2(vocab)))
-        return cls(tile, min(32, tile // 2), min(2048, tile))
+        tile = min(2048, max(64, triton.next_power_of_2(vocab)))
+        return cls(tile, room=tile)
 
 
 def sample(

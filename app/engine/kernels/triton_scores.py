@@ -18,7 +18,7 @@ _LIST = tl.constexpr(32)
 _FAR = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def score(
     logits_ptr,
     stride,
@@ -49,26 +49,39 @@ def score(
         at_T = tl.arange(0, T)
         best_T = tl.load(raw_best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NOTHING)
         sum_T = tl.load(raw_sum_ptr + s * tiles + at_T, mask=at_T < tiles, other=0.0)
-        best = tl.max(best_T, 0)
-        far_T = tl.maximum(best_T.to(tl.float64) - best.to(tl.float64), -1000.0)
-        lse = tl.log(tl.sum(sum_T * tl.exp(far_T), 0)) + best.to(tl.float64)
+        best = tl.max(best_T, 0).to(tl.float64)
+        log_sum = tl.log(tl.sum(sum_T * tl.exp(tl.maximum(best_T.to(tl.float64) - best, -1000.0)), 0))
         logits_ptr += s * stride
-        tl.store(logprob_ptr + s, logprob(tl.load(logits_ptr + token).to(tl.float32), lse))
+        tl.store(logprob_ptr + s, logprob(tl.load(logits_ptr + token).to(tl.float32), best, log_sum))
         if asked > 0:
             room_ptr, room_w_ptr, groups_ptr = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, groups_ptr + s * tiles * G
             most = tl.minimum(V, K)
-            high = ordered(logprob(best, lse)).to(tl.int64) + 1
-            low = least_of_groups(BY_LOGPROB, groups_ptr, tiles * G, lse, high, most, G * T)
+            high = ordered(logprob(best, best, log_sum)).to(tl.int64) + 1
+            low = least_of_groups(BY_LOGPROB, groups_ptr, tiles * G, best, log_sum, high, most, G * T)
             least = edge(
-                BY_LOGPROB, logits_ptr, room_w_ptr, V, 0.0, 1.0, lse, 0.0, low, high, most, room_ptr, room_w_ptr, B, C
+                BY_LOGPROB,
+                logits_ptr,
+                room_w_ptr,
+                V,
+                0.0,
+                1.0,
+                best,
+                log_sum,
+                low,
+                high,
+                most,
+                room_ptr,
+                room_w_ptr,
+                B,
+                C,
             )
             tl.debug_barrier()
-            _list(logits_ptr, V, lse, least.to(tl.int32), room_ptr, B)
-            _report(logits_ptr, lse, most, room_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
+            _list(logits_ptr, V, best, log_sum, least.to(tl.int32), room_ptr, B)
+            _report(logits_ptr, best, log_sum, most, room_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
 
 
 @triton.jit
-def _list(x_ptr, V, lse, least, room_ptr, B: tl.constexpr):
+def _list(x_ptr, V, best, log_sum, least, room_ptr, B: tl.constexpr):
     """Ids above the edge, and behind the first 32 places the first ids at the edge; -1 in unused places."""
     places = tl.arange(0, 2 * _LIST)
     tl.store(room_ptr + places, places * 0 - 1)
@@ -76,7 +89,7 @@ def _list(x_ptr, V, lse, least, room_ptr, B: tl.constexpr):
     above, equal = 0, 0
     for start in range(0, V, B):
         ids = start + tl.arange(0, B)
-        key, _ = look(BY_LOGPROB, x_ptr, x_ptr, ids, V, 0.0, 1.0, lse, 0.0)
+        key, _ = look(BY_LOGPROB, x_ptr, x_ptr, ids, V, 0.0, 1.0, best, log_sum)
         is_above, is_equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
         more, same = tl.sum(is_above, 0), tl.sum(is_equal, 0)
         if more > 0:
@@ -90,15 +103,18 @@ def _list(x_ptr, V, lse, least, room_ptr, B: tl.constexpr):
 
 
 @triton.jit
-def _report(x_ptr, lse, most, room_ptr, top_ids_ptr, top_logprobs_ptr, K: tl.constexpr):
+def _report(x_ptr, best, log_sum, most, room_ptr, top_ids_ptr, top_logprobs_ptr, K: tl.constexpr):
     """The listed in order: the most likely first, the lower id among equals; -1 and -inf behind a small vocabulary."""
     id_L = tl.load(room_ptr + tl.arange(0, 2 * _LIST))
-    value_L = logprob(tl.load(x_ptr + id_L, mask=id_L >= 0, other=0.0).to(tl.float32), lse)
+    value_L = logprob(tl.load(x_ptr + id_L, mask=id_L >= 0, other=0.0).to(tl.float32), best, log_sum)
     key_L = tl.where(id_L >= 0, ordered(value_L), NO_KEY)
-    for i in range(K):
-        key = tl.max(key_L, 0)
-        token = tl.min(tl.where((key_L == key) & (id_L >= 0), id_L, _FAR), 0)
-        value = tl.max(tl.where(id_L == token, value_L, NOTHING), 0)
-        tl.store(top_ids_ptr + i, tl.where(i < most, token, -1))
-        tl.store(top_logprobs_ptr + i, tl.where(i < most, value, NOTHING))
-        key_L = tl.where(id_L == token, NO_KEY, key_L)
+    is_before_LL = (key_L[:, None] > key_L[None, :]) | (
+        (key_L[:, None] == key_L[None, :]) & (id_L[:, None] < id_L[None, :])
+    )
+    rank_L = tl.sum(is_before_LL.to(tl.int32), 0)
+    is_told_L = (id_L >= 0) & (rank_L < most)
+    tl.store(top_ids_ptr + rank_L, id_L, mask=is_told_L)
+    tl.store(top_logprobs_ptr + rank_L, value_L, mask=is_told_L)
+    places = tl.arange(0, _LIST)
+    tl.store(top_ids_ptr + places, places * 0 - 1, mask=(places >= most) & (places < K))
+    tl.store(top_logprobs_ptr + places, NOTHING, mask=(places >= most) & (places < K))

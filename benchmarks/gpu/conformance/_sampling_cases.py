@@ -1,0 +1,153 @@
+"""Rows of logits with their requests, for whatever samples on a device: usual ones by chance, and what is apt to break.
+
+Everything follows from a seed. Knows no sampler. Shape legend: S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.params import SamplingParams
+from app.engine.sampling_row import SamplingRow
+
+FULL = SamplingParams(
+    temperature=0.9,
+    top_k=40,
+    top_p=0.95,
+    min_p=0.02,
+    typical_p=0.95,
+    repetition_penalty=1.1,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logprobs=20,
+)
+_KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_k": 50, "top_p": 0.9},
+    {"top_k": 200},
+    {"top_k": 2**31 - 1},
+    {"top_p": 0.1},
+    {"top_p": 0.9},
+    {"top_p": 0.999, "temperature": 1.7},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"typical_p": 0.2},
+    {"typical_p": 0.95},
+    {"typical_p": 0.9, "top_k": 300, "top_p": 0.8, "min_p": 0.1},
+)
+"""Each way that a row can go; the rest is drawn by lot."""
+_EXTREMES: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.0},
+    {"top_p": 0.0, "typical_p": 0.5},
+    {"top_p": 5e-324},
+    {"top_p": 1 - 2**-53},
+    {"typical_p": 5e-324},
+    {"typical_p": 1 - 2**-53},
+    {"min_p": 5e-324},
+    {"temperature": 5e-324},
+    {"temperature": 1e-5, "top_p": 0.5},
+    {"temperature": 10.0, "top_p": 0.5},
+    {"temperature": 10.0, "top_k": 7},
+    {"repetition_penalty": 5e-324},
+    {"repetition_penalty": 1e300, "temperature": 0.0},
+    {"seed": -(2**63), "choice": 2**31 - 1},
+    {"seed": 2**63 - 1},
+    {"logprobs": 20},
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Rows that are drawn together."""
+
+    name: str
+    logits_SV: Tensor
+    rows: Sequence[SamplingRow]
+
+
+def chance(name: str, vocab: int, rows: int, seed: int, *, dtype: torch.dtype = torch.float32) -> Case:
+    """Every kind of parameters in turn, on logits of many scales; half of the rows are penalised."""
+    lot, generator = Random(seed), torch.Generator().manual_seed(seed)
+    scales_S1 = torch.tensor([lot.choice((0.1, 1.0, 3.0, 10.0)) for _ in range(rows)])[:, None]
+    logits_SV = (torch.randn(rows, vocab, generator=generator) * scales_S1).to(dtype)
+    return Case(name=name, logits_SV=logits_SV, rows=[_row(_params(lot, i, vocab), vocab, lot) for i in range(rows)])
+
+
+def edges(vocab: int, seed: int) -> Iterator[Case]:
+    """Ties, numbers at the ends of their ranges, rows that are not finite, and texts that may not end."""
+    lot, generator = Random(seed), torch.Generator().manual_seed(seed)
+    noise_V = torch.randn(vocab, generator=generator)
+    every = [_row(SamplingParams(**(_seeded(lot) | kind)), vocab, lot) for kind in _KINDS + _EXTREMES]
+    logits = {
+        "equal": torch.zeros(vocab),
+        "few values": (2 * noise_V).round(),
+        "two values": (noise_V > 1).float(),
+        "one far above": noise_V + 200.0 * (torch.arange(vocab) == vocab // 2),
+        "tiny": noise_V * 1e-40,
+        "huge": noise_V.clamp(-1, 1) * 3.4e38,
+        "below zero": noise_V.abs() * -30,
+    }
+    for name, logits_V in logits.items():
+        yield Case(name=name, logits_SV=logits_V.expand(len(every), -1).clone(), rows=every)
+    yield _not_finite(noise_V, every[: len(_KINDS)])
+    yield _far_along(noise_V, lot)
+    yield _endless(min(vocab, 16), lot)
+
+
+def _not_finite(noise_V: Tensor, rows: list[SamplingRow]) -> Case:
+    """Every other row; the ones between draw as ever."""
+    logits_SV = noise_V.repeat(len(rows), 1)
+    bad = (float("nan"), float("inf"), float("-inf"))
+    for i in range(0, len(rows), 2):
+        logits_SV[i, (7 * i) % len(noise_V)] = bad[i // 2 % 3]
+    logits_SV[-1] = float("-inf")
+    return Case(name="not finite", logits_SV=logits_SV, rows=rows)
+
+
+def _far_along(noise_V: Tensor, lot: Random) -> Case:
+    """Sequences as long as positions go: of an unpenalised row only the length is looked at."""
+    lengths = (1, 2**16, 2**24 + 1, 2**31 - 1)
+    rows = [SamplingRow(SamplingParams(**_seeded(lot)), range(length), 1) for length in lengths]
+    return Case(name="far along", logits_SV=noise_V.repeat(len(rows), 1), rows=rows)
+
+
+def _endless(vocab: int, lot: Random) -> Case:
+    """All tokens end the text, or all but one; which is forbidden, but not where nothing else is left."""
+    params = [SamplingParams(min_tokens=9, **_seeded(lot)) for _ in range(4)]
+    stops = [tuple(range(vocab)), tuple(range(1, vocab)), (0, *range(vocab)), (vocab,)]
+    rows = [SamplingRow(p, [0, 1], 1, ids[:16]) for p, ids in zip(params, stops, strict=True)]
+    return Case(name="endless", logits_SV=torch.zeros(len(rows), vocab), rows=rows)
+
+
+def _params(lot: Random, i: int, vocab: int) -> SamplingParams:
+    more = _seeded(lot) | {"logprobs": lot.choice((None, 0, 5, 20)), "min_tokens": lot.choice((0, 0, 4, 1000))}
+    if i % 2:
+        more |= {
+            "repetition_penalty": lot.choice((1.0, 1.3, 0.7)),
+            "presence_penalty": lot.choice((0.0, 0.5, -2.0)),
+            "frequency_penalty": lot.choice((0.0, -0.4, 1.1)),
+        }
+    if i % 4 == 0:
+        ids = {lot.randrange(2 * vocab) for _ in range(lot.choice((1, 3, 300)))}
+        more["logit_bias"] = tuple((token, lot.uniform(-9, 9)) for token in sorted(ids))
+    temperature = lot.choice((0.3, 0.8, 1.0, 1.5))
+    return SamplingParams(**({"temperature": temperature} | more | _KINDS[i % len(_KINDS)]))
+
+
+def _seeded(lot: Random) -> dict[str, Any]:
+    return {"seed": lot.randrange(-(2**63), 2**63), "choice": lot.randrange(4)}
+
+
+def _row(params: SamplingParams, vocab: int, lot: Random) -> SamplingRow:
+    tokens = [lot.randrange(vocab) for _ in range(lot.randrange(1, 40))]
+    stop_ids = tuple(lot.randrange(vocab + 1) for _ in range(lot.randrange(4)))
+    return SamplingRow(params, tokens, lot.randrange(1, len(tokens) + 1), stop_ids)
