@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ _log = logging.getLogger("inkstream")
 def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None) -> Assembled:
     """Loads the weights, takes the cache's memory, warms up; `announce` hears what is being done. Raises StartError."""
     announce(LOADING_WEIGHTS)
-    try:
+    with _refusing(f"{config.weights}: the weights do not fit into what is free of the GPU's memory"):
         if config.threads:
             torch.set_num_threads(config.threads)
         device = _device(config)
@@ -68,16 +69,10 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
             deterministic=config.deterministic,
         )
         blocks = _blocks(config, room, checkpoint.decoder, chosen.way, device, announce)
-        guides = Guides(lambda: tokenizer().bytes_of, vocab_size=room.shape.vocab_size, most=config.max_running)
-        announce(WARMING_UP)
+    guides = Guides(lambda: tokenizer().bytes_of, vocab_size=room.shape.vocab_size, most=config.max_running)
+    announce(WARMING_UP)
+    with _refusing(f"a cache of {blocks} blocks no longer fits: give a smaller --gpu-memory-utilization"):
         running = chosen.way.start(blocks, guides)
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    except torch.OutOfMemoryError:  # in a step it is caught; here the weights alone are too large
-        raise StartError(
-            f"{config.weights}: the memory of the GPU holds the weights not at all, or not beside captured steps and "
-            "cache: free some, or give a smaller --gpu-memory-utilization, --max-running or --max-context"
-        ) from None
     pool = BlockPool(blocks, room.block_size)
     ready = _ready(checkpoint, room, defaults, device, pool, chosen, config, waits=choice.waits_for_build)
     engine = Engine(Scheduler(limits, pool, checkpoint.version), *running, release=releaser(device))
@@ -86,6 +81,17 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         announce(_rows_proven(running, limits, room, blocks))
     announce(_proven(engine, config, checkpoint, room))
     return Assembled(engine, guides, ready)
+
+
+@contextlib.contextmanager
+def _refusing(too_large: str) -> Iterator[None]:
+    """What the configuration is to blame for, as a StartError; `too_large`: what is said where memory is missing."""
+    try:
+        yield
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    except torch.OutOfMemoryError:
+        raise StartError(too_large) from None
 
 
 def _limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
