@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import nextafter
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,16 @@ from app.engine.runner import Runner
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import Device, RowsDifferError, prove_rows
 from app.engine.start import StartError
-from app.engine.types import Chunk
+from app.engine.types import Chunk, TokenScore
 from model.config import ModelConfig
 
 LIMITS = SchedulerLimits(tokens_per_step=128, max_running=12, prompt_tokens_beside=32)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _device(shape: ModelConfig | None = None, limits: SchedulerLimits = LIMITS) -> Device:
+def _device(shape: ModelConfig | None = None, limits: SchedulerLimits = LIMITS, seed: int = 0) -> Device:
     shape = shape or tiny_config()
-    runner = tiny_engine(tiny_decoder(shape), max_running=limits.max_running).runner
+    runner = tiny_engine(tiny_decoder(shape, seed=seed), max_running=limits.max_running).runner
     return Device(
         make_engine=lambda most: Engine(Scheduler(most, BlockPool(64, 16)), runner),
         limits=limits,
@@ -94,6 +95,37 @@ def test_rows_that_see_their_neighbours_are_found_out(break_it: Break, monkeypat
         r"cannot be kept .*: computed .*, the prompt of \d+ tokens gives another answer, .* and alone .*without it"
     )
     with pytest.raises(RowsDifferError, match=message):
+        prove_rows(_device())
+
+
+@pytest.mark.parametrize(
+    ("place", "way"),
+    [(4, "together with others"), (5, "in another order"), (6, "in small pieces"), (7, "in a crowd of 12")],
+)
+def test_every_way_is_compared(place: int, way: str) -> None:
+    """Four prompts are computed alone, each by an engine of its own; one engine behind them has other weights."""
+    device, other = _device(), _device(seed=1)
+    made: list[Engine] = []
+
+    def make(most: SchedulerLimits) -> Engine:
+        made.append((other if len(made) == place else device).make_engine(most))
+        return made[-1]
+
+    with pytest.raises(RowsDifferError, match=f"device: computed {way}, the prompt of 3 tokens gives another answer"):
+        prove_rows(replace(device, make_engine=make))
+
+
+def test_a_score_that_is_off_by_its_last_bit_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Runner._score
+
+    def shifted(self: Runner, chunks: list[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
+        scores = whole(self, chunks)
+        if len(chunks) < 3:
+            return scores
+        return {name: tuple((nextafter(own, 0), top) for own, top in each or ()) for name, each in scores.items()}
+
+    monkeypatch.setattr(Runner, "_score", shifted)
+    with pytest.raises(RowsDifferError, match="the log-probability of its token 2 is"):
         prove_rows(_device())
 
 

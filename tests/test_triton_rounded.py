@@ -96,5 +96,7 @@ def test_they_compile_for_hopper_and_int8_with_one_kind_of_matrix_unit() -> None
     for name in ("decode", "prefill"):
         assert found[name]["copies"], "loads wait for one another"
         assert found[name]["shared"] <= 227 << 10 >> 1, "two programs fit on a multiprocessor"
-    assert {"cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"} <= set(found["rows"]["rounding"]), "rounds as its twin does"
+    rounding = set(found["rows"]["rounding"])
+    assert {"cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"} <= rounding, "rounds as its twin does"
+    assert "div.full.f32" not in rounding, "nearly is not to the bit"
     assert all(facts["binary"] for facts in found.values())

@@ -33,7 +33,7 @@ def make_linear(
     *,
     kernels: RoundedKernels = TWINS,
 ) -> Linear:
-    """x [T, K] -> x W^T + b [T, N], for a weight [N, K] that nobody else needs: where it is rounded, it is emptied.
+    """x [T, K] -> x W^T + b [T, N], for a weight [N, K] that nobody else needs: where it is rounded, it is freed.
 
     An fp8 product whose sizes do not allow it (see fits_fp8) stays as it is. kernels: see rounded_kernels().
     """
@@ -43,7 +43,7 @@ def make_linear(
         linear = Fp8Linear(weight, bias, kernels.fp8_rows)
     else:
         return Bf16Linear(weight, bias)
-    weight.data = weight.data.new_empty(0)
+    weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)  # one number, in which nobody finds sense
     return linear
 
 
