@@ -20,7 +20,9 @@ from app.engine.kernels.rounded import rounded_kernels
 from app.engine.quantize import Quantized, quantize
 
 ROOT = Path(__file__).parent.parent
-os.environ.setdefault("TRITON_INTERPRET", "1")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # before Triton is imported: its interpreter runs kernels without a GPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +33,7 @@ def kernel() -> ModuleType:
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def _whole(*shape: int, seed: int = 0) -> Tensor:
@@ -53,7 +55,7 @@ def test_the_kernel_gives_what_its_twin_gives(
 def test_every_token_of_every_tile_is_computed_from_its_own_row(kernel: ModuleType) -> None:
     """Exact sums, so that a bit that differs is a number in the wrong place; rows of x may be apart."""
     numbers = _whole(130, 200, seed=1).to(torch.int8)
-    weight = Quantized(numbers, torch.full((130,), 0.5))
+    weight = Quantized(numbers, torch.full((130,), 0.5, device=DEVICE))
     wide = _whole(70, 300)
     together = kernel.product(wide[:, :200], weight, None)
     assert torch.equal(together, wide[:, :200] @ numbers.float().t() * 0.5)
@@ -69,9 +71,9 @@ def test_few_tokens_have_a_tile_of_their_own(kernel: ModuleType) -> None:
 def test_a_row_is_scaled_by_itself_to_the_bits_of_its_twin(columns: int) -> None:
     """The interpreter loses a carry when it rounds to e4m3, so the kernel is asked for what is to be rounded."""
     kernel = import_module("app.engine.kernels.triton_fp8").round_row
-    wide = _normal(5, 300) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0])[:, None]
+    wide = _normal(5, 300) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0], device=DEVICE)[:, None]
     wide[4, 7] = float("nan")
-    numbers, scales = torch.empty(5, columns), torch.empty(5, 1)
+    numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
     kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=fp8.LARGEST)
     twin = fp8.round_rows(wide[:, :columns])
     assert torch.equal(scales[:4], twin.scales_X1[:4])
