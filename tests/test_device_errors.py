@@ -41,14 +41,14 @@ PASSING = {
 
 
 def accelerator_error(code: int, words: str) -> torch.AcceleratorError:
-    """As torch raises it since 2.8."""
+    """As torch raises it from C++."""
     error = torch.AcceleratorError(f"CUDA error: {words}{HELP}")
     error.error_code = code
     return error
 
 
 def _kinds(code: int, words: str) -> list[RuntimeError]:
-    """The same thing said by torch, by torch before 2.8, and by Triton."""
+    """The same thing said by torch, by older torch, and by Triton."""
     older, triton = RuntimeError(f"CUDA error: {words}{HELP}"), RuntimeError(f"Triton Error [CUDA]: {words}")
     return [accelerator_error(code, words), older, triton]
 

@@ -25,7 +25,7 @@ _HARMLESS_WORDS = frozenset(
         "operation failed due to a previous error during capture",
     }
 )
-"""The same where only a text is told, which is so before torch 2.9 and in Triton."""
+"""The same where only a text is told: by Triton, and by torch before it had AcceleratorError."""
 _LIBRARY_WORDS = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
 """Libraries of NVIDIA fail for either reason: whoever frees memory before the next try finds out (device_memory.py)."""
 _MOST_CHARACTERS = 120
