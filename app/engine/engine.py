@@ -14,7 +14,7 @@ it are committed, and is run as where nothing can be launched.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.engine.audit import Audit
 from app.engine.flight import living
@@ -26,8 +26,7 @@ from app.engine.types import BatchPlan, Request, Started, StepReport
 Announce = Callable[[tuple[Started, ...]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(NamedTuple):
     """A step that comes next, whatever happens; without a flight it is still to be run."""
 
     plan: BatchPlan

@@ -46,7 +46,10 @@ class RunsAhead(Protocol):
         ...
 
     def launch(self, plan: BatchPlan) -> Flight:
-        """Begins with what run() would do, and never waits. What raises here leaves nothing in flight."""
+        """Begins with what run() would do, and never waits. What raises here leaves nothing of it in flight.
+
+        What it needs of tokens and blocks it takes now: sequences change before the flight is collected.
+        """
         ...
 
     def collect(self, flight: Flight) -> StepResult:
