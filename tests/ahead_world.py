@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 from delayed import Delayed
 from simulation import Delivered, SimulatedDevice, alone
 
@@ -55,6 +56,19 @@ class World:
         if name in known and name not in self.delivered.finished | self.failed:
             self.left.setdefault(name, len(self.device.begun))
         self.engine.cancel(name)
+
+    def crash(self, engine: Engine, device: Delayed) -> None:
+        """Everything is gone but what the clients have: what is open is submitted again from there, in its order."""
+        self.engine, self.device = engine, device
+        self.left = dict.fromkeys(self.left, 0)
+        self.started.clear()
+        for request in self.requests:
+            name = request.id
+            tokens = tuple(token for token in self.delivered.tokens(name) if token is not None)
+            device.draws[name] = len(self.delivered.events[name])
+            if name not in self.delivered.finished | self.failed | self.left.keys():
+                scored = len(self.delivered.scores[name])
+                engine.add(msgspec.structs.replace(request, generated=tokens, scored=scored))
 
     def step(self) -> StepReport:
         report = self.engine.step(self._hear)

@@ -8,9 +8,10 @@ from collections import Counter
 import msgspec
 import pytest
 from ahead_world import Faulty, World, has
-from delayed import engine_ahead
-from simulation import VOCAB, random_requests
+from delayed import Delayed, engine_ahead
+from simulation import VOCAB, SimulatedDevice, random_requests
 
+from app.engine.engine import Engine
 from app.engine.flight import Flights
 from app.engine.limits import SchedulerLimits
 from app.engine.types import Sequence
@@ -22,18 +23,22 @@ def _simulate(rng: random.Random) -> Counter[str]:
     limits = SchedulerLimits(
         tokens_per_step=running + rng.randint(0, 12), max_running=running, prompt_tokens_beside=rng.choice([None, 1, 3])
     )
-    faulty = Faulty(block_size)
     blocks = -(-longest // block_size) + rng.randint(0, 12)
-    engine, device = engine_ahead(faulty, limits, blocks=blocks, block_size=block_size)
+    raises, faulty, trouble = "", Faulty(block_size), rng.choice([0.0, 0.0, 0.1])
+
+    def start() -> tuple[Engine, Delayed]:
+        faulty.device = SimulatedDevice(block_size)
+        engine, device = engine_ahead(faulty, limits, blocks=blocks, block_size=block_size)
+        device.refuses = lambda _plan: rng.random() < trouble
+        device.before_launch = lambda plan: _raise(has(plan, raises) or rng.random() < trouble)
+        device.before_run = lambda plan: _raise(has(plan, raises))
+        return engine, device
+
     requests = random_requests(rng, longest, [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 12))])
     if rng.random() < 0.7:
         requests = [msgspec.structs.replace(request, prompt_logprobs=None) for request in requests]
-    trouble = rng.choice([0.0, 0.0, 0.1])
-    device.refuses = lambda _plan: rng.random() < trouble
-    device.before_launch = lambda plan: _raise(has(plan, raises) or rng.random() < trouble)
-    device.before_run = lambda plan: _raise(has(plan, raises))
-    world, todo = World(engine, device), requests[::-1]
-    raises, bad = "", rng.choice(["", "", rng.choice(requests).id])
+    world, todo = World(*start()), requests[::-1]
+    bad = rng.choice(["", "", rng.choice(requests).id])
     is_raised, blamed_from = rng.random() < 0.5, rng.randint(0, 20)
     for now in range(5000):
         while todo and rng.random() < 0.5:
@@ -43,14 +48,16 @@ def _simulate(rng: random.Random) -> Counter[str]:
             todo = [request for request in todo if request.id != victim]
         if now == blamed_from:
             raises, faulty.bad = (bad, "") if is_raised else ("", bad)
-        if engine.has_work:
+        if rng.random() < 0.01:
+            world.crash(*start())
+        if world.engine.has_work:
             report = world.step()
             assert {failed.request_id for failed in report.failed} <= {bad}
         elif not todo:
             break
     world.check_the_end()
-    world.counts["preemptions"] = engine.scheduler.preemptions
-    world.counts["launched"] = device.n_launched
+    world.counts["preemptions"] = world.engine.scheduler.preemptions
+    world.counts["launched"] = world.device.n_launched
     return world.counts
 
 
@@ -65,7 +72,7 @@ def _simulate_many(count: int, *, seed: int = 0) -> Counter[str]:
 
 @pytest.mark.parametrize("part", range(2))
 def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> None:
-    """400 schedules with all that tests/test_scheduler.py has, and launches that are refused or fail."""
+    """400 schedules with all that tests/test_scheduler.py has, with launches that are refused or fail, and crashes."""
     counts = _simulate_many(200, seed=1000 * part)
     assert counts["preemptions"] > 20, "the simulation was meant to run out of blocks"
     assert counts["launched"] > 2000, "the simulation was meant to be ahead"
