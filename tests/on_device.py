@@ -48,7 +48,9 @@ def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | N
     """An engine around tiny_device_runner(), a step ahead where depth is 1."""
     runner = tiny_device_runner(decoder, **room)
     tokens, running, blocks = (room.get(name, most) for name, most in ROOM.items())
-    runner.warm_up(tokens, capture)
+    runner.warm_up(tokens)
+    if capture:
+        runner.capture(capture)
     limits = SchedulerLimits(tokens_per_step=tokens, max_running=running)
     scheduler = Scheduler(limits, BlockPool(blocks, room.get("block_size", 16)))
     return Engine(scheduler, runner, runner if depth else None)

@@ -28,7 +28,7 @@ from app.engine.rooms import blocks_on_cpu, blocks_on_gpu
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import Device, prove_rows
 from app.engine.start import Assembled, StartError
-from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING, WARMING_UP
+from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
 from app.engine.ways import Chosen, Running, Way, choose_way
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
@@ -70,9 +70,8 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         )
         blocks = _blocks(config, room, checkpoint.decoder, chosen.way, device, announce)
     guides = Guides(lambda: tokenizer().bytes_of, vocab_size=room.shape.vocab_size, most=config.max_running)
-    announce(WARMING_UP)
     with _refusing(f"a cache of {blocks} blocks no longer fits: give a smaller --gpu-memory-utilization"):
-        running = chosen.way.start(blocks, guides)
+        running = chosen.way.start(blocks, guides, announce)
     pool = BlockPool(blocks, room.block_size)
     ready = _ready(checkpoint, room, defaults, device, pool, chosen, config, waits=choice.waits_for_build)
     engine = Engine(Scheduler(limits, pool, checkpoint.version), *running, release=releaser(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,7 +29,10 @@ from app.engine.rooms import Peaks, step_peak
 from app.engine.runner import Runner
 from app.engine.sampler import TorchSampler
 from app.engine.source_cache import SourceCache
+from app.engine.start_clock import CAPTURING_GRAPHS, WARMING_UP
 from model.transformer import Decoder
+
+Announce = Callable[[str], None]
 
 
 class Running(NamedTuple):
@@ -45,8 +49,8 @@ class Way(Protocol):
         """What steps take beside weights and cache, where it can be measured: on a GPU. Raises ValueError."""
         ...
 
-    def start(self, blocks: int, guides: Guides) -> Running:
-        """With a cache of so many blocks, warmed up. Raises ValueError."""
+    def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
+        """With a cache of so many blocks, warmed up; `announce` hears what else is done. Raises ValueError."""
         ...
 
 
@@ -60,8 +64,9 @@ class NativeWay:
         """Not measured."""
         return Peaks()
 
-    def start(self, blocks: int, guides: Guides) -> Running:
+    def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
         """See Way.start."""
+        announce(WARMING_UP)
         threads = Threads(self._library, torch.get_num_threads())
         compute = NativeCompute(self._library, self._decoder, threads, blocks=blocks, int8=self._int8)
         sampler = NativeSampler(self._library.loaded, self._decoder.config.vocab_size, pool=threads)
@@ -81,8 +86,9 @@ class TorchWay:
         step = largest_step(self._limits, self._room.context, has_encoder=self._decoder.config.n_encoder_layers > 0)
         return Peaks(step_peak(lambda: runner.run(step), self._device))
 
-    def start(self, blocks: int, guides: Guides) -> Running:
+    def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
         """See Way.start."""
+        announce(WARMING_UP)
         return _warm(Runner(self._compute(blocks), sampler=TorchSampler(), guides=guides), self._limits.max_running)
 
     def _compute(self, blocks: int) -> Compute:
@@ -106,9 +112,12 @@ class TritonWay:
         """Measured with a cache of no blocks."""
         return Peaks(self._parts.activations(), self._parts.graph_bytes())
 
-    def start(self, blocks: int, guides: Guides) -> Running:
+    def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
         """See Way.start."""
+        announce(WARMING_UP)
         runner = self._parts.runner(blocks, guides)
+        announce(CAPTURING_GRAPHS)
+        self._parts.capture(runner)
         return Running(runner, runner)
 
 

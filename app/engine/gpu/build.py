@@ -56,5 +56,9 @@ def device_runner(
     steps = Steps(decoder, kernels, cache, rows, most=most, tokens=tokens)
     buckets = (most,) if wishes.deterministic else decode_buckets(most)
     graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(wishes.context))
-    shapes = Shapes(tile_tokens=max(_LEAST_TILE, _TILE_ROWS // (config.n_heads // config.n_kv_heads)), tokens=tokens)
+    shapes = Shapes(
+        tile_tokens=max(_LEAST_TILE, _TILE_ROWS // (config.n_heads // config.n_kv_heads)),
+        tokens=tokens,
+        head_rows=most if wishes.deterministic else 0,
+    )
     return DeviceRunner(graphs, shapes, sampler=sampler or TorchSampler(), guides=guides)

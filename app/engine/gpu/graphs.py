@@ -59,13 +59,12 @@ class DecodeGraphs:
         """How many there are to capture."""
         return len(self.buckets) * len(self._levels)
 
-    def capture(self, capture: Capture) -> int:
-        """All of them, on rows that are nobody's; how many."""
+    def capture(self, capture: Capture) -> None:
+        """All of them, on rows that are nobody's."""
         self.steps.rows_S.fill_(self.steps.rows.nobody)
         for count in reversed(self.buckets):
             for splits in reversed(self._levels):
                 self._replays[count, splits] = capture(partial(self.steps.decode, count, splits))
-        return len(self._replays)
 
     def bucket(self, count: int) -> int:
         """Rows that a step of `count` is padded to."""

@@ -56,10 +56,15 @@ class GpuParts:
         return step_peak(lambda: runner.run(step), self._device, meter) + runner.graphs.number * _GRAPH_BYTES
 
     def runner(self, blocks: int, guides: Guides) -> DeviceRunner:
-        """Warmed up and, on a GPU, captured."""
+        """Warmed up: kernels are compiled."""
         runner = self._runner(blocks, guides)
-        runner.warm_up(self._limits.tokens_per_step, CudaCapture() if self._device.type == "cuda" else None)
+        runner.warm_up(self._limits.tokens_per_step)
         return runner
+
+    def capture(self, runner: DeviceRunner) -> None:
+        """Its decode steps, on a GPU."""
+        if self._device.type == "cuda":
+            runner.capture(CudaCapture())
 
     def _runner(self, blocks: int, guides: Guides | None = None) -> DeviceRunner:
         return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)

@@ -37,6 +37,8 @@ class Shapes:
     """Query tokens of a tile of the attention in steps with prompts."""
     tokens: int = 0
     """Of every step, where a row's bits must not depend on its neighbours; 0: as many as there are."""
+    head_rows: int = 0
+    """That go through the head at once, likewise."""
 
     def padded(self, count: int) -> int:
         """Tokens of a step that has `count`."""
@@ -98,14 +100,17 @@ class DeviceRunner:
         drawn = unpacked(flight.numbers.wait(), [s.request.params.logprobs for s in flight.drawing])
         return StepResult({s.request.id: one for s, one in zip(flight.drawing, drawn, strict=True)})
 
-    def warm_up(self, tokens_per_step: int, capture: Capture | None = None) -> int:
-        """Runs the shapes that real steps have, so that no request pays for first calls; how many were captured."""
+    def warm_up(self, tokens_per_step: int) -> None:
+        """Runs the shapes that real steps have, so that no request pays for first calls."""
         most, context = len(self._steps.rows_S), self._steps.rows.context
         for plan in (dummies(1, 1), dummies(most, 1), dummies(1, min(tokens_per_step, context))):
             self.run(plan)
             self._rows.forget(chunk.sequence for chunk in plan.chunks)
-        with torch.inference_mode():
-            return self.graphs.capture(capture) if capture else 0
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture) -> None:
+        """Decode steps, to be replayed from now on. Nothing may be under way."""
+        self.graphs.capture(capture)
 
     def _start(self, plan: BatchPlan) -> None:
         if not all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
@@ -136,10 +141,11 @@ class HostCompute:
 
     def logits(self, rows: Items[int]) -> Tensor:
         """Logits [rows, V], in the number format of the weights."""
-        most, steps = len(self._graphs.steps.rows_S), self._graphs.steps
-        wanted = most if self._shapes.tokens else min(-(-len(rows) // _ROUND) * _ROUND, most)
-        padded = [*rows, *[rows[-1]] * (wanted - len(rows))]
-        return steps.logits(torch.tensor(padded, device=steps.cache.device))[: len(rows)]
+        steps, size = self._graphs.steps, self._shapes.head_rows or -(-len(rows) // _ROUND) * _ROUND
+        padded = [*rows, *[rows[-1]] * (-len(rows) % size)]
+        places_X = torch.tensor(padded, device=steps.cache.device)
+        logits_XV = torch.cat([steps.logits(places_S) for places_S in places_X.split(size)])
+        return logits_XV[: len(rows)]
 
 
 class _Sending:
