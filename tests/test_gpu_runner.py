@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 from on_device import tiny_device_engine, tiny_device_runner
 from recorded import Watch, record
 from test_parity import _requests
@@ -11,7 +15,13 @@ from test_parity_switches import _requests as _few_requests
 from tiny import run_all, tiny_decoder, tiny_engine
 
 from app.engine.dummy import dummies
-from app.engine.types import Request, TokenEvent
+from app.engine.engine import Engine
+from app.engine.gpu.rows import Rows
+from app.engine.gpu.runner import DeviceRunner
+from app.engine.gpu.steps import Steps
+from app.engine.guides import Guides
+from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenEvent, TokenScore
+from app.guide import guide_of
 
 CLOSE = 1e-3
 DEPTHS = [0, 1]
@@ -51,9 +61,15 @@ def test_the_device_draws_the_tokens_of_the_torch_way(depth: int, room: dict[str
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_captured_step_reads_nothing_on_the_host_and_draws_the_same(depth: int, texts: Events) -> None:
-    engine = tiny_device_engine(tiny_decoder(), depth=depth, blocks=400, max_running=8, capture=record)
-    assert engine.runner.graphs.bucket(3) == 4
+    replayed = []
+
+    def recorded(work: Callable[[], None]) -> Callable[[], None]:
+        replay = record(work)
+        return lambda: (replayed.append(1), replay())[1]
+
+    engine = tiny_device_engine(tiny_decoder(), depth=depth, blocks=400, max_running=8, capture=recorded)
     _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
+    assert len(replayed) > 50
 
 
 def test_a_launch_waits_for_nothing() -> None:
@@ -67,10 +83,143 @@ def test_a_launch_waits_for_nothing() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
     decoder = tiny_decoder(_config(seed), seed=seed)
-    requests = [replace_max(r) for r in _few_requests(decoder.config.vocab_size, greedy=True)]
+    requests = [replace(r, max_tokens=8) for r in _few_requests(decoder.config.vocab_size, greedy=True)]
     wanted = run_all(tiny_engine(decoder, blocks=200), requests)
     _assert_same_texts(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)
 
 
-def replace_max(request: Request, most: int = 8) -> Request:
-    return Request(id=request.id, prompt=request.prompt, max_tokens=most, params=request.params)
+def test_guides_and_scored_prompts_take_their_turn_among_launched_steps() -> None:
+    """They need the host, and so does every step that they are in; nobody's text shows it."""
+    decoder, requests = tiny_decoder(), _mixed()
+    wanted, scores = _told(tiny_engine(decoder, blocks=200, guides=_guides()), requests)
+    engine = tiny_device_engine(decoder, blocks=200, guides=_guides())
+    launched = _count_launches(engine)
+    told, told_scores = _told(engine, requests)
+    _assert_same_texts(told, wanted)
+    assert launched and told_scores.keys() == scores.keys()
+    for name, own in scores.items():
+        assert len(own) == len(told_scores[name])
+        assert all(abs(a[0] - b[0]) < CLOSE for a, b in zip(own, told_scores[name], strict=True)), name
+
+
+def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
+    decoder, requests = tiny_decoder(), _requests(8, seed=6)
+
+    def fixed(blocks: int) -> Engine:
+        return tiny_device_engine(decoder, blocks=blocks, deterministic=True, max_running=8)
+
+    alone = {r.id: run_all(fixed(64), [r])[r.id] for r in requests}
+    crowded = fixed(17)
+    assert run_all(fixed(400), requests) == alone
+    assert run_all(crowded, requests[::-1]) == alone
+    assert crowded.scheduler.preemptions > 0
+
+
+def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it stops: rows that the host took for told are told again."""
+    engine = tiny_device_engine(tiny_decoder(), blocks=400)
+    failing = _FailingLaunches(engine.runner)
+    engine.isolation._ahead = failing
+    for owner, name in ((Rows, "advance"), (Rows, "apply"), (Steps, "prepare")):
+        monkeypatch.setattr(owner, name, failing.spoilt(getattr(owner, name)))
+    _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
+    assert engine.isolation.grounded > 3
+
+
+class _FailingLaunches:
+    """A runner whose launches, and nothing else, stop at every seventh call of what was spoilt."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._calls, self._launching = runner, 0, False
+        self.launchable, self.collect = runner.launchable, runner.collect
+
+    def launch(self, plan: BatchPlan) -> Any:
+        self._launching = True
+        try:
+            return self._runner.launch(plan)
+        finally:
+            self._launching = False
+
+    def spoilt(self, whole: Callable[..., None]) -> Callable[..., None]:
+        def step(*given: Any) -> None:
+            self._calls += self._launching
+            if self._launching and self._calls % 7 == 0:
+                raise RuntimeError("no memory, say")
+            whole(*given)
+
+        return step
+
+
+def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
+    rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
+    first, second, third = ([Chunk(s, 0, 1)] for s in _sequences(3))
+    assert rows.enter([*first, *second])[0] == [1, 0]
+    first[0].sequence.ended = True
+    second[0].sequence.tokens.append(7)
+    places, changes = rows.enter([Chunk(second[0].sequence, 1, 2), *third])
+    assert places == [0, 1] and changes.loaded == [1], "the second one is known"
+    assert not rows.knows(first[0].sequence) and rows.knows(second[0].sequence)
+
+
+def test_a_sequence_that_gave_way_is_told_anew() -> None:
+    rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
+    (sequence,) = _sequences(1)
+    rows.enter([Chunk(sequence, 0, 1)])
+    sequence.tokens.append(7)
+    _, changes = rows.enter([Chunk(sequence, 1, 2)])
+    assert not changes.loaded and not changes.tokens, "its token and its length lie there"
+    sequence.blocks = [5]
+    _, changes = rows.enter([Chunk(sequence, 0, 2)])
+    assert changes.loaded and list(changes.table_blocks) == [5]
+
+
+def _sequences(count: int) -> list[Sequence]:
+    requests = [Request(id=f"r{i}", prompt=(3,), max_tokens=5) for i in range(count)]
+    return [Sequence(request=r, tokens=[3], arrival=i, blocks=[i]) for i, r in enumerate(requests)]
+
+
+def _count_launches(engine: Engine) -> list[int]:
+    runner, counted = engine.runner, []
+    assert isinstance(runner, DeviceRunner)
+    launch = runner.launch
+
+    def counting(plan: BatchPlan) -> Any:
+        counted.append(len(plan.chunks))
+        return launch(plan)
+
+    runner.launch = counting  # type: ignore[method-assign]
+    return counted
+
+
+def _mixed() -> list[Request]:
+    """Usual ones, forks, guided ones, and ones whose prompt is scored."""
+    guide = guide_of("regex", "[ab]{3,9}")
+    assert guide
+    made = []
+    for i, request in enumerate(_requests(9, seed=2)):
+        changes: dict[str, Any] = [{}, {"guide": guide.grammar}, {"prompt_logprobs": 2}][i % 3]
+        made.append(replace(request, **changes))
+    leader = made[0]
+    forked = replace(leader.params, choice=5, temperature=1.0)
+    return [*made, replace(leader, id="fork", leader=leader.id, params=forked)]
+
+
+def _guides() -> Guides:
+    bytes_of = [bytes([i % 256]) for i in range(320)]
+    return Guides(lambda: bytes_of, vocab_size=320, most=32)
+
+
+def _told(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:
+    """Texts, and the scores of prompts."""
+    for request in requests:
+        engine.add(request)
+    events: Events = {request.id: [] for request in requests}
+    scores: dict[str, list[TokenScore]] = {}
+    while engine.has_work:
+        report = engine.step()
+        assert not report.failed and not engine.scheduler.violations()
+        for event in report.events:
+            events[event.request_id].append(event)
+        for part in report.scores:
+            scores.setdefault(part.request_id, []).extend(part.tokens)
+    return events, scores
