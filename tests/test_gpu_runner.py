@@ -16,6 +16,7 @@ from tiny import run_all, tiny_decoder, tiny_engine
 
 from app.engine.dummy import dummies
 from app.engine.engine import Engine
+from app.engine.gpu.graphs import DecodeGraphs
 from app.engine.gpu.rows import Rows
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.steps import Steps
@@ -169,8 +170,22 @@ def test_a_sequence_that_gave_way_is_told_anew() -> None:
     _, changes = rows.enter([Chunk(sequence, 1, 2)])
     assert not changes.loaded and not changes.tokens, "its token and its length lie there"
     sequence.blocks = [5]
-    _, changes = rows.enter([Chunk(sequence, 0, 2)])
-    assert changes.loaded and list(changes.table_blocks) == [5]
+    sequence.tokens.append(8)
+    _, changes = rows.enter([Chunk(sequence, 2, 3)])
+    assert changes.loaded and list(changes.table_blocks) == [5], "although it goes on where it was"
+
+
+def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
+    steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
+    graphs, taken = DecodeGraphs(steps, buckets=(1, 2), max_splits=40), []
+
+    def noted(work: Any) -> Callable[[], None]:
+        return lambda: taken.append(work.args)
+
+    graphs.capture(noted)
+    for count, splits in ((1, 1), (2, 16), (2, 17), (1, 40)):
+        graphs.run(count, splits)
+    assert taken == [(1, 16), (2, 16), (2, 40), (1, 40)] and graphs.number == 4
 
 
 def _sequences(count: int) -> list[Sequence]:
