@@ -33,7 +33,7 @@ SHAPES = {
     "window": Shape(n_heads=4, n_kv_heads=1, head_dim=80, block_size=32, lengths=(130, 12), window=33),
     "cap": Shape(n_heads=8, n_kv_heads=1, head_dim=96, block_size=64, lengths=(516,), soft_cap=3.0),
     "long": Shape(n_heads=3, n_kv_heads=1, head_dim=256, block_size=128, lengths=(1100, 512, 513, 1)),
-    "late": Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_size=64, lengths=(1200, 30), window=600),
+    "late": Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_size=64, lengths=(1111, 1112, 30), window=600),
 }
 """Groups of 1 to 8, odd head sizes and blocks, and sequences that end at, before and behind the end of a split."""
 

@@ -34,7 +34,7 @@ def test_attention_is_what_the_slow_reference_says(name: str, kind: str) -> None
     seed = randrange(10**6)
     dtype = FORMATS[seed % len(FORMATS)] if name == "prefill" else torch.float32
     tail = 1 if name in ("long", "late") else 20
-    scene = build(SHAPES[name], dtype, DEVICE, seed)
+    scene = build(SHAPES[name], dtype, DEVICE, seed, tail)
     hold([attention.accuracy(f"seed {seed}", kernels(kind), scene, tail, 1 if tail == 1 else 16)])
 
 
@@ -42,7 +42,7 @@ def test_attention_is_what_the_slow_reference_says(name: str, kind: str) -> None
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: torch.dtype, kind: str) -> None:
     shape = replace(SHAPES["window"], lengths=(700,), window=None)
-    hold([attention.accuracy(str(dtype), kernels(kind), build(shape, dtype, DEVICE, randrange(10**6)), 2)])
+    hold([attention.accuracy(str(dtype), kernels(kind), build(shape, dtype, DEVICE, randrange(10**6), 2), 2)])
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -50,13 +50,13 @@ def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: tor
 def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_in_any_number_of_programs(name: str, kind: str) -> None:
     seed = randrange(10**6)
     others = (kernels(kind), kernels(kind, partial_bytes=0))
-    hold(attention.law(f"seed {seed}", others, build(SHAPES[name], torch.float32, DEVICE, seed), tail=18))
+    hold(attention.law(f"seed {seed}", others, build(SHAPES[name], torch.float32, DEVICE, seed, 18), tail=18))
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("name", ["long", "late"])
 def test_splits_taken_in_turn_and_beside_one_another_give_the_same_bits(name: str, kind: str) -> None:
-    scene = build(SHAPES[name], torch.float32, DEVICE, randrange(10**6))
+    scene = build(SHAPES[name], torch.float32, DEVICE, randrange(10**6), 1)
     pieces = attention.ends(scene, 1)
     ways = [(kernels(kind), 0), (kernels(kind), 2), (kernels(kind, partial_bytes=0), 0)]
     first, *others = [torch.cat(scene.attend(kernel, pieces, 1, spare)) for kernel, spare in ways]
@@ -97,7 +97,7 @@ def test_heads_are_normed_turned_scaled_and_kept(
 
 def test_a_reference_that_misses_one_key_is_found_out() -> None:
     """So that what is allowed is not so much that nothing could fail."""
-    scene = build(SHAPES["cap"], torch.float32, DEVICE, 1)
+    scene = build(SHAPES["cap"], torch.float32, DEVICE, 1, 1)
     blind = replace(scene, spec=AttentionSpec(window=515, soft_cap=3.0))
     assert attention.accuracy("", kernels("torch"), scene, 1)["ok"]
     q, k, v = (x[0] for x in (scene.q, scene.k, scene.v))

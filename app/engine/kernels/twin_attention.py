@@ -16,7 +16,7 @@ def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: A
     """See Kernels.attention."""
     n_kv_heads, head_dim = layer_cache.shape[3:]
     tokens_XN, positions_XN, seen_XN = _tile_tokens(batch, len(q_THC))
-    k_XLKC, v_XLKC, known_XL = _keys_and_values(layer_cache, batch)
+    k_XLKC, v_XLKC, known_XL = _keys_and_values(layer_cache, batch, spec.window)
     q_XNKGC = q_THC.double()[tokens_XN.clamp(max=len(q_THC) - 1)].unflatten(2, (n_kv_heads, -1))
     scores_XKGNL = torch.einsum("xnkgc,xlkc->xkgnl", q_XNKGC, k_XLKC) * head_dim**-0.5
     if spec.soft_cap is not None:
@@ -36,13 +36,15 @@ def _tile_tokens(batch: AttentionBatch, count: int) -> tuple[Tensor, Tensor, Ten
     return tokens_XN, (batch.tile_position_X[:, None] + steps_N).where(there_XN, -1), there_XN
 
 
-def _keys_and_values(layer_cache: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v [X, L, K, C] of each tile's sequence, zeros behind its last token; and [X, L] where there are some."""
+def _keys_and_values(layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v [X, L, K, C] of each tile's sequence, zeros where none of its tokens looks; and [X, L] where one does."""
     block_size, n_blocks = layer_cache.shape[2], batch.block_table_RB.shape[1]
     length = min(batch.max_splits * SPLIT, n_blocks * block_size)
     places_L = torch.arange(length, device=layer_cache.device)
     stops_X1 = (batch.tile_position_X + batch.tile_length_X)[:, None]
     known_XL = (places_L < stops_X1) & (batch.tile_row_X[:, None] >= 0)
+    if window is not None:
+        known_XL = known_XL & (places_L > batch.tile_position_X[:, None] - window)
     blocks_XL = batch.block_table_RB[batch.tile_row_X.clamp(min=0).long()][:, places_L // block_size]
     slots_XL = (blocks_XL.long() * block_size + places_L % block_size).where(known_XL, 0)
     rows_YKC = layer_cache.flatten(1, 2)[:, slots_XL.flatten()].double()

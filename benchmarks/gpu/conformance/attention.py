@@ -35,7 +35,7 @@ def check_attention(device: str, tiny: bool) -> Iterator[Row]:
     for shape in _SMALL if tiny else _LARGE:
         for dtype in _FORMATS:
             what = f"{shape}, {dtype}, seed {seed}"
-            yield accuracy(what, subject(device), build(shape, dtype, device, seed), tail=40)
+            yield accuracy(what, subject(device), build(shape, dtype, device, seed, tail=40), tail=40)
 
 
 def check_attention_rows(device: str, tiny: bool) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def check_attention_rows(device: str, tiny: bool) -> Iterator[Row]:
     seed = time.time_ns() % 1_000_000
     for shape in _SMALL if tiny else _LARGE:
         for dtype in _FORMATS:
-            scene = build(shape, dtype, device, seed)
+            scene = build(shape, dtype, device, seed, tail=300)
             others = (subject(device), subject(device, partial_bytes=0)) if device != "cpu" else (subject(device),)
             yield from law(f"{shape}, {dtype}, seed {seed}", others, scene, tail=300)
 

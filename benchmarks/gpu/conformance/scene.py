@@ -1,7 +1,8 @@
 """Sequences in a paged cache, of which any tokens can be attended to in any cut. Knows no kernel by name.
 
-Everything that no token may read is NaN: other blocks, what lies behind a sequence's last token, what its table says
-behind its last block. Shape legend: as in app/engine/kernels/face.py; L positions of a sequence, N tokens of a piece.
+Everything that no token may read is NaN: other blocks, what lies behind a sequence's last token or before what a window
+lets its last tokens see, what its table says behind its last block. Shape legend: as in app/engine/kernels/face.py; L
+positions of a sequence, N tokens of a piece.
 """
 
 from __future__ import annotations
@@ -86,8 +87,11 @@ class Scene:
         return [out_THC[start : start + piece[2]] for start, piece in zip(starts, pieces, strict=True)]
 
 
-def build(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Scene:
-    """Scores are as wide as a trained model's, so that every key counts in some row."""
+def build(shape: Shape, dtype: torch.dtype, device: str, seed: int, tail: int) -> Scene:
+    """tail: so many last tokens of each sequence may be attended to.
+
+    Scores are as wide as a trained model's, so that every key counts in some row.
+    """
     dice = python_random.Random(seed)
     q, k, v = ([] for _ in range(3))
     for number, length in enumerate(shape.lengths):
@@ -97,7 +101,7 @@ def build(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Scene:
         v.append(random((length, shape.n_kv_heads, shape.head_dim), dtype, device, seeds[2]))
         shared = min(shape.shared_blocks * shape.block_size, length, len(k[0]))
         k[-1][:shared], v[-1][:shared] = k[0][:shared], v[0][:shared]
-    cache, tables = _filled(shape, k, v, dice)
+    cache, tables = _filled(shape, k, v, tail, dice)
     rows = list(range(len(tables) + 1))
     dice.shuffle(rows)
     table_RB = torch.full((len(rows), len(tables[0])), cache.shape[1] - 1, dtype=torch.int32, device=device)
@@ -107,7 +111,7 @@ def build(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Scene:
 
 
 def _filled(
-    shape: Shape, k: list[Tensor], v: list[Tensor], dice: python_random.Random
+    shape: Shape, k: list[Tensor], v: list[Tensor], tail: int, dice: python_random.Random
 ) -> tuple[Tensor, list[list[int]]]:
     """The cache, whose last block is nobody's, and the blocks of each sequence, padded with that one."""
     size = shape.block_size
@@ -120,9 +124,10 @@ def _filled(
     for number, count in enumerate(counts):
         own = (tables[0] if tables else [])[: min(shape.shared_blocks, counts[0])][: len(k[number]) // size]
         own = own + [free.pop() for _ in range(count - len(own))]
-        slots = torch.arange(len(k[number]), device=cache.device)
-        slots = torch.tensor(own, device=cache.device)[slots // size] * size + slots % size
+        unseen = max(0, len(k[number]) - tail + 1 - shape.window) if shape.window else 0
+        places = torch.arange(unseen, len(k[number]), device=cache.device)
+        slots = torch.tensor(own, device=cache.device)[places // size] * size + places % size
         for half, x_LKC in zip(cache, (k[number], v[number]), strict=True):
-            half.flatten(0, 1)[slots] = x_LKC
+            half.flatten(0, 1)[slots] = x_LKC[unseen:]
         tables.append(own + [poison] * (max(counts) + 2 - count))
     return cache, tables
