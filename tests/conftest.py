@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import CDLL
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -38,7 +39,7 @@ from app.engine.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
 # Triton looks when it is imported, which nothing above does. Without a GPU its kernels run in its interpreter.
-if not torch.cuda.is_available():
+if find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
 

@@ -15,7 +15,7 @@ from interpreted import repair
 from app.engine.kernels.face import Kernels
 from app.engine.kernels.twins import TorchKernels
 from benchmarks.gpu.conformance.scene import Shape
-from benchmarks.gpu.conformance.subject import subject
+from benchmarks.gpu.conformance.subject import triton_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INSTALLED = find_spec("triton") is not None
@@ -40,4 +40,4 @@ SHAPES = {
 
 def kernels(kind: str, **options: int) -> Kernels:
     """torch or triton."""
-    return TorchKernels() if kind == "torch" else subject(DEVICE, **options)
+    return TorchKernels() if kind == "torch" else triton_kernels(**options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 
 from app.engine.kernels.face import Kernels
@@ -10,8 +9,11 @@ from app.engine.kernels.twins import TorchKernels
 
 
 def subject(device: str, **options: int) -> Kernels:
-    """Triton's on a GPU, and on a CPU where its interpreter is asked for; else the twins. options: TritonKernels'."""
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return TorchKernels()
+    """The twins on a CPU, to try the checks themselves; else what is written for the device."""
+    return TorchKernels() if device == "cpu" else triton_kernels(**options)
+
+
+def triton_kernels(**options: int) -> Kernels:
+    """options: those of TritonKernels. Raises ImportError where there is no Triton."""
     kernels: Kernels = import_module("app.engine.kernels.triton_kernels").TritonKernels(**options)
     return kernels
