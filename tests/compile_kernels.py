@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import triton
+from compile_sampling import sampling
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -102,6 +103,7 @@ def every_kernel() -> dict[str, Any]:
         "norm layer": norm("fp32", "layernorm", 5000, **every),
         "norm none": norm("bf16", "none", 64, HAS_DELTA=True, HAS_WEIGHT=False, HAS_BIAS=False),
         **{f"gate {kind}": gate("bf16", kind, gated=kind == "silu") for kind in ("relu", "gelu", "gelu_tanh", "silu")},
+        **sampling(TARGET, "bf16"),
     }
 
 

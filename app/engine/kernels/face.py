@@ -12,10 +12,11 @@ and in attention not on how a sequence was cut into steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from app.engine.kernels.sampling_table import SampleOut, SamplingTable
 from model.config import Activation, Norm
 
 SPLIT = 512
@@ -113,6 +114,8 @@ class Kernels(Protocol):
         """[T, F]: activation(first half), rounded, times the second half; ungated the activation of all."""
         ...
 
-    def sample(self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: Any, out: Any, /) -> None:
+    def sample(
+        self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut, /
+    ) -> None:
         """One token for each row of logits into `out` (SampleOut), as `table` (SamplingTable) says of its row."""
         ...

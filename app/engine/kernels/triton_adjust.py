@@ -6,8 +6,6 @@ Shape legend: S sampled rows, V vocabulary, B tokens of a tile, G groups of a ti
 groups' maxima is at most the k-th best logit, where a search for it may begin.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

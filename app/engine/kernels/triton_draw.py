@@ -4,8 +4,6 @@ Knows no biases and no log-probabilities. Shape legend: S sampled rows, T tiles 
 of a tile, C tokens of the room.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ order: nothing is atomic.
 Shape legend: B tokens of a block, C tokens of the room.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ Shape legend: B tokens of a block, N groups of the row (triton_adjust.py), C tok
 what a search takes in, and behind it what top_k has left: int32 keys and ids, float32 weights and logits.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -5,16 +5,16 @@ Made of functions of the triton_*.py files beside it; knows no network.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec
+from app.engine.kernels.sampling_table import SampleOut, SamplingTable
 from app.engine.kernels.tiling import PARTIAL_BYTES
 from app.engine.kernels.triton_attention import attention
 from app.engine.kernels.triton_gate import gate
 from app.engine.kernels.triton_heads import split_heads
 from app.engine.kernels.triton_norm import add_norm
+from app.engine.kernels.triton_sampler import sample
 from model.config import Activation
 
 
@@ -49,6 +49,8 @@ class TritonKernels:
         """See Kernels.gate."""
         return gate(hidden_TX, activation, gated)
 
-    def sample(self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: Any, out: Any) -> None:
+    def sample(
+        self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut
+    ) -> None:
         """See Kernels.sample."""
-        raise NotImplementedError  # the sampler of this folder is plugged in here
+        sample(logits_SV, rows_S, positions_S, table, out)

@@ -21,6 +21,9 @@ from app.engine.kernels.triton_adjust import adjust
 from app.engine.kernels.triton_draw import draw
 from app.engine.kernels.triton_scores import score
 
+WARPS = 8
+"""Of each program."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -60,13 +63,13 @@ def sample(
     counts = words if table.counts_RV is None else table.counts_RV
     shape = {"B": sizes.tile, "G": sizes.groups}
     counted = {"COUNTED": 0 if table.counts_RV is None else layout.COUNTED}
-    whole = {"T": triton.next_power_of_2(tiles), "C": sizes.room, "num_warps": 8}
+    whole = {"T": triton.next_power_of_2(tiles), "C": sizes.room}
     adjust[(n_rows, tiles)](
         *(logits_SV, logits_SV.stride(0), rows_S, positions_S, words, numbers, counts),
         *(room.x, room.best, room.best_id, room.raw_best, room.raw_sum, room.groups, room.raw_groups, vocab, tiles),
         **counted,
         **shape,
-        num_warps=8,
+        num_warps=WARPS,
     )
     draw[(n_rows,)](
         *(rows_S, positions_S, words, numbers, counts, room.x, room.weights, room.best, room.best_id),
@@ -74,6 +77,7 @@ def sample(
         **counted,
         **shape,
         **whole,
+        num_warps=WARPS,
     )
     score[(n_rows,)](
         *(logits_SV, logits_SV.stride(0), rows_S, words, out.tokens_S, room.raw_best, room.raw_sum, room.raw_groups),
@@ -81,6 +85,7 @@ def sample(
         K=TOP,
         **shape,
         **whole,
+        num_warps=WARPS,
     )
 
 

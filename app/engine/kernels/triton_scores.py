@@ -4,8 +4,6 @@ Knows no filters: these are the model's own. Shape legend: S sampled rows, T til
 G groups of a tile, C tokens of the room, K tokens to report, L listed ones.
 """
 
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec
+from app.engine.kernels.sampling_table import SampleOut, SamplingTable
 from app.engine.kernels.sampling_twin import sample
 from app.engine.kernels.twin_attention import attention
 from model.config import Activation
@@ -79,7 +79,9 @@ class TorchKernels:
         gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
         return function(gate_TF.double()).to(hidden_TX.dtype) * up_TF
 
-    def sample(self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: Any, out: Any) -> None:
+    def sample(
+        self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut
+    ) -> None:
         """See Kernels.sample."""
         sample(logits_SV, rows_S, positions_S, table, out)
 
