@@ -5,6 +5,7 @@
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
+#   make gpu-check [WHEELS=DIR] [ARGS="--only speed"]  what a GPU is needed for, by PYTHON as it is: nothing is installed
 #   make manifests                              Kubernetes' own schemas of deploy/kubernetes, on two versions
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
@@ -17,6 +18,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 PORT ?=
 WEIGHTS ?=
+WHEELS ?=
 OUT ?= out
 DATA ?=
 ARGS ?=
@@ -33,10 +35,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench peers lint lock clients promises manifests ray container
+.PHONY: help FORCE install serve test train bench peers gpu-check lint lock clients promises manifests ray container
 
 help:
-	@sed -n '3,14s/^# *//p' Makefile; echo "targets: install serve test train bench peers lint lock clients promises manifests ray container"
+	@sed -n '3,15s/^# *//p' Makefile; echo "targets: install serve test train bench peers gpu-check lint lock clients promises manifests ray container"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -80,6 +82,10 @@ bench: install
 
 peers: install
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m benchmarks.peers $(ARGS)
+
+# On a machine that has a GPU, a torch built for it, and maybe no network: no environment is made, nothing is fetched.
+gpu-check:
+	@WHEELS="$(WHEELS)" $(PYTHON) -m benchmarks.gpu $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

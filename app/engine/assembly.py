@@ -40,8 +40,13 @@ from model.transformer import Decoder
 _log = logging.getLogger("inkstream")
 
 
-def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None) -> Assembled:
-    """Loads the weights, takes the cache's memory, warms up; `announce` hears what is being done. Raises StartError."""
+def assemble(
+    config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None, read: Callable[..., Checkpoint] = load
+) -> Assembled:
+    """Loads the weights, takes the cache's memory, warms up; `announce` hears what is being done. Raises StartError.
+
+    read: load(), or what a benchmark has in its place, whose weights lie in no file.
+    """
     announce(LOADING_WEIGHTS)
     with _refusing(f"{config.weights}: the weights do not fit into what is free of the GPU's memory"):
         if config.threads:
@@ -50,7 +55,7 @@ def assemble(config: WorkerConfig, announce: Callable[[str], None] = lambda _pha
         dtype = choose_dtype(config.dtype, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         check_quantize(config.quantize, device.type, dtype, capability)
-        checkpoint = load(Path(config.weights), device=device, dtype=dtype)
+        checkpoint = read(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may be others when a guide asks for it
         limits = _limits(config, device)

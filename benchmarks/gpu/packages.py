@@ -1,0 +1,56 @@
+"""What is installed here, what is missing, and how wheels that were brought along are put on the path. No torch.
+
+The machine with the GPU may be a bare one without a network: its own torch and Triton are taken as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+_CALLED = {"pydantic_settings": "pydantic-settings", "prometheus_client": "prometheus-client"}
+
+
+class WheelsError(ValueError):
+    """The folder of wheels cannot be used; the message says why."""
+
+
+def missing(names: Iterable[str]) -> tuple[str, ...]:
+    """Those that cannot be imported, each once, in order."""
+    return tuple(name for name in dict.fromkeys(names) if find_spec(name) is None)
+
+
+def version_of(name: str) -> str:
+    """Of an installed package; empty where it is not there."""
+    try:
+        return version(_CALLED.get(name, name))
+    except PackageNotFoundError:
+        return ""
+
+
+def advice(names: Iterable[str]) -> str:
+    """How to bring them along to a machine without a network."""
+    wanted = " ".join(_CALLED.get(name, name) for name in names)
+    return f"bring wheels along: pip download --only-binary=:all: -d DIR {wanted}; then WHEELS=DIR make gpu-check"
+
+
+def install(wheels: Path, site: Path) -> None:
+    """Unpacks the folder's wheels into `site`, for this process and those it starts. Raises WheelsError."""
+    files = sorted(str(path) for path in wheels.glob("*.whl"))
+    if not files:
+        raise WheelsError(f"{wheels}: holds no wheels (*.whl)")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    command = [*pip, "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site), *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["pip said nothing"]
+        raise WheelsError(f"{wheels}: {lines[-1]}")
+    sys.path.insert(0, str(site))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
+    importlib.invalidate_caches()

@@ -1,0 +1,161 @@
+"""`make gpu-check` runs as a whole without a GPU, and what breaks in it breaks alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.apart import Outcome, run_apart
+from benchmarks.gpu.finding import Bench, Finding
+from benchmarks.gpu.report import Record, Report, file_name
+from benchmarks.gpu.stages import NAMES, STAGES, choose, seconds_for
+
+ROOT = Path(__file__).parent.parent
+# Python 3.12 warns of every fork beside threads, and a worker of xdist has some. The script itself has none.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def _bench(folder: Path, seconds: float) -> Bench:
+    return Bench(device="cpu", tiny=True, weights=ROOT, folder=folder, deadline=time.monotonic() + seconds)
+
+
+def _stage_of(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> str:
+    """A module with run(bench), where the stage's process finds it."""
+    lines = ["import os, signal, time", "from benchmarks.gpu.finding import Finding, Unsupported", "def run(bench):"]
+    lines += ["    yield Finding(what='first', value=1.0)", f"    {body}", "    yield Finding(what='last', value=2.0)"]
+    (folder / f"{name}.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(folder))
+    return name
+
+
+def _outcome(status: str) -> Outcome:
+    return Outcome(status=status, seconds=1.0)
+
+
+def test_every_stage_that_a_cpu_can_try_runs_and_keeps_its_laws(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["benchmark"], result["device"], result["tiny"], result["good"]) == ("gpu", "cpu", True, True)
+    stages = {stage["name"]: stage for stage in result["stages"]}
+    assert list(stages) == [stage.name for stage in STAGES if stage.tiny]
+    assert {stage["status"] for stage in stages.values()} <= {"done", "skipped"}
+    for name in ("machine", "roofs", "parity", "syncs", "memory", "speed-gpt2", "batch-8b", "quantized-int8"):
+        assert stages[name]["status"] == "done", stages[name]
+    laws = [finding["ok"] for stage in stages.values() for finding in stage["findings"] if "ok" in finding]
+    assert len(laws) >= 8
+    assert all(laws)
+    (saved,) = tmp_path.glob("gpu-cpu-*.json")
+    assert json.loads(saved.read_text()) == result
+    assert saved.with_suffix(".md").read_text().strip() in done.stdout
+    assert saved.with_suffix(".log").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "why"),
+    [
+        ("pass", "done", ""),
+        ("raise OSError('no such thing')", "failed", "OSError: no such thing"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "failed", "SIGKILL"),
+        ("os._exit(3)", "failed", "ended with 3"),
+        ("raise Unsupported('an old card')", "skipped", "an old card"),
+        ("while True: signal.pause()", "timed out", "killed"),
+    ],
+)
+def test_a_stage_ends_alone_and_leaves_what_it_had_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, why: str
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.apart.GRACE_SECONDS", 0.0)
+    name = _stage_of(tmp_path, monkeypatch, f"stage_{status.replace(' ', '_')}_{len(body)}", body)
+    heard: list[Finding] = []
+    # A pause without an end needs the deadline, all others must not come near it.
+    outcome = run_apart(name, _bench(tmp_path, 3.0 if status == "timed out" else 60), heard.append, tmp_path / "log")
+    assert (outcome.status, why in outcome.why) == (status, True), outcome
+    assert [finding.what for finding in heard] == ["first", "last"][: 2 if status == "done" else 1]
+
+
+def test_what_a_stage_prints_goes_to_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _stage_of(tmp_path, monkeypatch, "stage_talks", "os.write(1, b'said this')")
+    run_apart(name, _bench(tmp_path, 60), lambda _: None, tmp_path / "log")
+    assert "said this" in (tmp_path / "log").read_text()
+
+
+def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "import subprocess; open(bench.folder / 'pid', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
+    name = _stage_of(tmp_path, monkeypatch, "stage_starts", body)
+    assert run_apart(name, _bench(tmp_path, 60), lambda _: None, tmp_path / "log").status == "done"
+    stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    # Killed at once; until somebody takes its exit code in, a zombie stays.
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_without_a_gpu_one_line_says_what_is_needed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path)]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "needs a CUDA GPU" in line
+    assert "--device cpu --tiny" in line
+
+
+@pytest.mark.parametrize(
+    "flags", [["--only", "nonsense"], ["--minutes", "0"], ["--device", "cpu"], ["--wheels", "/nowhere"]]
+)
+def test_wrong_flags_are_told_in_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_stages_are_asked_for_by_name_or_by_noun() -> None:
+    assert [stage.name for stage in choose(["speed", "roofs"], tiny=False)] == [
+        name for name in NAMES if name == "roofs" or name.startswith("speed-")
+    ]
+    assert [stage.name for stage in choose(["http"], tiny=True)] == ["http"]
+
+
+def test_time_that_a_stage_does_not_take_goes_to_those_that_follow() -> None:
+    shares = [seconds_for(stage, STAGES[i + 1 :], 480.0) for i, stage in enumerate(STAGES)]
+    assert sum(shares[:1]) < 60
+    assert shares[-1] == 480.0
+    left = 480.0
+    for i, stage in enumerate(STAGES):  # each takes all it may: none is left without
+        share = seconds_for(stage, STAGES[i + 1 :], left)
+        assert share == pytest.approx(480.0 * stage.weight / sum(s.weight for s in STAGES))
+        left -= share
+
+
+def test_a_report_is_good_until_a_stage_fails_or_a_law_breaks(tmp_path: Path) -> None:
+    report = Report(path=tmp_path / "r.json", facts={})
+    record = Record(name="speed")
+    report.records.append(record)
+    report.write()
+    assert json.loads(report.path.read_text())["stages"][0]["status"] == "running"
+    record.findings += [Finding(what="a | b", value=1234.5, unit="tokens/s", share=0.5), Finding(what="c", value="x")]
+    record.outcome = _outcome("done")
+    assert report.is_good
+    assert "| speed | a \\| b | 1,234 tokens/s | 50.0 % |" in report.table()
+    assert report.numbers == {"speed: a | b": 1234.5}
+    record.findings.append(Finding(what="law", value=0.0, ok=False))
+    assert not report.is_good
+    record.findings.pop()
+    record.outcome = _outcome("timed out")
+    assert not report.is_good
+    assert "**timed out**" in report.table()
+
+
+def test_a_report_is_called_after_its_device() -> None:
+    assert file_name("NVIDIA H200", "2026-11-22-1200") == "gpu-nvidia-h200-2026-11-22-1200"
