@@ -8,18 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.apart import Outcome, run_apart
+from benchmarks.gpu.apart import run_apart
 from benchmarks.gpu.finding import Bench, Finding
-from benchmarks.gpu.report import Record, Report, file_name
-from benchmarks.gpu.stages import NAMES, STAGES, choose, seconds_for
+from benchmarks.gpu.packages import WheelsError, install, missing
+from benchmarks.gpu.stages import NAMES, STAGES, choose
 
 ROOT = Path(__file__).parent.parent
-# Python 3.12 warns of every fork beside threads, and a worker of xdist has some. The script itself has none.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def _bench(folder: Path, seconds: float) -> Bench:
@@ -33,10 +32,6 @@ def _stage_of(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: st
     (folder / f"{name}.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(folder))
     return name
-
-
-def _outcome(status: str) -> Outcome:
-    return Outcome(status=status, seconds=1.0)
 
 
 def test_every_stage_that_a_cpu_can_try_runs_and_keeps_its_laws(tmp_path: Path) -> None:
@@ -89,6 +84,13 @@ def test_what_a_stage_prints_goes_to_the_log(tmp_path: Path, monkeypatch: pytest
     assert "said this" in (tmp_path / "log").read_text()
 
 
+def test_a_stage_can_begin_as_a_fresh_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _stage_of(tmp_path, monkeypatch, "stage_fresh", "assert 'pytest' not in __import__('sys').modules")
+    heard: list[Finding] = []
+    outcome = run_apart(name, _bench(tmp_path, 60), heard.append, tmp_path / "log", "spawn")
+    assert (outcome.status, len(heard)) == ("done", 2), outcome
+
+
 def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "import subprocess; open(bench.folder / 'pid', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))"
     name = _stage_of(tmp_path, monkeypatch, "stage_starts", body)
@@ -96,6 +98,24 @@ def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pyte
     stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     # Killed at once; until somebody takes its exit code in, a zombie stays.
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_wheels_of_a_folder_are_there_for_this_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    with pytest.raises(WheelsError, match="holds no wheels"):
+        install(wheels, site)
+    with ZipFile(wheels / "brought-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought.py", "")
+        wheel.writestr("brought-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+        wheel.writestr("brought-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("brought-1.0.dist-info/RECORD", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    assert missing(("brought",)) == ("brought",)
+    install(wheels, site)
+    assert missing(("brought",)) == ()
+    assert os.environ["PYTHONPATH"] == f"{site}{os.pathsep}before"
 
 
 def test_without_a_gpu_one_line_says_what_is_needed(tmp_path: Path) -> None:
@@ -125,37 +145,3 @@ def test_stages_are_asked_for_by_name_or_by_noun() -> None:
         name for name in NAMES if name == "roofs" or name.startswith("speed-")
     ]
     assert [stage.name for stage in choose(["http"], tiny=True)] == ["http"]
-
-
-def test_time_that_a_stage_does_not_take_goes_to_those_that_follow() -> None:
-    shares = [seconds_for(stage, STAGES[i + 1 :], 480.0) for i, stage in enumerate(STAGES)]
-    assert sum(shares[:1]) < 60
-    assert shares[-1] == 480.0
-    left = 480.0
-    for i, stage in enumerate(STAGES):  # each takes all it may: none is left without
-        share = seconds_for(stage, STAGES[i + 1 :], left)
-        assert share == pytest.approx(480.0 * stage.weight / sum(s.weight for s in STAGES))
-        left -= share
-
-
-def test_a_report_is_good_until_a_stage_fails_or_a_law_breaks(tmp_path: Path) -> None:
-    report = Report(path=tmp_path / "r.json", facts={})
-    record = Record(name="speed")
-    report.records.append(record)
-    report.write()
-    assert json.loads(report.path.read_text())["stages"][0]["status"] == "running"
-    record.findings += [Finding(what="a | b", value=1234.5, unit="tokens/s", share=0.5), Finding(what="c", value="x")]
-    record.outcome = _outcome("done")
-    assert report.is_good
-    assert "| speed | a \\| b | 1,234 tokens/s | 50.0 % |" in report.table()
-    assert report.numbers == {"speed: a | b": 1234.5}
-    record.findings.append(Finding(what="law", value=0.0, ok=False))
-    assert not report.is_good
-    record.findings.pop()
-    record.outcome = _outcome("timed out")
-    assert not report.is_good
-    assert "**timed out**" in report.table()
-
-
-def test_a_report_is_called_after_its_device() -> None:
-    assert file_name("NVIDIA H200", "2026-11-22-1200") == "gpu-nvidia-h200-2026-11-22-1200"

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.gpu.apart import Outcome, run_apart
+from benchmarks.gpu.apart import Outcome, Start, run_apart
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.options import Options, parse_options
 from benchmarks.gpu.packages import WheelsError, advice, install, missing, version_of
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except WheelsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        name = _device_name(options.device, folder)
-        if name is None:
+        found = _device(options.device, folder)
+        if found is None:
             return 2
-        report = _report(options, name)
+        report = _report(options, found[0])
         for index, stage in enumerate(options.stages):
             seconds = seconds_for(stage, options.stages[index + 1 :], ends - time.monotonic())
             bench = _bench(options, stage, folder / stage.name, time.monotonic() + seconds, report)
-            _run(stage, bench, report)
+            _run(stage, bench, report, found[1])
     print(f"\n{report.table()}\n\n{report.path}\n{report.as_json()}", flush=True)
     return 0 if report.is_good else 1
 
@@ -71,20 +71,26 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _device_name(device: str, folder: Path) -> str | None:
-    """What the reports are called after; None, with a line for the user, where there is nothing to measure."""
+def _device(device: str, folder: Path) -> tuple[str, Start] | None:
+    """Its name, and how a stage's process gets at it; None, with a line for the user, where there is none."""
     if missing(("torch",)):
         print(_NO_GPU.format(problem=f"{sys.executable} has no torch"), file=sys.stderr)
         return None
+    with suppress(Exception):  # what does not load is for the stages to tell
+        importlib.import_module("benchmarks.gpu.engines" if not missing(ENGINE) else "torch")
     if device == "cpu":
-        return "cpu"
-    found: list[Finding] = []
-    bench = Bench(device=device, tiny=True, weights=folder, folder=folder, deadline=time.monotonic() + 60)
-    outcome = run_apart("benchmarks.gpu.probe", bench, found.append, folder / "probe.log")
-    if outcome.status != "done":
-        print(_NO_GPU.format(problem=outcome.why), file=sys.stderr)
-        return None
-    return str(found[0].value)
+        return "cpu", "fork"
+    ways: tuple[Start, ...] = ("fork", "spawn")
+    for start in ways:
+        found: list[Finding] = []
+        bench = Bench(device=device, tiny=True, weights=folder, folder=folder, deadline=time.monotonic() + 60)
+        outcome = run_apart("benchmarks.gpu.probe", bench, found.append, folder / "probe.log", start)
+        if outcome.status == "done":
+            return str(found[0].value), start
+        if not shutil.which("nvidia-smi"):  # where there is a driver, loading all that may have spoilt the fork
+            break
+    print(_NO_GPU.format(problem=outcome.why), file=sys.stderr)
+    return None
 
 
 def _report(options: Options, name: str) -> Report:
@@ -121,7 +127,7 @@ def _bench(options: Options, stage: Stage, folder: Path, deadline: float, report
     )
 
 
-def _run(stage: Stage, bench: Bench, report: Report) -> None:
+def _run(stage: Stage, bench: Bench, report: Report, start: Start) -> None:
     """One stage, with everything on disk before the next begins."""
     record = Record(name=stage.name)
     report.records.append(record)
@@ -134,17 +140,10 @@ def _run(stage: Stage, bench: Bench, report: Report) -> None:
     if lacks := missing(stage.needs):
         record.outcome = Outcome(status="skipped", seconds=0.0, why=f"needs {', '.join(lacks)}")
     else:
-        _load_beforehand(stage)
-        record.outcome = run_apart(stage.module, bench, hear, report.path.with_suffix(".log"))
+        record.outcome = run_apart(stage.module, bench, hear, report.path.with_suffix(".log"), start)
     outcome = record.outcome
     print(f"{stage.name:>16}  {outcome.status} in {outcome.seconds:.1f} s  {outcome.why}", flush=True)
     report.write()
-
-
-def _load_beforehand(stage: Stage) -> None:
-    """What every engine's process needs is loaded once, here. What does not load is the stage's to tell."""
-    with suppress(Exception):
-        importlib.import_module("torch" if stage.needs != ENGINE else "benchmarks.gpu.engines")
 
 
 if __name__ == "__main__":

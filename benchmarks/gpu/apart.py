@@ -2,7 +2,8 @@
 
 An illegal access spoils a CUDA context for good, a hang never ends, and what one stage does not give back would be
 missing in the next. So each stage is forked off this process, which has loaded Python's side of everything and must
-never touch the GPU itself: a context does not survive a fork.
+never touch the GPU itself: a context does not survive a fork. Should loading alone have done so, each stage can begin
+as a fresh process instead, and load all of it again.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from app.parent import die_with_parent
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
+
+Start = Literal["fork", "spawn"]
 
 GRACE_SECONDS = 3.0
 """Beyond the deadline that the stage is told, by which it should have cut itself."""
@@ -42,13 +46,16 @@ class Outcome:
     why: str = ""
 
 
-def run_apart(module: str, bench: Bench, hear: Callable[[Finding], None], log: Path) -> Outcome:
+def run_apart(module: str, bench: Bench, hear: Callable[[Finding], None], log: Path, start: Start = "fork") -> Outcome:
     """Runs module.run(bench); `hear` is given each finding as it comes, also of a stage that fails later."""
-    context = get_context("fork")
+    context: Any = get_context(start)
     began = time.monotonic()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(module, bench, theirs, log))
-    process.start()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; those of a numeric library, if any, have nothing to do here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
     theirs.close()
     assert process.pid
     try:

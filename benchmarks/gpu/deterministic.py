@@ -1,6 +1,6 @@
-"""Whether a request gets the same bits alone, beside others, and again: the self-test of --deterministic.
+"""Whether a request gets the same bits alone, beside others, and again: the self-test of --deterministic, and more.
 
-Where the engine has no such knob, the same is told of how it computes by default, and nothing is held against it.
+The same is told of how the engine computes by default, and on a GPU nothing is held against that.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.engine.engine import Engine
+from app.engine.start import StartError
 from app.engine.types import Request
 from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
-from benchmarks.gpu.engines import DETERMINISTIC, engine_of, knows
+from benchmarks.gpu.engines import engine_of, knows
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.parity import LAYOUTS, smaller
 from model.config import ModelConfig
@@ -19,38 +20,50 @@ from model.config import ModelConfig
 
 def run(bench: Bench) -> Iterator[Finding]:
     """By default, then as asked for."""
+    yield from _way(bench, "by default", {}, law=bench.device == "cpu")
+    if knows(deterministic=True):
+        yield from _way(bench, "deterministic", {"deterministic": True}, law=True)
+    else:
+        yield Finding(what="deterministic", value="not there", note="this engine has no --deterministic")
+
+
+def _way(bench: Bench, name: str, knobs: dict[str, Any], *, law: bool) -> Iterator[Finding]:
     shape = smaller(LAYOUTS["llama"]) if bench.tiny else LAYOUTS["llama"]
-    requests = _requests(shape, bench.tiny)
-    ways: dict[str, dict[str, Any]] = {"by default": {}, "deterministic": {DETERMINISTIC: True}}
-    for name, knobs in ways.items():
-        if not knows(**knobs):
-            yield Finding(what=name, value="not there", note=f"this engine has no {DETERMINISTIC}")
-            continue
-        law = bool(knobs) or bench.device == "cpu"
-        engines = [engine_of(bench, shape, max_running=40, tokens_per_step=256, **knobs) for _ in range(2)]
-        together = run_all(engines[0], requests)
-        yield _compare(f"{name}: again, in a fresh engine", requests, together, run_all(engines[1], requests), law)
-        yield _compare(
-            f"{name}: in the warm one, from the cache", requests, together, run_all(engines[0], requests), law
-        )
-        yield _compare(f"{name}: alone", requests[:8], together, _alone(engines[1], requests[:8]), law)
+    requests, heard = _requests(shape, bench.tiny), list[str]()
+    sizes: dict[str, Any] = {"max_running": 40, "tokens_per_step": 256, "cache_tokens": 32_768}
+    try:
+        engines = [engine_of(bench, shape, announce=heard.append, **sizes, **knobs) for _ in range(2)]
+    except StartError as error:
+        yield Finding(what=f"{name}: starts", value="refused", ok=False, note=str(error))
+        return
+    yield Finding(what=f"{name}: starts", value="yes", note=next((one for one in heard if "proven" in one), ""))
+    together = run_all(engines[0], requests)
+    ways = {
+        "again, in a fresh engine": run_all(engines[1], requests),
+        "again, from the cache": run_all(engines[0], requests),
+        "alone": _alone(engines[1], requests),
+    }
+    for what, texts in ways.items():
+        yield _compare(f"{name}: {what}", requests, together, texts, law)
 
 
 def _alone(engine: Engine, requests: list[Request]) -> Texts:
+    """Every fourth of them."""
     texts = Texts()
-    for one in requests:
+    for one in requests[::4]:
         texts.events |= run_all(engine, [one]).events
     return texts
 
 
 def _compare(what: str, requests: list[Request], one: Texts, other: Texts, law: bool) -> Finding:
-    same = [one.events.get(r.id) == other.events.get(r.id) and r.id in one.events for r in requests]
-    tokens = [one.tokens(r.id) == other.tokens(r.id) for r in requests]
+    names = [r.id for r in requests if r.id in other.events]
+    same = [one.events.get(name) == other.events.get(name) for name in names]
+    tokens = [one.tokens(name) == other.tokens(name) for name in names]
     return Finding(
         what=what,
         value=sum(same),
         unit=f"of {len(same)} texts the same to the last bit",
-        ok=all(same) if law else None,
+        ok=bool(names) and all(same) if law else None,
         note=f"tokens the same in {sum(tokens)}",
     )
 

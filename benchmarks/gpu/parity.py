@@ -80,7 +80,13 @@ def compare(bench: Bench, name: str, shape: ModelConfig, dtype: str) -> Finding:
     """One engine, all requests at once."""
     state = random_state(shape, device=torch.device("cpu"), dtype=getattr(torch, dtype))
     engine = engine_of(
-        bench, shape, reader(shape, state), dtype=dtype, max_running=16, tokens_per_step=shape.context // 4
+        bench,
+        shape,
+        reader(shape, state),
+        dtype=dtype,
+        max_running=16,
+        tokens_per_step=shape.context // 4,
+        cache_tokens=4 * shape.context,
     )
     requests = _requests(shape, tiny=bench.tiny)
     texts = run_all(engine, requests)

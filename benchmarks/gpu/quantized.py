@@ -1,34 +1,48 @@
-"""Decoding with weights of eight bits, beside the same with bfloat16."""
+"""Decoding and reading with weights of eight bits, beside the same shape's bfloat16 in the same run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.gpu.drive import clear
-from benchmarks.gpu.engines import engine_of, knows
+from app.engine.start import StartError
+from benchmarks.gpu.engines import Phases, engine_of, knows
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 from benchmarks.gpu.shapes import shape_of
-from benchmarks.gpu.speed import TINY, Sizes, decode
+from benchmarks.gpu.speed import TINY, Sizes, decode, prefill
 from benchmarks.gpu.work import Roofs
 
-_SIZES = Sizes(rows=(1, 32), windows=5)
+_SIZES = Sizes(rows=(1, 8, 32), read=(1000,))
 
 
 def run(bench: Bench) -> Iterator[Finding]:
     """The subject is how: int8, fp8."""
-    if not knows(quantize=bench.subject):
-        raise Unsupported(f"this engine has no --quantize {bench.subject}")
-    sizes, shape = TINY if bench.tiny else _SIZES, shape_of("8b", tiny=bench.tiny)
-    speeds: dict[int, float] = {}
-    for how in ("none", bench.subject):
-        engine = engine_of(bench, shape, max_running=max(sizes.rows), quantize=how, max_context=shape.context // 2)
-        roofs = Roofs.of(bench, shape, "bf16" if how == "none" else "int8")
-        for rows in sizes.rows:
-            found = decode(engine, replace(shape, context=shape.context // 2), rows, sizes, roofs)
-            assert isinstance(found.value, float)
-            before = speeds.setdefault(rows, found.value)
-            note = found.note if how == "none" else f"{found.value / before:.2f} x bfloat16; {found.note}"
-            yield replace(found, what=f"{'bf16' if how == 'none' else how}, {found.what}", note=note)
-        clear(engine)
-        del engine
+    how = bench.subject
+    if not knows(quantize=how):
+        raise Unsupported(f"this engine has no --quantize {how}")
+    sizes, shape, phases = TINY if bench.tiny else _SIZES, shape_of("8b", tiny=bench.tiny), Phases()
+    try:
+        engine = engine_of(
+            bench,
+            shape,
+            announce=phases,
+            quantize=how,
+            max_running=max(sizes.rows),
+            tokens_per_step=64 if bench.tiny else 1024,
+            cache_tokens=max(sizes.rows) * shape.context if bench.tiny else 65_536,
+        )
+    except StartError as error:
+        raise Unsupported(str(error)) from None
+    yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
+    roofs = Roofs.of(bench, shape, "int8")
+    short = replace(shape, context=min(shape.context, 1024))
+    for rows in sizes.rows:
+        yield _beside(decode(engine, short, rows, sizes, roofs), bench)
+    for length in sizes.read:
+        yield _beside(prefill(engine, shape, length, sizes, roofs), bench)
+
+
+def _beside(found: Finding, bench: Bench) -> Finding:
+    before = (bench.found or {}).get(f"speed-8b: {found.what}")
+    assert isinstance(found.value, float)
+    return replace(found, note=f"{found.value / before:.2f} x bfloat16; {found.note}") if before else found

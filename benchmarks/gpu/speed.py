@@ -15,7 +15,7 @@ from typing import Any
 from app.engine.engine import Engine
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.drive import clear, prompt_of, request, settle
-from benchmarks.gpu.engines import engine_of
+from benchmarks.gpu.engines import Phases, engine_of
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.work import Roofs
@@ -45,14 +45,15 @@ def run(bench: Bench) -> Iterator[Finding]:
     """The widest batch is settled last: it takes longest."""
     sizes = TINY if bench.tiny else Sizes()
     shape = None if bench.subject == "default" else shape_of(bench.subject, tiny=bench.tiny)
-    began = time.monotonic()
+    phases = Phases()
     engine = engine_of(
         bench,
         shape,
+        announce=phases,
         max_running=max(sizes.rows),
         tokens_per_step=max(*sizes.rows, 64 if bench.tiny else 8192),
     )
-    yield Finding(what="engine built", value=time.monotonic() - began, unit="s", note="random weights made, too")
+    yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
     measured = shape or load_config(bench.weights)
     roofs = Roofs.of(bench, measured)
     for rows in sizes.rows:

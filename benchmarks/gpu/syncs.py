@@ -25,7 +25,7 @@ def run(bench: Bench) -> Iterator[Finding]:
     """For greedy texts, and for drawn ones."""
     shape = shape_of("gpt2", tiny=bench.tiny)
     rows, steps = (2, 2) if bench.tiny else (8, 20)
-    engine = engine_of(bench, shape, max_running=rows)
+    engine = engine_of(bench, shape, max_running=rows, cache_tokens=rows * shape.context)
     for what, params in (("greedy", {}), ("drawn", {"temperature": 0.8, "top_k": 40, "top_p": 0.9})):
         for row in range(rows):
             prompt = prompt_of(20, shape.vocab_size, f"{what} {row}")
