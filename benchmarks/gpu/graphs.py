@@ -14,9 +14,10 @@ import msgspec
 from app.engine.engine import Engine
 from app.engine.types import Request
 from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
-from benchmarks.gpu.engines import engine_of, runs_ahead, without_graphs, without_lead
+from benchmarks.gpu.engines import runs_ahead, without_graphs, without_lead
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 from benchmarks.gpu.parity import LAYOUTS, smaller
+from benchmarks.gpu.twins import device_engine
 from model.config import ModelConfig
 
 
@@ -29,7 +30,9 @@ class _Way:
 def run(bench: Bench) -> Iterator[Finding]:
     """Each way against the plainest one."""
     shape = smaller(LAYOUTS["llama"]) if bench.tiny else LAYOUTS["llama"]
-    engine = engine_of(bench, shape, max_running=40, tokens_per_step=512, cache_tokens=16_384)
+    engine = device_engine(
+        bench, shape, max_running=40, tokens_per_step=512, cache_tokens=2048 if bench.tiny else 16_384
+    )
     batches = [_requests(shape, count, bench.tiny) for count in ((3,) if bench.tiny else (1, 7, 8, 9, 33))]
     *others, plainest = _ways(engine, batches)
     if not others:

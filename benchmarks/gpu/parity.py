@@ -15,10 +15,10 @@ import torch
 
 from app.engine.types import Request
 from benchmarks.gpu.drive import prompt_of, request, run_all
-from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.oracle import Verdict, judge
 from benchmarks.gpu.shapes import decoder_of, random_state, reader
+from benchmarks.gpu.twins import device_engine
 from model.config import ModelConfig
 
 _LLAMA = ModelConfig(
@@ -69,17 +69,17 @@ _SHARE_OFF = 0.005
 
 
 def run(bench: Bench) -> Iterator[Finding]:
-    """Every layout in float32, then in bfloat16."""
+    """Every layout in float32 and in bfloat16."""
     layouts = dict(list(LAYOUTS.items())[:2]) if bench.tiny else LAYOUTS
-    for dtype in ("float32",) if bench.tiny else _LEAST:
-        for name, shape in layouts.items():
+    for name, shape in layouts.items():
+        for dtype in ("float32",) if bench.tiny else _LEAST:
             yield compare(bench, name, smaller(shape) if bench.tiny else shape, dtype)
 
 
 def compare(bench: Bench, name: str, shape: ModelConfig, dtype: str) -> Finding:
     """One engine, all requests at once."""
     state = random_state(shape, device=torch.device("cpu"), dtype=getattr(torch, dtype))
-    engine = engine_of(
+    engine = device_engine(
         bench,
         shape,
         reader(shape, state),

@@ -17,7 +17,7 @@ class Stage:
     name: str
     module: str
     weight: float
-    """Its part of the time; seconds, if all eight minutes are there."""
+    """Its part of the time: seconds, about, where there are eight minutes for all."""
     needs: tuple[str, ...] = ENGINE
     subject: str = ""
     tiny: bool = True
@@ -41,8 +41,8 @@ STAGES = (
     _stage("speed-default", 12, subject="default", tiny=False),
     _stage("speed-gpt2", 15, subject="gpt2"),
     _stage("speed-1b", 20, subject="1b", tiny=False),
-    _stage("speed-8b", 40, subject="8b", tiny=False),
-    _stage("batch-8b", 75, subject="8b"),
+    _stage("speed-8b", 50, subject="8b", tiny=False),
+    _stage("batch-8b", 80, subject="8b"),
     _stage("hugging", 40, needs=("torch", "transformers"), tiny=False),
     _stage("quantized-int8", 20, subject="int8"),
     _stage("quantized-fp8", 20, subject="fp8"),

@@ -14,9 +14,9 @@ import torch
 
 from app.engine.engine import Engine
 from benchmarks.gpu.drive import clear, prompt_of, request, settle
-from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.shapes import shape_of
+from benchmarks.gpu.twins import device_engine
 
 _CALLED = "synchroniz"
 
@@ -25,7 +25,7 @@ def run(bench: Bench) -> Iterator[Finding]:
     """For greedy texts, and for drawn ones."""
     shape = shape_of("gpt2", tiny=bench.tiny)
     rows, steps = (2, 2) if bench.tiny else (8, 20)
-    engine = engine_of(bench, shape, max_running=rows, cache_tokens=rows * shape.context)
+    engine = device_engine(bench, shape, max_running=rows, cache_tokens=rows * shape.context)
     for what, params in (("greedy", {}), ("drawn", {"temperature": 0.8, "top_k": 40, "top_p": 0.9})):
         for row in range(rows):
             prompt = prompt_of(20, shape.vocab_size, f"{what} {row}")

@@ -1,0 +1,60 @@
+"""An engine that computes as on a GPU, on a CPU: twins of the kernels, steps ahead, captures that only pretend.
+
+So the whole of the check can be tried where there is no GPU: the same rows, steps and graphs, none of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from app.engine.blocks import BlockPool
+from app.engine.engine import Engine
+from app.engine.gpu.build import DeviceWishes, device_runner
+from app.engine.gpu.decoder import PagedDecoder
+from app.engine.kernels.twins import TorchKernels
+from app.engine.limits import SchedulerLimits
+from app.engine.scheduler import Scheduler
+from benchmarks.gpu.engines import engine_of
+from benchmarks.gpu.finding import Bench
+from benchmarks.gpu.shapes import reader
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+
+_BLOCK = 16
+
+
+def device_engine(
+    bench: Bench, shape: ModelConfig, read: Callable[..., Checkpoint] | None = None, **knobs: Any
+) -> Engine:
+    """On a GPU what engine_of() gives; on a CPU its twin, which knows fewer knobs."""
+    if bench.device == "cuda":
+        return engine_of(bench, shape, read, **knobs)
+    return _twin(shape, read or reader(shape), bench, **knobs)
+
+
+def _twin(
+    shape: ModelConfig,
+    read: Callable[..., Checkpoint],
+    bench: Bench,
+    *,
+    max_running: int,
+    cache_tokens: int,
+    tokens_per_step: int = 256,
+    prompt_tokens_beside: int | None = None,
+    dtype: str = "float32",
+) -> Engine:
+    decoder = read(bench.folder, device=torch.device("cpu"), dtype=getattr(torch, dtype)).decoder
+    blocks, kernels = -(-cache_tokens // _BLOCK), TorchKernels()
+    wishes = DeviceWishes(
+        max_running=max_running, tokens_per_step=tokens_per_step, context=shape.context, block_size=_BLOCK
+    )
+    runner = device_runner(PagedDecoder(decoder, kernels), kernels, wishes, blocks=blocks)
+    runner.warm_up(tokens_per_step)
+    runner.capture(lambda work: work)
+    limits = SchedulerLimits(
+        tokens_per_step=tokens_per_step, max_running=max_running, prompt_tokens_beside=prompt_tokens_beside
+    )
+    return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), runner, runner)
