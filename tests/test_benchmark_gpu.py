@@ -35,7 +35,8 @@ def _stage_of(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: st
 
 
 def test_every_stage_that_a_cpu_can_try_runs_and_keeps_its_laws(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--minutes", "20"]
+    command += ["--out", str(tmp_path)]
     # Twins of the kernels are enough here; in Triton's interpreter others try the kernels themselves.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -139,6 +139,8 @@ def _run(stage: Stage, bench: Bench, report: Report, start: Start) -> None:
 
     if lacks := missing(stage.needs):
         record.outcome = Outcome(status="skipped", seconds=0.0, why=f"needs {', '.join(lacks)}")
+    elif not bench.seconds_left:
+        record.outcome = Outcome(status="timed out", seconds=0.0, why="no time was left for it")
     else:
         record.outcome = run_apart(stage.module, bench, hear, report.path.with_suffix(".log"), start)
     outcome = record.outcome

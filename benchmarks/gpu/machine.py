@@ -28,7 +28,7 @@ def run(bench: Bench) -> Iterator[Finding]:
     yield Finding(what="memory", value=total / 2**30, unit="GiB", note=f"{free / 2**30:.1f} free")
     major, minor = torch.cuda.get_device_capability()
     yield Finding(what="multiprocessors", value=properties.multi_processor_count, note=f"sm_{major}{minor}")
-    yield Finding(what="L2 cache", value=properties.L2_cache_size / 2**20, unit="MiB")
+    yield Finding(what="L2 cache", value=getattr(properties, "L2_cache_size", 0) / 2**20, unit="MiB")
     if smi := shutil.which("nvidia-smi"):
         command = [smi, f"--query-gpu={_ASKED}", "--format=csv,noheader"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

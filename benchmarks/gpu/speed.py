@@ -17,6 +17,7 @@ from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.drive import clear, prompt_of, request, settle
 from benchmarks.gpu.engines import Phases, engine_of
 from benchmarks.gpu.finding import Bench, Finding
+from benchmarks.gpu.kernel_times import kernel_times
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.work import Roofs
 from model.checkpoint import load_config
@@ -35,9 +36,12 @@ class Sizes:
     most_steps: int = 50
     read: tuple[int, ...] = (128, 1000, 4000)
     """Prompts, where the context has room."""
+    profiled: tuple[int, ...] = (1, 32)
+    """Rows of steps that are looked into."""
 
 
-TINY = Sizes(rows=(1, 3), prompt=9, windows=2, seconds=0.0, most_steps=3, read=(20,))
+TINY = Sizes(rows=(1, 3), prompt=9, windows=2, seconds=0.0, most_steps=3, read=(20,), profiled=(1,))
+_LOOKED_INTO = ("gpt2", "8b")
 DRAWN: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
@@ -62,16 +66,14 @@ def run(bench: Bench) -> Iterator[Finding]:
     for length in sizes.read:
         if length < measured.context:
             yield prefill(engine, measured, length, sizes, roofs)
+    for rows in sizes.profiled if bench.subject in _LOOKED_INTO else ():
+        yield from _kernels(engine, measured, rows, sizes, bench.device)
 
 
 def decode(engine: Engine, shape: ModelConfig, rows: int, sizes: Sizes, roofs: Roofs, **params: Any) -> Finding:
     """Windows of steps with nothing else to do; the device is waited for before and behind each."""
     clock = Clock(roofs.device)
-    tokens = shape.context - sizes.prompt - 1
-    for row in range(rows):
-        prompt = prompt_of(sizes.prompt, shape.vocab_size, f"{rows} {row} {params}")
-        engine.add(request(f"decode {row}", prompt, tokens, **params, **({"seed": row} if params else {})))
-    settle(engine, rows)
+    tokens = _begin(engine, shape, rows, sizes, **params)
     one = _window(engine, clock, 3, rows) / 3  # warm, too
     steps = max(2, min(sizes.most_steps, int(sizes.seconds / max(one, 1e-6))))
     steps = min(steps, (tokens - 8) // sizes.windows)
@@ -110,6 +112,24 @@ def prefill(engine: Engine, shape: ModelConfig, length: int, sizes: Sizes, roofs
         share=least and least / middle,
         note=f"{middle * 1000:.2f} ms to the first token, {_range(seconds[1:])}",
     )
+
+
+def _begin(engine: Engine, shape: ModelConfig, rows: int, sizes: Sizes, **params: Any) -> int:
+    """Texts that only have to be continued from now on; by how many tokens at most."""
+    tokens = shape.context - sizes.prompt - 1
+    for row in range(rows):
+        prompt = prompt_of(sizes.prompt, shape.vocab_size, f"{rows} {row} {params}")
+        engine.add(request(f"decode {row}", prompt, tokens, **params, **({"seed": row} if params else {})))
+    settle(engine, rows)
+    return tokens
+
+
+def _kernels(engine: Engine, shape: ModelConfig, rows: int, sizes: Sizes, device: str) -> Iterator[Finding]:
+    _begin(engine, shape, rows, sizes)
+    _window(engine, Clock(device), 3, rows)
+    steps = 2 if sizes is TINY else 10
+    yield from kernel_times(lambda: _window(engine, Clock(device), steps, rows), steps, device, f"decode x{rows}")
+    clear(engine)
 
 
 def _window(engine: Engine, clock: Clock, steps: int, rows: int) -> float:
