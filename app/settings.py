@@ -82,7 +82,12 @@ class Settings(BaseSettings):
         0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 takes the model's own context."
     )
     max_running: int = Field(32, ge=1, le=1024, description="Requests that an engine computes together.")
-    tokens_per_step: int = Field(256, ge=1, le=65536, description="Tokens computed in one step: prompts go in pieces.")
+    tokens_per_step: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="Tokens computed in one step: prompts go in pieces; 0: 256, or 2048 on a GPU without deterministic.",
+    )
     prompt_tokens_beside: int = Field(
         0,
         ge=0,
@@ -179,7 +184,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Settings:
-        if self.tokens_per_step < self.max_running:
+        if 0 < self.tokens_per_step < self.max_running:
             raise ValueError(f"tokens_per_step ({self.tokens_per_step}) is below max_running ({self.max_running})")
         return self
 

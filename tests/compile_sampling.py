@@ -1,4 +1,4 @@
-"""The kernels of sampling, compiled for sm_90 as they are launched for a vocabulary of 128,256: see compile_kernels.py."""
+"""The kernels of sampling, compiled for sm_90 as a vocabulary of 128,256 launches them: see compile_kernels.py."""
 
 from __future__ import annotations
 

@@ -100,11 +100,16 @@ def _refusing(too_large: str) -> Iterator[None]:
 
 def _limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:
     return SchedulerLimits(
-        tokens_per_step=config.tokens_per_step,
+        tokens_per_step=config.tokens_per_step or max(config.max_running, _tokens_per_step(config, device)),
         max_running=config.max_running,
         # A CPU takes as long for each of 32 rows as for each of 256: a larger piece only makes streams wait.
         prompt_tokens_beside=config.prompt_tokens_beside or (32 if device.type == "cpu" else None),
     )
+
+
+def _tokens_per_step(config: WorkerConfig, device: torch.device) -> int:
+    """A GPU's matrix units need some hundred rows to be the limit themselves; of one shape, every step pays for all."""
+    return 256 if device.type == "cpu" or config.deterministic else 2048
 
 
 def _numerics(config: WorkerConfig, chosen: Chosen, dtype: torch.dtype, device: torch.device) -> str:

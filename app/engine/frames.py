@@ -41,7 +41,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     kv_blocks: int = 0
     gpu_memory_utilization: float = 0.9
     max_context: int = 0
-    tokens_per_step: int = 256
+    tokens_per_step: int = 0
+    """0: as the device takes them best."""
     prompt_tokens_beside: int = 0
     max_running: int = 32
     heartbeat_seconds: float = 1.0

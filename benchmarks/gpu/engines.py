@@ -16,6 +16,7 @@ import msgspec
 from app.engine.assembly import assemble
 from app.engine.engine import Engine
 from app.engine.frames import WorkerConfig
+from app.engine.gpu.runner import DeviceRunner
 from benchmarks.gpu.finding import Bench, Unsupported
 from benchmarks.gpu.shapes import reader
 from model.checkpoint import Checkpoint
@@ -91,11 +92,11 @@ def without_lead(engine: Engine) -> Engine:
 
 def without_graphs(engine: Engine) -> bool:
     """From now on its steps run operation by operation; whether any were captured."""
-    graphs = getattr(engine.runner, "graphs", None)
-    replays = getattr(graphs, "replays", None) or getattr(graphs, "_replays", None)
+    if not isinstance(engine.runner, DeviceRunner):
+        return False
+    replays = engine.runner.graphs.replays
     had = bool(replays)
-    if replays:
-        replays.clear()
+    replays.clear()
     return had
 
 

@@ -52,7 +52,8 @@ class DecodeGraphs:
         self.steps = steps
         self.buckets = buckets
         self._levels = tuple(sorted({min(_FEW_SPLITS, max_splits), max_splits}))
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self.replays: dict[tuple[int, int], Callable[[], None]] = {}
+        """What was captured, by rows and splits; what is not here runs operation by operation."""
 
     @property
     def number(self) -> int:
@@ -64,7 +65,7 @@ class DecodeGraphs:
         self.steps.rows_S.fill_(self.steps.rows.nobody)
         for count in reversed(self.buckets):
             for splits in reversed(self._levels):
-                self._replays[count, splits] = capture(partial(self.steps.decode, count, splits))
+                self.replays[count, splits] = capture(partial(self.steps.decode, count, splits))
 
     def bucket(self, count: int) -> int:
         """Rows that a step of `count` is padded to."""
@@ -73,7 +74,7 @@ class DecodeGraphs:
     def run(self, count: int, splits: int) -> None:
         """The step of one of the buckets, whose rows stand in steps.rows_S."""
         level = bucket(splits, self._levels)
-        replay = self._replays.get((count, level))
+        replay = self.replays.get((count, level))
         if replay:
             replay()
         else:

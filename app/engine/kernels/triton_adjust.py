@@ -33,26 +33,10 @@ _NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit(do_not_specialize=["tiles"])
 def adjust(
-    logits_ptr,
-    stride,
-    rows_ptr,
-    positions_ptr,
-    words_ptr,
-    numbers_ptr,
-    counts_ptr,
-    x_ptr,
-    best_ptr,
-    best_id_ptr,
-    raw_best_ptr,
-    raw_sum_ptr,
-    groups_ptr,
-    raw_groups_ptr,
-    V,
-    tiles,
-    COUNTED: tl.constexpr,
-    B: tl.constexpr,
-    G: tl.constexpr,
-):
+    logits_ptr, stride, rows_ptr, positions_ptr, words_ptr, numbers_ptr, counts_ptr, x_ptr, best_ptr, best_id_ptr,
+    raw_best_ptr, raw_sum_ptr, groups_ptr, raw_groups_ptr, V, tiles,
+    COUNTED: tl.constexpr, B: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
     """x [S, tiles B] the adjusted logits; of each tile the best, its lowest id (-1: not all finite), and of the groups.
 
     Of the raw logits, where log-probabilities are asked for, the best, the sum of e^(x - best), and the groups' best.
