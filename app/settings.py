@@ -86,7 +86,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=65536,
-        description="Tokens computed in one step: prompts go in pieces; 0: 256, or 2048 on a GPU without deterministic.",
+        description="Tokens computed in one step: prompts go in pieces; 0: 256, on a GPU without deterministic 2048.",
     )
     prompt_tokens_beside: int = Field(
         0,
