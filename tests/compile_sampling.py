@@ -1,4 +1,4 @@
-"""The kernels of sampling, compiled for sm_90 as a vocabulary of 128,256 launches them: see compile_kernels.py."""
+"""The kernels of sampling as they are launched for a vocabulary of 128,256, compiled without a GPU."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"min_p": 1.0},
     {"typical_p": 0.2},
     {"typical_p": 0.95},
+    {"typical_p": 0.5, "min_p": 0.8, "temperature": 1.5},
     {"typical_p": 0.9, "top_k": 300, "top_p": 0.8, "min_p": 0.1},
 )
 """Each way that a row can go; the rest is drawn by lot."""
@@ -92,6 +93,7 @@ def edges(vocab: int, seed: int) -> Iterator[Case]:
         "few values": (2 * noise_V).round(),
         "two values": (noise_V > 1).float(),
         "one far above": noise_V + 200.0 * (torch.arange(vocab) == vocab // 2),
+        "two zeros": noise_V.sign() * 0.0,
         "tiny": noise_V * 1e-40,
         "huge": noise_V.clamp(-1, 1) * 3.4e38,
         "below zero": noise_V.abs() * -30,
