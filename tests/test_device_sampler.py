@@ -51,7 +51,7 @@ def test_ties_and_numbers_at_the_ends_of_their_ranges_are_drawn_by_the_law(name:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("vocab", [2, 50, 300])
+@pytest.mark.parametrize("vocab", [2, 50])
 def test_every_kind_of_row_is_drawn_by_the_law(vocab: int, kind: str) -> None:
     case = chance("chance", vocab, 30, vocab + 1, dtype=torch.bfloat16 if vocab == 50 else torch.float32)
     assert not list(wrong(sampler(kind), case, DEVICE, exact=True))
@@ -62,7 +62,7 @@ def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_th
     """Rows of 128,256 logits go so; here with rooms for 64."""
     module = pytest.importorskip("app.engine.kernels.triton_sampler", reason="Triton is not installed")
     small = partial(module.sample, sizes=module.Sizes(tile=64, groups=4, room=64))
-    case = chance(name, 500, 30, 3) if name == "chance" else next(each for each in edges(200, 3) if each.name == name)
+    case = chance(name, 260, 16, 3) if name == "chance" else next(each for each in edges(200, 3) if each.name == name)
     assert not list(wrong(small, case, DEVICE, exact=True))
 
 

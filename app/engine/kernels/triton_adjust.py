@@ -33,10 +33,26 @@ _NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit(do_not_specialize=["tiles"])
 def adjust(
-    logits_ptr, stride, rows_ptr, positions_ptr, words_ptr, numbers_ptr, counts_ptr, x_ptr, best_ptr, best_id_ptr,
-    raw_best_ptr, raw_sum_ptr, groups_ptr, raw_groups_ptr, V, tiles,
-    COUNTED: tl.constexpr, B: tl.constexpr, G: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    stride,
+    rows_ptr,
+    positions_ptr,
+    words_ptr,
+    numbers_ptr,
+    counts_ptr,
+    x_ptr,
+    best_ptr,
+    best_id_ptr,
+    raw_best_ptr,
+    raw_sum_ptr,
+    groups_ptr,
+    raw_groups_ptr,
+    V,
+    tiles,
+    COUNTED: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+):
     """x [S, tiles B] the adjusted logits; of each tile the best, its lowest id (-1: not all finite), and of the groups.
 
     Of the raw logits, where log-probabilities are asked for, the best, the sum of e^(x - best), and the groups' best.
@@ -44,8 +60,7 @@ def adjust(
     """
     s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + s).to(tl.int64)
-    words_ptr += row * WORDS
-    numbers_ptr += row * (WORDS // 2)
+    words_ptr, numbers_ptr = words_ptr + row * WORDS, numbers_ptr + row * (WORDS // 2)
     flags = tl.load(words_ptr + FLAGS)
     ids = tile * B + tl.arange(0, B)
     inside = ids < V
@@ -54,11 +69,7 @@ def adjust(
     at = s * tiles + tile
     groups = at * G + tl.arange(0, G)
     if tl.load(words_ptr + LOGPROBS) >= 0:
-        held = tl.where(inside, tl.where(tl.abs(raw) <= _LARGEST, raw, 0.0), _NOTHING)
-        best = tl.max(held, 0)
-        tl.store(raw_best_ptr + at, best)
-        tl.store(raw_sum_ptr + at, tl.sum(power(held - best).to(tl.float64), 0))
-        tl.store(raw_groups_ptr + groups, tl.max(tl.reshape(held, [B // G, G]), 0))
+        _sum_up(raw, inside, raw_best_ptr + at, raw_sum_ptr + at, raw_groups_ptr + groups, B, G)
     x = _biased(raw, ids, words_ptr, numbers_ptr)
     if (flags & COUNTED) > 0:
         x = _penalised(x, tl.load(counts_ptr + row * V + ids, mask=inside, other=0), numbers_ptr)
@@ -71,6 +82,16 @@ def adjust(
     if (flags & GREEDY) == 0:
         tl.store(x_ptr + at * B + tl.arange(0, B), x)
         tl.store(groups_ptr + groups, tl.max(tl.reshape(x, [B // G, G]), 0))
+
+
+@triton.jit
+def _sum_up(raw, inside, best_ptr, sum_ptr, groups_ptr, B: tl.constexpr, G: tl.constexpr):
+    """For log-probabilities. Where a logit is not finite they are not told, so it may count as anything."""
+    raw = tl.where(inside, tl.where(tl.abs(raw) <= _LARGEST, raw, 0.0), _NOTHING)
+    best = tl.max(raw, 0)
+    tl.store(best_ptr, best)
+    tl.store(sum_ptr, tl.sum(power(raw - best).to(tl.float64), 0))
+    tl.store(groups_ptr, tl.max(tl.reshape(raw, [B // G, G]), 0))
 
 
 @triton.jit

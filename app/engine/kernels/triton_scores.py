@@ -18,10 +18,27 @@ _FAR = tl.constexpr(2**31 - 1)
 
 @triton.jit(do_not_specialize=["tiles"])
 def score(
-    logits_ptr, stride, rows_ptr, words_ptr, tokens_ptr, raw_best_ptr, raw_sum_ptr, groups_ptr, room_ptr, room_w_ptr,
-    logprob_ptr, top_ids_ptr, top_logprobs_ptr, V, tiles,
-    K: tl.constexpr, B: tl.constexpr, G: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    stride,
+    rows_ptr,
+    words_ptr,
+    tokens_ptr,
+    raw_best_ptr,
+    raw_sum_ptr,
+    groups_ptr,
+    room_ptr,
+    room_w_ptr,
+    logprob_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    V,
+    tiles,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """logprob [S], and top_ids and top_logprobs [S, K] of rows that want more than the token's own."""
     s = tl.program_id(0).to(tl.int64)
     asked = tl.load(words_ptr + tl.load(rows_ptr + s).to(tl.int64) * WORDS + LOGPROBS)
@@ -37,14 +54,33 @@ def score(
         if asked > 0:
             room_ptr, room_w_ptr, groups_ptr = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, groups_ptr + s * tiles * G
             most = tl.minimum(V, K)
-            high = ordered(logprob(best, best, log_sum)).to(tl.int64) + 1
-            low = least_of_groups(BY_LOGPROB, groups_ptr, tiles * G, best, log_sum, high, most, G * T)
-            least = edge(
-                BY_LOGPROB, logits_ptr, room_w_ptr, V, 0.0, 1.0, best, log_sum, low, high, most, room_ptr, room_w_ptr, B, C
-            )  # fmt: skip
-            tl.debug_barrier()
-            _list(logits_ptr, V, best, log_sum, least.to(tl.int32), room_ptr, B)
+            least = _least(logits_ptr, groups_ptr, tiles * G, V, best, log_sum, most, room_ptr, room_w_ptr, B, G * T, C)
+            _list(logits_ptr, V, best, log_sum, least, room_ptr, B)
             _report(logits_ptr, best, log_sum, most, room_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
+
+
+@triton.jit
+def _least(
+    x_ptr,
+    groups_ptr,
+    n_groups,
+    V,
+    best,
+    log_sum,
+    most,
+    room_ptr,
+    room_w_ptr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The key of the last token to report."""
+    kind: tl.constexpr = BY_LOGPROB
+    high = ordered(logprob(best, best, log_sum)).to(tl.int64) + 1
+    low = least_of_groups(kind, groups_ptr, n_groups, best, log_sum, high, most, N)
+    least = edge(kind, x_ptr, x_ptr, V, 0.0, 1.0, best, log_sum, low, high, most, room_ptr, room_w_ptr, B, C)
+    tl.debug_barrier()
+    return least.to(tl.int32)
 
 
 @triton.jit
