@@ -6,6 +6,8 @@ The only file that brings together the engine and the pipe.
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import sys
 
 if __name__ == "__main__":
@@ -17,4 +19,6 @@ if __name__ == "__main__":
 
     gc.freeze()
     gc.enable()
-    sys.exit(run(int(sys.argv[1]), assemble))
+    code = run(int(sys.argv[1]), assemble)
+    logging.shutdown()
+    os._exit(code)  # taking torch apart again helps nobody, and a guide that is being compiled would be waited for
