@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import ROOT, Server, stop_server
+from hand import chromium
 from keyed import Keyring, keyed_server
 from promise import Promise
 
@@ -89,9 +89,9 @@ def test_every_file_of_the_page_comes_with_the_policy(served: tuple[Server, Keyr
 def browser() -> Iterator[Any]:
     """A real Chromium."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="make install brings playwright")
-    chromium = shutil.which("chromium") or pytest.skip("no `chromium` on PATH (Debian: apt-get install chromium)")
+    path = chromium()
     with sync_api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield running
         running.close()
 
