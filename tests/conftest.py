@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import re
@@ -47,6 +48,10 @@ pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
+# What the test files import and what becomes of them stays; looking for garbage in it took half of the collection's CPU
+# time in each test process, and then a part of every test's.
+gc.disable()
+
 # How long an example takes is decided by who else is on the machine. The service is one for all examples of a test.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -64,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """From here on tests make garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
