@@ -72,6 +72,7 @@ def test_a_fork_without_its_copy_draws_something_else(monkeypatch: pytest.Monkey
     assert run_all(tiny_engine(decoder, blocks=300, tokens_per_step=512), requests) != alone
 
 
+@pytest.mark.parametrize("way", ["torch"], indirect=True)  # no other computes encoders
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forks_look_at_the_source_of_their_leader(dtype: torch.dtype) -> None:
     decoder = tiny_decoder(tiny_config(**ENCODER, final_norm=False), dtype=dtype)

@@ -26,6 +26,8 @@ SCALINGS = [
     RopeScaling(kind="llama3", factor=8.0, original_context=64),
 ]
 pytestmark = pytest.mark.usefixtures("one_thread", "way")
+one_way = pytest.mark.parametrize("way", ["torch"], indirect=True)
+"""For what is not computed by an engine: it would be the same three times."""
 
 
 @cache
@@ -74,7 +76,7 @@ def _requests(vocab: int, *, greedy: bool) -> list[Request]:
         own = [rng.randrange(vocab) for _ in range(rng.choice([1, 9, 31, 70]))]
         params = SamplingParams(temperature=0.0 if greedy or i % 3 == 0 else 1.0, seed=i, logprobs=5)
         prompt = tuple(common + own if i % 2 else own)
-        made.append(Request(id=f"r{i}", prompt=prompt, max_tokens=rng.randint(10, 36), params=params))
+        made.append(Request(id=f"r{i}", prompt=prompt, max_tokens=rng.randint(8, 22), params=params))
     return made
 
 
@@ -90,7 +92,7 @@ def test_no_company_changes_a_bit(seed: int, dtype: torch.dtype) -> None:
     alone = _alone(decoder, requests)
     assert all(event.token is not None for events in alone.values() for event in events)
     assert len({event.token for events in alone.values() for event in events}) > 3, "too dull to tell anything"
-    roomy, tight = tiny_engine(decoder, blocks=150), tiny_engine(decoder, blocks=11, tokens_per_step=37)
+    roomy, tight = tiny_engine(decoder, blocks=150), tiny_engine(decoder, blocks=9, tokens_per_step=37)
     assert run_all(roomy, requests) == alone, "batched"
     assert run_all(roomy, requests) == alone, "cached"
     assert run_all(tiny_engine(decoder, blocks=150, tokens_per_step=7, max_running=3), requests) == alone, "chunked"
@@ -109,6 +111,7 @@ def test_the_engine_writes_the_text_of_the_oracle(seed: int, way: str) -> None:
         assert [event.token for event in events[request.id]] == expected
 
 
+@one_way
 def test_the_random_decoders_have_every_switch_both_ways() -> None:
     configs = [_config(seed) for seed in SEEDS]
     names = ("norm", "positions", "activation", "norm_position", "attention_scale", "head_dim", "tied_head", "qk_norm")
@@ -121,6 +124,7 @@ def test_the_random_decoders_have_every_switch_both_ways() -> None:
     assert {config.mlp_width == 0 for config in configs} == {True, False}
 
 
+@one_way
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [33, 300, 1024])
