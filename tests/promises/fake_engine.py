@@ -83,7 +83,8 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
     """An assembly as the loop asks for it."""
 
     def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> Assembled:
-        limits = SchedulerLimits(tokens_per_step=config.tokens_per_step, max_running=config.max_running)
+        tokens_per_step = config.tokens_per_step or max(config.max_running, 256)  # as on a CPU
+        limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=config.max_running)
         blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
         fault("fake.load", config)
