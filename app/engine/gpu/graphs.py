@@ -28,21 +28,29 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """CUDA graphs that share one pool of memory: capture the largest first, and never run two at once."""
+    """CUDA graphs that share one pool of memory: capture the largest first, and never run two at once.
+
+    And one stream: cuBLAS keeps a workspace (tens of MiB) for each stream that it was ever called on, and torch would
+    hand out another stream of its 32 for every capture.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            work()  # kernels are compiled and libraries make their workspaces, which a capture must not
-        torch.cuda.current_stream().wait_stream(beside)
+        self.beside(work)  # kernels are compiled and libraries make their workspaces, which a capture must not
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         return graph.replay
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Done on the stream of captures, behind all that came before and before all that comes behind."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class DecodeGraphs:

@@ -6,6 +6,8 @@ are captured. Any device will do, which is how it is tested.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from app.engine.device_memory import Meter
@@ -15,7 +17,8 @@ from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.guides import Guides
-from app.engine.kernels.face import Kernels
+from app.engine.kernels.face import SPLIT, Kernels
+from app.engine.kernels.tiling import PARTIAL_BYTES
 from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
@@ -36,6 +39,7 @@ class GpuParts:
         self._kernels = kernels
         self._room, self._limits = room, limits
         self._device = decoder.embedding.device
+        self._capture = CudaCapture() if self._device.type == "cuda" else None
         self._wishes = DeviceWishes(
             max_running=limits.max_running,
             tokens_per_step=limits.tokens_per_step,
@@ -45,15 +49,24 @@ class GpuParts:
         )
 
     def activations(self, meter: Meter = torch.cuda) -> int:
-        """Bytes of the largest step. Raises ValueError where there are not so many."""
-        runner, step = self._runner(0), largest_step(self._limits, self._room.context)
-        return step_peak(lambda: runner.run(step), self._device, meter)
+        """Bytes of the largest step, and of the rows that are there for good. Raises ValueError: there are too few.
+
+        The longest sequences take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
+        """
+        step = largest_step(self._limits, self._room.context)
+        peak = step_peak(lambda: self._runner(0).run(step), self._device, meter)
+        return peak + (PARTIAL_BYTES if self._room.context > SPLIT else 0)
 
     def graph_bytes(self, meter: Meter = torch.cuda) -> int:
         """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes."""
         runner = self._runner(0)
         step = dummies(self._limits.max_running, 1)
-        return step_peak(lambda: runner.run(step), self._device, meter) + runner.graphs.number * _GRAPH_BYTES
+
+        def work() -> None:
+            runner.run(step)
+
+        once = partial(self._capture.beside, work) if self._capture else work  # libraries need room on its stream, too
+        return step_peak(once, self._device, meter) + runner.graphs.number * _GRAPH_BYTES
 
     def runner(self, blocks: int, guides: Guides) -> DeviceRunner:
         """Warmed up: kernels are compiled."""
@@ -63,8 +76,8 @@ class GpuParts:
 
     def capture(self, runner: DeviceRunner) -> None:
         """Its decode steps, on a GPU."""
-        if self._device.type == "cuda":
-            runner.capture(CudaCapture())
+        if self._capture:
+            runner.capture(self._capture)
 
     def _runner(self, blocks: int, guides: Guides | None = None) -> DeviceRunner:
         return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)

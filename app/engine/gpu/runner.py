@@ -97,9 +97,14 @@ class DeviceRunner:
         return StepResult({s.request.id: one for s, one in zip(flight.drawing, drawn, strict=True)})
 
     def warm_up(self, tokens_per_step: int) -> None:
-        """Runs the shapes that real steps have, so that no request pays for first calls."""
+        """Runs the shapes that real steps have, so that no request pays for first calls.
+
+        Prompts in few tokens and in many, and the end of a long one: attention has a variant for each.
+        """
         most, context = len(self._steps.rows_S), self._steps.rows.context
-        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, min(tokens_per_step, context))):
+        few, many = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
+        tail = dummies(1, context, start=context - few)
+        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, few), dummies(1, many), tail):
             self.run(plan)
             self._rows.forget(chunk.sequence for chunk in plan.chunks)
 

@@ -1,0 +1,88 @@
+"""What a GPU would be the first to show, asked on a CPU: pauses of the compiler, memory that nobody counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from on_device import tiny_device_runner
+from tiny import tiny_config, tiny_decoder
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.engine.dummy import dummies
+from app.engine.gpu.parts import GpuParts
+from app.engine.gpu.upload import Upload
+from app.engine.kernels.face import AttentionBatch, AttentionSpec
+from app.engine.kernels.twins import TorchKernels
+from app.engine.limits import SchedulerLimits
+from app.engine.memory import CacheRoom
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 17, 4, 1), (1,) * 9, (4, 8, 16)])
+def test_sections_of_an_upload_begin_where_16_bytes_do(lengths: tuple[int, ...]) -> None:
+    """Triton compiles a kernel for each set of its pointers that do: for one set, and not for 16 while serving."""
+    upload = Upload()
+    places = [upload.add(range(length)) for length in lengths]
+    numbers_X = upload.send(torch.device("cpu"))
+    for place, length in zip(places, lengths, strict=True):
+        assert numbers_X[place].tolist() == list(range(length))
+        assert place.start * numbers_X.element_size() % 16 == 0
+
+
+class _Noting(TorchKernels):
+    """Computes no attention, and notes which of its variants was wanted: Triton has one for each of these pairs."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, bool]] = set()
+
+    def attention(self, q_THC: Tensor, _layer_cache: Tensor, batch: AttentionBatch, _spec: AttentionSpec) -> Tensor:
+        self.seen.add((batch.tile_tokens, batch.max_splits > 1))
+        return torch.zeros_like(q_THC)
+
+
+@pytest.mark.parametrize("context", [96, 1200])
+def test_after_the_warm_up_no_step_needs_another_variant_of_attention(context: int) -> None:
+    kernels = _Noting()
+    runner = tiny_device_runner(tiny_decoder(tiny_config(context=context)), kernels=kernels, max_running=2)
+    runner.warm_up(128)
+    warmed = {*kernels.seen}
+    for plan in (dummies(1, 50), dummies(1, context, start=context - 20), dummies(2, 1)):
+        runner.run(plan)
+    assert kernels.seen == warmed
+    assert warmed == {(1, context > 512), (32, False), (32, context > 512)}
+
+
+class _Making(TorchDispatchMode):
+    """Notes the shapes of all tensors that begin as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.shapes += [out.shape] if func is torch.ops.aten.zeros.default else []
+        return out
+
+
+def test_rows_that_stay_are_measured_with_the_largest_step_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside weights and cache: counts of a large vocabulary are not small."""
+    made: list[_Making] = []
+
+    def peak(compute_once: Callable[[], object], *_: object) -> int:
+        with _Making() as making:
+            compute_once()
+        made.append(making)
+        return 7
+
+    monkeypatch.setattr("app.engine.gpu.parts.step_peak", peak)
+    config = tiny_config()
+    room = CacheRoom(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
+    limits = SchedulerLimits(tokens_per_step=32, max_running=2)
+    parts = GpuParts(tiny_decoder(config), TorchKernels(), room, limits, deterministic=False)
+    assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
+    counts = torch.Size((limits.max_running + 1, config.vocab_size))
+    assert [counts in making.shapes for making in made] == [True, False]
