@@ -59,7 +59,7 @@ def tile(n_tokens: int) -> tuple[int, int]:
     return next((block, stages) for most, block, stages in _TILES if n_tokens <= most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def multiply(
     x_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
