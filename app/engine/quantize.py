@@ -17,6 +17,8 @@ from model.transformer import Decoder
 _MOST = 127
 _PIECE = 1 << 18
 """Numbers at once: copies that stay in a core's cache, where those of a whole matrix are new memory each time."""
+_GPU_PIECE = 1 << 24
+"""The same on a GPU, which would do little but wait for the launches of small pieces."""
 
 
 class Quantized(NamedTuple):
@@ -32,7 +34,7 @@ def quantize(weight: Tensor) -> Quantized:
     """The nearest matrix of whole numbers; a row of zeros stays one."""
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
-    rows = max(1, _PIECE // weight.shape[1])
+    rows = max(1, (_GPU_PIECE if weight.is_cuda else _PIECE) // weight.shape[1])
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
         numbers[part], scales[part] = _quantize(weight.detach()[part].float())
@@ -50,7 +52,7 @@ def round_weights(decoder: Decoder) -> None:
 
 
 def _quantize(wide: Tensor) -> Quantized:
-    scales = wide.abs().amax(dim=1) / _MOST
+    scales = wide.abs().amax(dim=1) / wide.new_full((), _MOST)  # a GPU divides by tensors only to the last bit
     scales = scales.where(scales > 0, 1.0)
     return Quantized((wide / scales[:, None]).round_().to(torch.int8), scales)
 

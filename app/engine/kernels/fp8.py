@@ -40,7 +40,8 @@ Fp8Rows = Callable[[Tensor], Rounded]
 def round_rows(x_TK: Tensor) -> Rounded:
     """The nearest numbers; a row of zeros stays one, and a row that is not finite is nowhere finite afterwards."""
     wide_TK = x_TK.float()
-    scales_T1 = wide_TK.abs().amax(dim=-1, keepdim=True) / LARGEST
+    # By a tensor: by a number of the host a GPU multiplies with its rounded inverse, and the last bit is another.
+    scales_T1 = wide_TK.abs().amax(dim=-1, keepdim=True) / wide_TK.new_full((), LARGEST)
     scales_T1 = scales_T1.where(scales_T1 != 0, 1.0)
     return Rounded((wide_TK / scales_T1).to(DTYPE), scales_T1)
 

@@ -15,13 +15,16 @@ from app.engine.kernels.fp8 import DTYPE, LARGEST, Rounded
 
 _COLUMNS_OF_A_WARP = 1024
 _MOST_WARPS = 16
+_SCALES_READ = 256
 
 
 def round_rows(x_TK: Tensor) -> Rounded:
     """An Fp8Rows; x may be a view whose rows are apart."""
     n_tokens, n_columns = x_TK.shape
     numbers_TK = torch.empty(n_tokens, n_columns, dtype=DTYPE, device=x_TK.device)
-    scales_T1 = torch.empty(n_tokens, 1, dtype=torch.float32, device=x_TK.device)
+    # torch's product read scales behind the last row, up to a multiple of 256 (pytorch issue 133334): room for that.
+    room = triton.cdiv(n_tokens, _SCALES_READ) * _SCALES_READ
+    scales_T1 = torch.empty(room, 1, dtype=torch.float32, device=x_TK.device)[:n_tokens]
     padded = triton.next_power_of_2(n_columns)
     round_row[(n_tokens,)](
         *(x_TK, numbers_TK, scales_T1, x_TK.stride(0)),
