@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from gpu import needs_triton
 
+from app.engine.kernels.tiling import attention_bytes, attention_fits, attention_launch, padded_dim
+
 ROOT = Path(__file__).parent.parent
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on sm_90."""
@@ -36,6 +38,24 @@ def test_every_kernel_compiles_and_fits(compiled: dict[str, Any]) -> None:
     assert len(compiled) > 10
     for name, facts in compiled.items():
         assert facts["binary"] and facts["shared"] <= SHARED_MEMORY, name
+
+
+def test_attention_takes_no_more_memory_than_is_reckoned_with(compiled: dict[str, Any]) -> None:
+    for name, head_dim, item_size, stages in (("prefill", 128, 2, 3), ("window", 256, 2, 2), ("float32", 80, 4, 1)):
+        took = compiled[f"attention {name}"]["shared"]
+        assert took <= attention_bytes(padded_dim(head_dim), item_size, stages), name
+
+
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, SHARED_MEMORY])
+def test_attention_is_launched_with_as_many_stages_as_fit(shared_bytes: int) -> None:
+    """99 KiB: Ada, and Ampere's small ones; 163: A100. What fits nowhere is not for these kernels."""
+    for head_dim in (12, 64, 128, 192, 256, 512):
+        for item_size in (2, 4):
+            stages = attention_launch(padded_dim(head_dim), item_size, shared_bytes).num_stages
+            fits = attention_bytes(padded_dim(head_dim), item_size, stages) <= shared_bytes
+            assert fits == attention_fits(head_dim, item_size, shared_bytes)
+    assert attention_launch(128, 2).num_stages == 3 and attention_launch(256, 2).num_stages == 2
+    assert attention_fits(128, 2, shared_bytes) and not attention_fits(512, 4, shared_bytes)
 
 
 def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(compiled: dict[str, Any]) -> None:

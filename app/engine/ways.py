@@ -16,6 +16,7 @@ from app.engine.guides import Guides
 from app.engine.isolation import Runs, RunsAhead
 from app.engine.kernels.door import triton_kernels
 from app.engine.kernels.rounded import rounded_kernels
+from app.engine.kernels.tiling import SHARED_BYTES, attention_fits
 from app.engine.kv_cache import KVCache
 from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
@@ -153,7 +154,11 @@ def choose_way(
         return Chosen(plain, choice.numerics, choice.reason)
     if decoder.config.n_encoder_layers:
         return Chosen(plain, choice.numerics, "the model has an encoder, which Triton's kernels do not compute")
-    found = triton_kernels()
+    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
+    if not attention_fits(decoder.config.head_dim, room.dtype.itemsize, shared):
+        told = f"heads of {decoder.config.head_dim} numbers are too wide for Triton's kernels on this GPU"
+        return Chosen(plain, choice.numerics, told)
+    found = triton_kernels(shared)
     if found is None:
         return Chosen(plain, choice.numerics, 'Triton is not installed, and is faster: pip install "inkstream[gpu]"')
     parts = GpuParts(decoder, found.kernels, room, limits, deterministic=deterministic)

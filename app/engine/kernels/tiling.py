@@ -15,6 +15,8 @@ POSITIONS = 64
 """Positions of keys and values at a time; divides SPLIT."""
 PARTIAL_BYTES = 128 << 20
 """Most that attention holds beside its output, for splits of a sequence that are computed beside one another."""
+SHARED_BYTES = 227 << 10
+"""Most of a multiprocessor's memory that a program may have on Hopper; 99 to 163 KiB on the kinds before it."""
 HEADS = 8
 """Heads of a token that one program prepares, or merges."""
 COLUMNS = 1024
@@ -38,11 +40,22 @@ ROW_LAUNCH = Launch(num_warps=4, num_stages=1)
 """Kernels without a loop over loads."""
 
 
-def attention_launch(padded_dim: int, item_size: int) -> Launch:
-    """By what fits: the keys and values of a stage take 2 * POSITIONS * padded_dim * item_size of 227 KiB."""
-    if item_size == 4:
-        return Launch(num_warps=8, num_stages=1)
-    return Launch(num_warps=4, num_stages=3) if padded_dim <= 128 else Launch(num_warps=8, num_stages=2)
+def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED_BYTES) -> Launch:
+    """With as many stages as fit into `shared_bytes`, or one. They hurry loads, and change no sum."""
+    is_narrow = item_size < 4 and padded_dim <= 128
+    most = 1 if item_size == 4 else 3 if is_narrow else 2
+    fitting = [n for n in range(1, most + 1) if attention_bytes(padded_dim, item_size, n) <= shared_bytes]
+    return Launch(num_warps=4 if is_narrow else 8, num_stages=max(fitting, default=1))
+
+
+def attention_fits(head_dim: int, item_size: int, shared_bytes: int) -> bool:
+    """Whether a program of attention has room on a device at all."""
+    return attention_bytes(padded_dim(head_dim), item_size, 1) <= shared_bytes
+
+
+def attention_bytes(padded_dim: int, item_size: int, stages: int) -> int:
+    """Of a multiprocessor's memory, at most: queries, and for each stage keys and values."""
+    return (ROWS + stages * 2 * POSITIONS) * padded_dim * item_size
 
 
 def norm_launch(width: int) -> Launch:

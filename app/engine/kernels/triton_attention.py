@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.kernels.face import SPLIT, AttentionBatch, AttentionSpec
-from app.engine.kernels.tiling import PARTIAL_BYTES, POSITIONS, ROWS, attention_launch, padded_dim
+from app.engine.kernels.tiling import PARTIAL_BYTES, POSITIONS, ROWS, SHARED_BYTES, attention_launch, padded_dim
 from app.engine.kernels.triton_merge import averaged, merge_partials, merged
 
 _LOG2_E = 1.4426950408889634
@@ -136,8 +136,12 @@ def attention(
     batch: AttentionBatch,
     spec: AttentionSpec,
     most_bytes: int = PARTIAL_BYTES,
+    shared_bytes: int = SHARED_BYTES,
 ) -> Tensor:
-    """See Kernels.attention. most_bytes: what may be held beside the result; the bits do not depend on it."""
+    """See Kernels.attention. most_bytes: what may be held beside the result, shared_bytes: on a multiprocessor.
+
+    The bits depend on neither.
+    """
     assert q_THC.is_contiguous() and layer_cache.is_contiguous() and batch.block_table_RB.is_contiguous()
     (n_tokens, n_heads, head_dim), n_kv_heads = q_THC.shape, layer_cache.shape[3]
     out_THC = torch.zeros_like(q_THC)
@@ -158,7 +162,7 @@ def attention(
         N_HEADS=n_heads, N_KV_HEADS=n_kv_heads, HEAD_DIM=head_dim, PADDED=padded_dim(head_dim),
         BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1], TILE_TOKENS=batch.tile_tokens,
         HAS_CAP=soft_cap is not None, WINDOW=spec.window or 0, ROWS=ROWS, SPLIT=SPLIT, POSITIONS=POSITIONS,
-        BESIDE=beside, **attention_launch(padded_dim(head_dim), q_THC.element_size()).options,
+        BESIDE=beside, **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes).options,
     )  # fmt: skip
     if beside:
         merge_partials(values_YTHC, statistics_YTH2, out_THC, batch, spec)

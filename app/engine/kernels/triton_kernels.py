@@ -9,7 +9,7 @@ from torch import Tensor
 
 from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec
 from app.engine.kernels.sampling_table import SampleOut, SamplingTable
-from app.engine.kernels.tiling import PARTIAL_BYTES
+from app.engine.kernels.tiling import PARTIAL_BYTES, SHARED_BYTES
 from app.engine.kernels.triton_attention import attention
 from app.engine.kernels.triton_gate import gate
 from app.engine.kernels.triton_heads import split_heads
@@ -21,9 +21,11 @@ from model.config import Activation
 class TritonKernels:
     """`Kernels` on a GPU. Launches and returns; nothing waits for the device."""
 
-    def __init__(self, partial_bytes: int = PARTIAL_BYTES) -> None:
+    def __init__(self, partial_bytes: int = PARTIAL_BYTES, shared_bytes: int = SHARED_BYTES) -> None:
         self._partial_bytes = partial_bytes
         """Most that attention holds beside its result; where splits would need more, one program takes them in turn."""
+        self._shared_bytes = shared_bytes
+        """What a program may have of a multiprocessor's memory."""
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Tensor, Tensor]:
         """See Kernels.add_norm."""
@@ -43,7 +45,7 @@ class TritonKernels:
 
     def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
         """See Kernels.attention."""
-        return attention(q_THC, layer_cache, batch, spec, self._partial_bytes)
+        return attention(q_THC, layer_cache, batch, spec, self._partial_bytes, self._shared_bytes)
 
     def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
         """See Kernels.gate."""
