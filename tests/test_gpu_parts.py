@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from gpu import needs_triton
 from on_device import tiny_device_runner
 from tiny import tiny_config, tiny_decoder
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from app.engine.dummy import dummies
 from app.engine.gpu.parts import GpuParts
 from app.engine.gpu.upload import Upload
+from app.engine.kernels.door import check_triton
 from app.engine.kernels.face import AttentionBatch, AttentionSpec
 from app.engine.kernels.twins import TorchKernels
 from app.engine.limits import SchedulerLimits
@@ -86,3 +89,13 @@ def test_rows_that_stay_are_measured_with_the_largest_step_and_once(monkeypatch:
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
     assert [counts in making.shapes for making in made] == [True, False]
+
+
+@needs_triton
+def test_a_triton_without_a_compiler_is_refused_at_the_start_with_what_it_lacks() -> None:
+    def lacks() -> None:
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
+
+    with pytest.raises(ValueError, match=r"Triton cannot start on this machine .*gcc.*--kernels torch"):
+        check_triton(lacks)
+    check_triton(lambda: None)

@@ -14,7 +14,7 @@ from app.engine.gpu.linears import Quantize
 from app.engine.gpu.parts import GpuParts
 from app.engine.guides import Guides
 from app.engine.isolation import Runs, RunsAhead
-from app.engine.kernels.door import triton_kernels
+from app.engine.kernels.door import check_triton, triton_kernels
 from app.engine.kernels.rounded import rounded_kernels
 from app.engine.kernels.tiling import SHARED_BYTES, attention_fits
 from app.engine.kv_cache import KVCache
@@ -145,6 +145,8 @@ def choose_way(
         native = NativeWay(choice.library, decoder, limits.max_running, int8=quantize == "int8")
         return Chosen(native, choice.numerics, choice.reason)
     device = decoder.embedding.device
+    if device.type == "cuda" and (kernels != "torch" or quantize != "none"):
+        check_triton()
     if device.type == "cuda" and quantize != "none":
         install(decoder, quantize, rounded_kernels(device, room.dtype))
     elif quantize == "int8":

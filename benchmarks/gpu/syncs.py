@@ -18,7 +18,8 @@ from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.twins import device_engine
 
-_CALLED = "synchroniz"
+_CALLED = "called a synchronizing"
+"""Not the mode's own warning, once in a process, that it "does not yet detect all synchronizing operations"."""
 
 
 def run(bench: Bench) -> Iterator[Finding]:

@@ -5,12 +5,16 @@ Triton is an extra, so this is the one file that asks for it; app/engine/kernels
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from app.engine.kernels.face import Kernels
 from app.engine.kernels.tiling import SHARED_BYTES
+
+_MOST_CHARACTERS = 200
 
 
 class Found(NamedTuple):
@@ -28,3 +32,21 @@ def triton_kernels(shared_bytes: int = SHARED_BYTES) -> Found | None:
     version = import_module("triton").__version__
     kernels = import_module("app.engine.kernels.triton_kernels").TritonKernels(shared_bytes=shared_bytes)
     return Found(kernels, f"triton-{version}")
+
+
+def check_triton(start: Callable[[], object] = lambda: import_module("triton.runtime").driver.active) -> None:
+    """Refuses a Triton that is installed but cannot work here. Raises ValueError. start: compiles what it is driven by.
+
+    It takes a C compiler and Python's headers, which a slim image has not; the first step would find that out, too, and
+    so would every engine that is started after it.
+    """
+    if find_spec("triton") is None:
+        return
+    try:
+        start()
+    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        words = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        raise ValueError(
+            f"Triton cannot start on this machine ({words}): it takes gcc and Python's headers (python3-dev); install "
+            "them, or give --kernels torch, without --quantize"
+        ) from None
