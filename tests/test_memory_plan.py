@@ -210,6 +210,8 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
     lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
     assert len(lengths) == rows and all(chunk.samples and chunk.stop == context for chunk in plan.chunks)
     assert sum(lengths) == min(tokens, rows * context)
+    counted = [chunk.sequence.request.params.repetition_penalty != 1 for chunk in plan.chunks]
+    assert counted == [True] + [False] * (rows - 1), "the tokens of all sequences at once fill no real step"
 
 
 def test_an_engine_computes_the_largest_step_and_nobodys_cache_is_touched() -> None:
