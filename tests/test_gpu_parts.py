@@ -13,9 +13,12 @@ from on_device import tiny_device_runner
 from tiny import tiny_config, tiny_decoder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from app.engine.dummy import dummies
+from app.engine.gpu.drawn import packed
 from app.engine.gpu.parts import GpuParts
+from app.engine.gpu.steps import Told
 from app.engine.gpu.upload import Upload
 from app.engine.kernels.door import check_triton
 from app.engine.kernels.face import AttentionBatch, AttentionSpec
@@ -85,7 +88,7 @@ def test_rows_that_stay_are_measured_with_the_largest_step_and_once(monkeypatch:
     config = tiny_config()
     room = CacheRoom(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
     limits = SchedulerLimits(tokens_per_step=32, max_running=2)
-    parts = GpuParts(tiny_decoder(config), TorchKernels(), room, limits, deterministic=False)
+    parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
     assert [counts in making.shapes for making in made] == [True, False]
@@ -99,3 +102,29 @@ def test_a_triton_without_a_compiler_is_refused_at_the_start_with_what_it_lacks(
     with pytest.raises(ValueError, match=r"Triton cannot start on this machine .*gcc.*--kernels torch"):
         check_triton(lacks)
     check_triton(lambda: None)
+
+
+class _Strangers(TorchDispatchMode):
+    """Raises where an operation takes or makes a tensor of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        assert all(tensor.is_meta for tensor in tensors), func
+        return out
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None:
+    """Its way to the device would be waited for, and none can be gone in a captured step. meta is a device like any."""
+    decoder = tiny_decoder().to("meta")
+    steps = tiny_device_runner(decoder, kernels=_Noting(), max_running=4, deterministic=deterministic).graphs.steps
+    tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
+    with torch.inference_mode(), _Strangers():  # type: ignore[no-untyped-call]
+        steps.decode(3, 1)
+        steps.mixed(Told._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
+        steps.prepare(tiles_X, draws_S, draws_S)
+        words, upload = steps.rows.table.words_RW.shape[1], Upload()
+        sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, *[3] * 2, *[2] * 4)]
+        steps.rows.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
+        packed(steps.out.first(3))

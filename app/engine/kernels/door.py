@@ -44,7 +44,7 @@ def check_triton(start: Callable[[], object] = lambda: import_module("triton.run
         return
     try:
         start()
-    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as error:
         words = " ".join(str(error).split())[:_MOST_CHARACTERS]
         raise ValueError(
             f"Triton cannot start on this machine ({words}): it takes gcc and Python's headers (python3-dev); install "

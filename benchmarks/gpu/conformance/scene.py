@@ -70,7 +70,8 @@ class Scene:
                 tiles += [rows, (-1, 0, 0, 1)][: self.dice.choice((1, 2))]
             total += count
         self.dice.shuffle(tiles)
-        columns = torch.tensor(tiles, dtype=torch.int32, device=device).T.contiguous()
+        # Each by itself, and so aligned as in the engine: Triton would compile attention anew for rows of one tensor.
+        columns = [torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*tiles, strict=True)]
         last = max(first + count for _, first, count in pieces)
         batch = AttentionBatch(
             block_table_RB=self.table_RB,
