@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 
 _PROGRAM = """
-import ctypes, resource, sys, threading
+import ctypes, resource, sys
+from concurrent.futures import ThreadPoolExecutor
 from model.train.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -23,11 +24,11 @@ def use():
         ctypes.memset(place, 1, 2**23)
     for place in places:
         libc.free(place)
+# One worker that stays: a new one may begin before the one before has given back its part of the heap.
+worker = ThreadPoolExecutor(1)
 def use_in_both():
     use()
-    worker = threading.Thread(target=use)
-    worker.start()
-    worker.join()
+    worker.submit(use).result()
 use_in_both()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(2):

@@ -82,9 +82,8 @@ class DeviceRunner:
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> DeviceFlight:
         """Never waits. Where it raises, rows that took part are told anew: their next chunk is not behind the last."""
-        fault("engine.forward", plan)
+        fault("engine.launch", plan)
         drawing = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
-        fault("engine.sample", drawing)
         self._start(plan)
         numbers = Download(packed(self._steps.out.first(len(drawing)))) if drawing else None
         return DeviceFlight(drawing, numbers)
