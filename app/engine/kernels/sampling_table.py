@@ -10,7 +10,6 @@ N rows that change, X tokens of their histories, S sampled rows of a step.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from app.engine.kernels import sampling_words as layout
 from app.engine.params import SamplingParams
-from app.engine.result import Drawn
 from app.engine.types import Request
 
 TOP = 20
@@ -53,24 +51,6 @@ class SampleOut:
         return SampleOut(
             self.tokens_S[:rows], self.logprob_S[:rows], self.top_ids_SN[:rows], self.top_logprobs_SN[:rows]
         )
-
-    def told(self, logprobs: Items[int | None]) -> list[Drawn]:
-        """What the first rows drew; for each how many log-probabilities it asked for. Waits for the device."""
-        rows = self.first(len(logprobs))
-        tokens = [None if token < 0 else token for token in rows.tokens_S.tolist()]
-        if all(count is None for count in logprobs):
-            return [Drawn(token) for token in tokens]
-        scores = zip(rows.logprob_S.tolist(), rows.top_ids_SN.tolist(), rows.top_logprobs_SN.tolist(), strict=True)
-        return [
-            Drawn(token) if token is None or count is None else Drawn(token, own, _pairs(ids, values, count))
-            for token, count, (own, ids, values) in zip(tokens, logprobs, scores, strict=True)
-        ]
-
-
-def _pairs(ids: list[int], values: list[float], count: int) -> tuple[tuple[int, float], ...]:
-    """Behind the end of a small vocabulary there is no more to tell."""
-    pairs = zip(ids[:count], values[:count], strict=True)
-    return tuple((token, value) for token, value in pairs if token >= 0)
 
 
 class SamplingTable:

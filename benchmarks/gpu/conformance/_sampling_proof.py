@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from app.engine.filters import weights
+from app.engine.gpu.drawn import packed, unpacked
 from app.engine.kernels.sampling_table import SampleOut, SamplingTable
 from app.engine.masks import forbid
 from app.engine.penalties import adjust
@@ -46,7 +47,8 @@ def draw(subject: Sample, case: Case, device: str) -> tuple[list[Drawn], Samplin
     padded_SV = torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device)
     out = SampleOut.empty(len(rows_S), device)
     subject(padded_SV, rows_S, positions_S, table, out)
-    return out.told([row.params.logprobs for row in case.rows]), table, rows_S[: len(rows)]
+    drawn = unpacked(packed(out).cpu(), [row.params.logprobs for row in case.rows])
+    return drawn, table, rows_S[: len(rows)]
 
 
 def wrong(subject: Sample, case: Case, device: str, *, exact: bool = False) -> Iterator[str]:
