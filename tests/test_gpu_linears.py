@@ -9,8 +9,8 @@ from torch import Tensor
 
 from app.engine.gpu.linears import Bf16Linear, Fp8Linear, Int8Linear, Quantize, check_quantize, make_linear
 from app.engine.kernels import fp8, int8
+from app.engine.kernels.door import TWINS, rounded_kernels
 from app.engine.kernels.int8 import dequantised_product
-from app.engine.kernels.rounded import TWINS, rounded_kernels
 from app.engine.quantize import quantize
 
 KINDS: list[Quantize] = ["none", "int8", "fp8"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from app.engine.kernels import fp8
+from app.engine.kernels.door import rounded_kernels
 from app.engine.kernels.int8 import dequantised_product
-from app.engine.kernels.rounded import rounded_kernels
 from app.engine.quantize import Quantized, quantize
 
 ROOT = Path(__file__).parent.parent

@@ -14,8 +14,7 @@ from app.engine.gpu.linears import Quantize
 from app.engine.gpu.parts import GpuParts
 from app.engine.guides import Guides
 from app.engine.isolation import Runs, RunsAhead
-from app.engine.kernels.door import check_triton, triton_kernels
-from app.engine.kernels.rounded import rounded_kernels
+from app.engine.kernels.door import check_triton, rounded_kernels, triton_kernels
 from app.engine.kernels.tiling import SHARED_BYTES, attention_fits
 from app.engine.kv_cache import KVCache
 from app.engine.largest_step import largest_step

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.engine.gpu.linears import Linear as Product
 from app.engine.gpu.linears import Quantize, fits_fp8, make_linear
-from app.engine.kernels.rounded import TWINS, RoundedKernels
+from app.engine.kernels.door import TWINS, RoundedKernels
 from model.layers import Linear
 from model.transformer import Decoder
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.kernels.door import TWINS, RoundedKernels
 from app.engine.kernels.fp8 import UNIT, Fp8Rows, product, round_weight
 from app.engine.kernels.int8 import Int8Product
-from app.engine.kernels.rounded import TWINS, RoundedKernels
 from app.engine.quantize import quantize as quantize_int8
 
 Quantize = Literal["none", "int8", "fp8"]

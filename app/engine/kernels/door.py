@@ -1,17 +1,22 @@
-"""Triton's kernels for a step, where they are installed. Knows no network.
+"""Triton's kernels, where they are installed, and what computes where they are not. Knows no network.
 
-Triton is an extra, so this is the one file that asks for it; app/engine/kernels/rounded.py does the same for products.
+Triton is an extra, so this is the one file that asks for it.
 """
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import torch
+
 from app.engine.kernels.face import Kernels
+from app.engine.kernels.fp8 import Fp8Rows, round_rows
+from app.engine.kernels.int8 import Int8Product, dequantised_product
 from app.engine.kernels.tiling import SHARED_BYTES
 
 _MOST_CHARACTERS = 200
@@ -22,6 +27,17 @@ class Found(NamedTuple):
 
     kernels: Kernels
     numerics: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedKernels:
+    """What products of rounded matrices are computed with. As they stand: torch's twins, on any device."""
+
+    int8_product: Int8Product = dequantised_product
+    fp8_rows: Fp8Rows = round_rows
+
+
+TWINS = RoundedKernels()
 
 
 def triton_kernels(shared_bytes: int = SHARED_BYTES) -> Found | None:
@@ -50,3 +66,11 @@ def check_triton(start: Callable[[], object] = lambda: import_module("triton.run
             f"Triton cannot start on this machine ({words}): it takes gcc and Python's headers (python3-dev); install "
             "them, or give --kernels torch, without --quantize"
         ) from None
+
+
+def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
+    """The kernels on a GPU where Triton is installed; else the twins, as in float32, where tensor cores would round."""
+    if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
+        return TWINS
+    int8, fp8 = (import_module(f"app.engine.kernels.triton_{kind}") for kind in ("int8", "fp8"))
+    return RoundedKernels(int8_product=int8.product, fp8_rows=fp8.round_rows)
