@@ -11,7 +11,7 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 
 from app.engine.device_memory import activation_peak, releaser, taken, weight_bytes
-from app.engine.largest_step import largest_step
+from app.engine.dummy import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
 from app.engine.memory_plan import MemoryPlan, host_rows, mib, table

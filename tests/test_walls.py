@@ -28,7 +28,6 @@ CORE = [
     "isolation",
     "device_errors",
     "memory_plan",
-    "largest_step",
     "start_clock",
     "audit",
     "philox",

@@ -64,7 +64,7 @@ def blocks_on_gpu(
 
 
 def step_peak(compute_once: Callable[[], object], device: torch.device, meter: Meter = torch.cuda) -> int:
-    """Bytes that the largest step takes (largest_step.py), on a GPU. Raises ValueError where there are not so many."""
+    """Bytes that the largest step takes (dummy.py), on a GPU. Raises ValueError where there are not so many."""
     try:
         return activation_peak(compute_once, device, meter) or 0
     except torch.OutOfMemoryError:

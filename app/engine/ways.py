@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from app.engine.compute import Compute, TorchCompute
+from app.engine.dummy import largest_step
 from app.engine.gpu.install import install
 from app.engine.gpu.linears import Quantize
 from app.engine.gpu.parts import GpuParts
@@ -17,7 +18,6 @@ from app.engine.isolation import Runs, RunsAhead
 from app.engine.kernels.door import check_triton, rounded_kernels, triton_kernels
 from app.engine.kernels.tiling import SHARED_BYTES, attention_fits
 from app.engine.kv_cache import KVCache
-from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
 from app.engine.native.choice import Choice
@@ -83,7 +83,8 @@ class TorchWay:
     def peaks(self) -> Peaks:
         """Measured with a cache of no blocks."""
         runner = Runner(self._compute(0), sampler=TorchSampler())
-        step = largest_step(self._limits, self._room.context, has_encoder=self._decoder.config.n_encoder_layers > 0)
+        source = (0,) if self._decoder.config.n_encoder_layers else ()
+        step = largest_step(self._limits, self._room.context, source=source)
         return Peaks(step_peak(lambda: runner.run(step), self._device))
 
     def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:

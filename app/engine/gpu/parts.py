@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from app.engine.device_memory import Meter
-from app.engine.dummy import dummies
+from app.engine.dummy import dummies, largest_step
 from app.engine.gpu.build import DeviceWishes, device_runner
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture
@@ -19,7 +19,6 @@ from app.engine.gpu.runner import DeviceRunner
 from app.engine.guides import Guides
 from app.engine.kernels.face import SPLIT, Kernels
 from app.engine.kernels.tiling import PARTIAL_BYTES
-from app.engine.largest_step import largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
 from app.engine.rooms import step_peak
