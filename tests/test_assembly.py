@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import tiny_weights
 
-from app.engine import assembly
+from app.engine.assembly import assemble
 from app.engine.frames import WorkerConfig
 from app.engine.start import StartError
 from app.engine.start_clock import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
@@ -27,7 +27,7 @@ def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
 ) -> None:
     told: list[str] = []
     with caplog.at_level(logging.INFO, "inkstream"):
-        ready = assembly.assemble(_config(tmp_path, replica=1, replicas=2), told.append).ready
+        ready = assemble(_config(tmp_path, replica=1, replicas=2), told.append).ready
     assert [words for words in told if words in PHASES] == [LOADING_WEIGHTS, WARMING_UP, PROVING]
     lines = [record.getMessage().split() for record in caplog.records if "memory:" in record.getMessage()]
     assert [line[:4] for line in lines][1:] == [
@@ -36,21 +36,16 @@ def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
     assert ready.blocks_total > 0
 
 
-def _lacks(*_given: object, **_named: object) -> None:
+def _lacks(*_given: object, **_named: object) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize(
-    ("owner", "place", "words"),
-    [
-        (assembly, "load", "the weights do not fit"),
-        (TorchWay, "start", r"a cache of \d+ blocks no longer fits: give a smaller --gpu"),
-    ],
-)
 def test_memory_that_is_missing_at_the_start_is_a_matter_of_configuration(
-    owner: Any, place: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be missing again and again: no crash that another start could mend."""
-    monkeypatch.setattr(owner, place, _lacks)
-    with pytest.raises(StartError, match=words):
-        assembly.assemble(_config(tmp_path))
+    with pytest.raises(StartError, match="the weights do not fit"):
+        assemble(_config(tmp_path), read=_lacks)
+    monkeypatch.setattr(TorchWay, "start", _lacks)
+    with pytest.raises(StartError, match=r"a cache of \d+ blocks no longer fits: give a smaller --gpu"):
+        assemble(_config(tmp_path))
