@@ -11,46 +11,65 @@ import sys
 from typing import Any
 
 import triton
-from compile_sampling import sampling
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from app.engine.kernels import triton_int8 as int8
+from app.engine.kernels.fp8 import LARGEST
+from app.engine.kernels.sampling_table import TOP
+from app.engine.kernels.sampling_words import COUNTED
 from app.engine.kernels.tiling import (
     COLUMNS,
     HEADS,
     POSITIONS,
     ROW_LAUNCH,
     ROWS,
-    Launch,
     attention_launch,
     norm_launch,
     padded_dim,
 )
+from app.engine.kernels.triton_adjust import adjust
 from app.engine.kernels.triton_attention import attention_kernel
+from app.engine.kernels.triton_draw import draw
+from app.engine.kernels.triton_fp8 import round_row, warps
 from app.engine.kernels.triton_gate import gate_kernel
 from app.engine.kernels.triton_heads import heads_kernel
 from app.engine.kernels.triton_merge import merge_kernel
 from app.engine.kernels.triton_norm import norm_kernel
+from app.engine.kernels.triton_sampler import WARPS, Sizes
+from app.engine.kernels.triton_scores import score
 
 TARGET = GPUTarget("cuda", 90, 32)
-INTEGERS = {"n_tokens": "i32", "value_offset": "i64"}
-FLOATS = {"eps": "fp32", "q_factor": "fp32", "scale": "fp32", "soft_cap": "fp32"}
-POINTERS = {
+VOCAB = 128_256
+TYPES = {
+    **dict.fromkeys(("n_tokens", "n_rows", "x_stride", "stride", "V", "tiles"), "i32"),
+    **dict.fromkeys(("eps", "q_factor", "scale", "soft_cap"), "fp32"),
     **dict.fromkeys(("table_ptr", "row_ptr", "start_ptr", "position_ptr", "length_ptr", "slot_ptr"), "*i32"),
-    **dict.fromkeys(("values_ptr", "statistics_ptr", "rope_ptr"), "*fp32"),
+    **dict.fromkeys(("values_ptr", "statistics_ptr", "rope_ptr", "scales_ptr"), "*fp32"),
+    "value_offset": "i64",
 }
+SAMPLING_INTEGERS = ("rows", "positions", "words", "counts", "best_id", "room", "tokens", "top_ids")
+SAMPLING_FLOATS = ("x", "w", "best", "raw_best", "groups", "raw_groups", "room_w", "logprob", "top_logprobs")
+SAMPLING_TYPES = {
+    **{f"{name}_ptr": "*i32" for name in SAMPLING_INTEGERS},
+    **{f"{name}_ptr": "*fp32" for name in SAMPLING_FLOATS},
+    **{f"{name}_ptr": "*fp64" for name in ("numbers", "raw_sum", "sums")},
+}
+# Every pointer that torch hands out is aligned, and so is a layer's half of the cache; sizes are those of usual models.
+ALIGNED = ("value_offset", "n_rows", "x_stride", "V")
 
 
-def compiled(kernel: Any, launch: Launch, number: str, **constants: Any) -> Any:
-    """The kernel for these constants, with numbers of the format `number` behind all other pointers."""
-    others = [name for name in kernel.arg_names if name not in constants]
-    types = INTEGERS | FLOATS | POINTERS
-    signature = {name: types.get(name, f"*{number}") for name in others} | dict.fromkeys(constants, "constexpr")
-    # Every pointer that torch hands out is aligned, and so is a layer's half of the cache.
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or name == "value_offset"]
+def compiled(
+    kernel: Any, options: dict[str, Any], number: str, types: dict[str, str] | None = None, **sizes: Any
+) -> Any:
+    """The kernel for these sizes, with numbers of the format `number` behind all pointers that are in no table."""
+    names, known = kernel.arg_names, TYPES | (types or {})
+    signature = {name: "constexpr" if name in sizes else known.get(name, f"*{number}") for name in names}
+    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr") or name in ALIGNED]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    constants = {name: sizes[name] for name in names if name in sizes}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=TARGET, options=dict(launch.options))
+    return triton.compile(source, target=TARGET, options=options)
 
 
 def attention(number: str, head_dim: int, *, beside: bool, tile_tokens: int, **changes: Any) -> Any:
@@ -61,30 +80,57 @@ def attention(number: str, head_dim: int, *, beside: bool, tile_tokens: int, **c
         "BESIDE": beside, **changes,
     }  # fmt: skip
     item_size = 4 if number == "fp32" else 2
-    return compiled(attention_kernel, attention_launch(padded_dim(head_dim), item_size), number, **constants)
+    return compiled(attention_kernel, attention_launch(padded_dim(head_dim), item_size).options, number, **constants)
 
 
 def heads(number: str, head_dim: int, *, half: int, norm: bool) -> Any:
     """Of 32 query and 8 kv heads."""
     sizes = {"N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "HALF": half}
-    return compiled(heads_kernel, ROW_LAUNCH, number, HAS_Q_NORM=norm, HAS_K_NORM=norm, HEADS=HEADS, **sizes)
+    return compiled(heads_kernel, ROW_LAUNCH.options, number, HAS_Q_NORM=norm, HAS_K_NORM=norm, HEADS=HEADS, **sizes)
 
 
 def merge(number: str, head_dim: int, window: int) -> Any:
     """Of 32 heads."""
     sizes = {"N_HEADS": 32, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "TILE_TOKENS": 1, "SPLIT": 512}
-    return compiled(merge_kernel, ROW_LAUNCH, number, WINDOW=window, HEADS=HEADS, **sizes)
+    return compiled(merge_kernel, ROW_LAUNCH.options, number, WINDOW=window, HEADS=HEADS, **sizes)
 
 
 def norm(number: str, kind: str, width: int, **has: bool) -> Any:
     """Over `width` numbers."""
     padded = triton.next_power_of_2(width)
-    return compiled(norm_kernel, norm_launch(width), number, WIDTH=width, PADDED=padded, KIND=kind, **has)
+    return compiled(norm_kernel, norm_launch(width).options, number, WIDTH=width, PADDED=padded, KIND=kind, **has)
 
 
 def gate(number: str, kind: str, *, gated: bool) -> Any:
     """Over 14,336 numbers."""
-    return compiled(gate_kernel, ROW_LAUNCH, number, WIDTH=14336, KIND=kind, GATED=gated, COLUMNS=COLUMNS)
+    return compiled(gate_kernel, ROW_LAUNCH.options, number, WIDTH=14336, KIND=kind, GATED=gated, COLUMNS=COLUMNS)
+
+
+def sampling(number: str) -> dict[str, Any]:
+    """As they are launched for a large vocabulary, with logits in the format `number`."""
+    cut = Sizes.of(VOCAB)
+    tiles = triton.next_power_of_2(triton.cdiv(VOCAB, cut.tile))
+    sizes = {"B": cut.tile, "G": cut.groups, "C": cut.room, "T": tiles, "K": TOP, "COUNTED": COUNTED}
+    options = {"num_warps": WARPS}
+    return {
+        f"sampling {kernel.__name__}": compiled(kernel, options, number, SAMPLING_TYPES, **sizes)
+        for kernel in (adjust, draw, score)
+    }
+
+
+def product(n_tokens: int, *, has_bias: bool) -> Any:
+    """By int8, of 4,096 columns and steps of so many tokens."""
+    block_t, stages = int8.tile(n_tokens)
+    sizes = {"BLOCK_T": block_t, "BLOCK_N": int8.BLOCK_N, "BLOCK_K": int8.BLOCK_K}
+    options = {"num_warps": int8.WARPS, "num_stages": stages, "enable_fp_fusion": False}
+    types = {"numbers_ptr": "*i8"}
+    return compiled(int8.multiply, options, "bf16", types, N_COLUMNS=4096, HAS_BIAS=has_bias, **sizes)
+
+
+def rounding(width: int) -> Any:
+    """To fp8, of rows of so many numbers."""
+    sizes = {"N_COLUMNS": width, "PADDED": triton.next_power_of_2(width), "LARGEST": LARGEST}
+    return compiled(round_row, {"num_warps": warps(width)}, "bf16", {"numbers_ptr": "*fp8e4nv"}, **sizes)
 
 
 def every_kernel() -> dict[str, Any]:
@@ -103,21 +149,30 @@ def every_kernel() -> dict[str, Any]:
         "norm layer": norm("fp32", "layernorm", 5000, **every),
         "norm none": norm("bf16", "none", 64, HAS_DELTA=True, HAS_WEIGHT=False, HAS_BIAS=False),
         **{f"gate {kind}": gate("bf16", kind, gated=kind == "silu") for kind in ("relu", "gelu", "gelu_tanh", "silu")},
-        **sampling(TARGET, "bf16"),
+        **sampling("bf16"),
+        "int8 decode": product(1, has_bias=False),
+        "int8 prefill": product(512, has_bias=True),
+        "fp8 rows": rounding(4096),
     }
 
 
 def facts(kernel: Any) -> dict[str, Any]:
     """Of one compiled kernel."""
+    code = kernel.asm["ptx"]
     return {
         "shared": kernel.metadata.shared,
         "threads": 32 * kernel.metadata.num_warps,
-        "fused": len(re.findall(r"\bfma\.", kernel.asm["ptx"])),
-        "units": sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", kernel.asm["ptx"]))),
+        "fused": len(re.findall(r"\bfma\.", code)),
+        "units": sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", code))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
+        "copies": code.count("cp.async.c"),
+        "rounding": sorted(set(re.findall(r"cvt\.\S*e4m3\S*|div\.\S+f32", code))),
         "binary": len(kernel.asm["cubin"]),
     }
 
 
 if __name__ == "__main__":
-    json.dump({name: facts(kernel) for name, kernel in every_kernel().items()}, sys.stdout, indent=1)
+    found: dict[str, Any] = {name: facts(kernel) for name, kernel in every_kernel().items()}
+    # Of an integer, Triton compiles 1, multiples of 16 and all others apart.
+    found["int8 decode"]["apart"] = [part.name for part in int8.multiply.params if not part.do_not_specialize]
+    json.dump(found, sys.stdout, indent=1)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for an H200 without one, and what the compiler makes of attention keeps the law of rows."""
+"""Every kernel compiles for an H200 without one, and what the compiler makes of them keeps the law of rows."""
 
 from __future__ import annotations
 
@@ -68,3 +68,23 @@ def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(compi
 def test_nothing_is_fused_where_two_variants_of_a_kernel_must_agree(compiled: dict[str, Any]) -> None:
     names = [name for name in compiled if name.startswith(("attention", "merge")) and name != "attention float32"]
     assert names and not [name for name in names if compiled[name]["fused"]]
+
+
+def test_int8_goes_through_one_kind_of_matrix_unit(compiled: dict[str, Any]) -> None:
+    """Of 16 tokens as of 64: 64 rows of the weight, 16 columns at a time, so that sums should be made in one order."""
+    for name, tokens in (("int8 decode", 16), ("int8 prefill", 64)):
+        facts = compiled[name]
+        assert facts["units"] == [f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16"]
+        assert facts["copies"], "loads wait for one another"
+        assert facts["shared"] <= SHARED_MEMORY // 2, "two programs fit on a multiprocessor"
+
+
+def test_no_number_of_tokens_is_compiled_while_serving(compiled: dict[str, Any]) -> None:
+    apart = compiled["int8 decode"]["apart"]
+    assert "n_tokens" not in apart and {"n_rows", "x_stride"} <= set(apart)
+
+
+def test_rows_are_rounded_to_fp8_as_the_twin_rounds(compiled: dict[str, Any]) -> None:
+    rounding = set(compiled["fp8 rows"]["rounding"])
+    assert {"cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"} <= rounding
+    assert "div.full.f32" not in rounding, "nearly is not to the bit"

@@ -1,17 +1,13 @@
-"""The kernels of int8 and fp8 in Triton's interpreter, beside their twins, and compiled for sm_90, on no GPU."""
+"""The kernels of int8 and fp8 beside their twins: in Triton's interpreter, or on a GPU where there is one."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from gpu import DEVICE, needs_triton
 from torch import Tensor
 
 from app.engine.kernels import fp8
@@ -19,12 +15,7 @@ from app.engine.kernels.door import rounded_kernels
 from app.engine.kernels.int8 import dequantised_product
 from app.engine.quantize import Quantized, quantize
 
-ROOT = Path(__file__).parent.parent
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":  # before Triton is imported: its interpreter runs kernels without a GPU
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [needs_triton, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")
@@ -85,21 +76,3 @@ def test_the_door_opens_to_the_kernels_where_there_is_a_gpu(kernel: ModuleType) 
     kernels = rounded_kernels(torch.device("cuda"), torch.bfloat16)
     assert kernels.int8_product is kernel.product
     assert kernels.fp8_rows is import_module("app.engine.kernels.triton_fp8").round_rows
-
-
-def test_they_compile_for_hopper_and_int8_with_one_kind_of_matrix_unit() -> None:
-    """Of 16 tokens as of 64: 64 rows of the weight, 16 columns at a time, so that sums should be made in one order."""
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, str(ROOT / "tests/compile_rounded.py")]
-    found = json.loads(subprocess.run(command, env=variables, capture_output=True, check=True, text=True).stdout)
-    unit = "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16"
-    assert found.pop("compiled apart") == ["n_rows", "x_stride"], "a number of tokens would be compiled while serving"
-    assert found["decode"]["units"] == [unit.format(16)]
-    assert found["prefill"]["units"] == [unit.format(64)]
-    for name in ("decode", "prefill"):
-        assert found[name]["copies"], "loads wait for one another"
-        assert found[name]["shared"] <= 227 << 10 >> 1, "two programs fit on a multiprocessor"
-    rounding = set(found["rows"]["rounding"])
-    assert {"cvt.rn.satfinite.e4m3x2.f32", "div.rn.f32"} <= rounding, "rounds as its twin does"
-    assert "div.full.f32" not in rounding, "nearly is not to the bit"
-    assert all(facts["binary"] for facts in found.values())
