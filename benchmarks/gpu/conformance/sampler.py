@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import import_module
 
 import torch
 
-from benchmarks.gpu.conformance._sampling_cases import Case, chance, edges
-from benchmarks.gpu.conformance._sampling_proof import Sample, wrong
+from app.engine.kernels.twins import TorchKernels
 from benchmarks.gpu.conformance.compare import Row
-
-
-def sampler(kind: str) -> Sample:
-    """torch or triton, which may be missing."""
-    name = {"torch": "sampling_twin", "triton": "triton_sampler"}[kind]
-    found: Sample = import_module(f"app.engine.kernels.{name}").sample
-    return found
+from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
+from benchmarks.gpu.conformance.sampling_proof import Sample, wrong
+from benchmarks.gpu.conformance.subject import triton_kernels
+from benchmarks.gpu.finding import Unsupported
 
 
 def check_torch(device: str, tiny: bool) -> Iterator[Row]:
     """The twin."""
-    yield from _outcomes(sampler("torch"), device, tiny)
+    yield from _outcomes(TorchKernels().sample, device, tiny)
 
 
 def check_triton(device: str, tiny: bool) -> Iterator[Row]:
     """The kernels, where there is a GPU or Triton's interpreter is asked for."""
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        yield {"what": "not asked", "ok": None, "note": "on a CPU Triton only runs with TRITON_INTERPRET=1"}
-    else:
-        yield from _outcomes(sampler("triton"), device, tiny)
+        raise Unsupported("on a CPU Triton only runs with TRITON_INTERPRET=1")
+    yield from _outcomes(triton_kernels().sample, device, tiny)
 
 
 def _outcomes(subject: Sample, device: str, tiny: bool) -> Iterator[Row]:

@@ -26,7 +26,7 @@ from app.engine.result import Drawn
 from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
 from app.engine.types import Request
-from benchmarks.gpu.conformance._sampling_cases import Case
+from benchmarks.gpu.conformance.sampling_cases import Case
 
 Sample = Callable[[Tensor, Tensor, Tensor, SamplingTable, SampleOut], None]
 _NEAR = 1e-6
