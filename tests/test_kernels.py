@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from random import randrange
 
@@ -20,16 +20,6 @@ pytestmark = [
     # Exponentials that overflow to where they should: numpy tells it, a GPU does not.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
-
-
-CHECKS = [
-    attention.check_attention,
-    attention.check_attention_rows,
-    rows.check_add_norm,
-    rows.check_split_heads,
-    rows.check_gate,
-]
-"""All of them: at large sizes on a GPU (benchmarks/gpu), of the twins on a CPU."""
 
 
 def hold(found: Iterable[Row]) -> None:
@@ -103,11 +93,6 @@ def test_heads_are_normed_turned_scaled_and_kept(
         q_factor=factor,
     )
     hold(rows.heads(kernels(kind), spec, 4, dtype, DEVICE, seed))
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_what_a_gpu_is_asked_holds_wherever_it_is_asked(check: Callable[..., Iterable[Row]]) -> None:
-    hold(check(device=DEVICE, tiny=DEVICE == "cpu"))
 
 
 def test_a_reference_that_misses_one_key_is_found_out() -> None:
