@@ -12,7 +12,7 @@ from app.engine.engine import Engine
 from app.engine.start import StartError
 from app.engine.types import Request
 from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
-from benchmarks.gpu.engines import engine_of, knows
+from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.parity import LAYOUTS, smaller
 from model.config import ModelConfig
@@ -21,10 +21,7 @@ from model.config import ModelConfig
 def run(bench: Bench) -> Iterator[Finding]:
     """By default, then as asked for."""
     yield from _way(bench, "by default", {}, law=bench.device == "cpu")
-    if knows(deterministic=True):
-        yield from _way(bench, "deterministic", {"deterministic": True}, law=True)
-    else:
-        yield Finding(what="deterministic", value="not there", note="this engine has no --deterministic")
+    yield from _way(bench, "deterministic", {"deterministic": True}, law=True)
 
 
 def _way(bench: Bench, name: str, knobs: dict[str, Any], *, law: bool) -> Iterator[Finding]:

@@ -1,7 +1,4 @@
-"""Engines as a service would build them, from files or from random weights. The one place that names their knobs.
-
-An engine that does not know a knob yet is no failure: whoever asks for it hears Unsupported. No torch.
-"""
+"""Engines as a service would build them, from files or from random weights. No torch."""
 
 from __future__ import annotations
 
@@ -11,13 +8,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
 from app.engine.assembly import assemble
 from app.engine.engine import Engine
 from app.engine.frames import WorkerConfig
 from app.engine.gpu.runner import DeviceRunner
-from benchmarks.gpu.finding import Bench, Unsupported
+from benchmarks.gpu.finding import Bench
 from benchmarks.gpu.shapes import reader
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
@@ -45,15 +40,6 @@ class Phases:
         return ", ".join(f"{name} {end - start:.1f} s" for (name, start), (_, end) in pairwise(moments[1:]))
 
 
-def knows(**knobs: Any) -> bool:
-    """Whether this engine has these knobs, and takes these values."""
-    try:
-        _config(weights="", **knobs)
-    except Unsupported:
-        return False
-    return True
-
-
 def engine_of(
     bench: Bench,
     shape: ModelConfig | None,
@@ -62,7 +48,7 @@ def engine_of(
     cache_tokens: int = 0,
     **knobs: Any,
 ) -> Engine:
-    """On the bench's device; of the default weights where there is no shape. Raises Unsupported, and StartError.
+    """On the bench's device; of the default weights where there is no shape. Raises StartError.
 
     read: random weights of this shape by default. cache_tokens: room for so many; 0: as the engine decides, which on a
     GPU is nearly all there is, so that a process can have only one such engine.
@@ -71,13 +57,13 @@ def engine_of(
     room = {"kv_blocks": -(-cache_tokens // _BLOCK[bench.device])} if cache_tokens else {}
     knobs = {**where, **room, **knobs}
     if shape is None:
-        return assemble(_config(weights=str(bench.weights), **knobs), announce).engine
+        return assemble(WorkerConfig(weights=str(bench.weights), **knobs), announce).engine
     folder = bench.folder / "tokenizer"
     if not folder.exists():
         folder.mkdir()
         for path in bench.weights.glob("tokenizer*.json"):  # of another vocabulary, and never asked
             shutil.copy(path, folder)
-    return assemble(_config(weights=str(folder), **knobs), announce, read=read or reader(shape)).engine
+    return assemble(WorkerConfig(weights=str(folder), **knobs), announce, read=read or reader(shape)).engine
 
 
 def runs_ahead(engine: Engine) -> bool:
@@ -98,14 +84,3 @@ def without_graphs(engine: Engine) -> bool:
     had = bool(replays)
     replays.clear()
     return had
-
-
-def _config(**wanted: Any) -> WorkerConfig:
-    unknown = sorted(wanted.keys() - {*WorkerConfig.__struct_fields__})
-    if unknown:
-        raise Unsupported(f"this engine has no {', '.join(unknown)}")
-    try:
-        # Structs check nothing that Python code gives them.
-        return msgspec.convert(msgspec.to_builtins(WorkerConfig(**wanted)), WorkerConfig)
-    except msgspec.ValidationError as error:
-        raise Unsupported(f"this engine does not take {wanted}: {error}") from None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from app.engine.start import StartError
-from benchmarks.gpu.engines import Phases, engine_of, knows
+from benchmarks.gpu.engines import Phases, engine_of
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.speed import TINY, Sizes, decode, prefill
@@ -17,16 +17,13 @@ _SIZES = Sizes(rows=(1, 8, 32), read=(1000,))
 
 def run(bench: Bench) -> Iterator[Finding]:
     """The subject is how: int8, fp8."""
-    how = bench.subject
-    if not knows(quantize=how):
-        raise Unsupported(f"this engine has no --quantize {how}")
     sizes, shape, phases = TINY if bench.tiny else _SIZES, shape_of("8b", tiny=bench.tiny), Phases()
     try:
         engine = engine_of(
             bench,
             shape,
             announce=phases,
-            quantize=how,
+            quantize=bench.subject,
             max_running=max(sizes.rows),
             tokens_per_step=64 if bench.tiny else 1024,
             cache_tokens=max(sizes.rows) * shape.context if bench.tiny else 65_536,
