@@ -27,7 +27,7 @@ pytestmark = [
     # What overflows to where it should: numpy tells it, a GPU does not.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
-EDGES, MANY_TILES = ({case.name: case for case in edges(vocab, vocab)} for vocab in (70, 200))
+EDGES, MANY_TILES = ({case.name: case for case in edges(*given)} for given in ((70, 1), (200, 3)))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 50, 128, 129, 257, 1000])
