@@ -39,7 +39,9 @@ class Settings(BaseSettings):
         "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
     )
     kernels: Literal["auto", "native", "torch"] = Field(
-        "auto", description="What computes on a CPU; auto is native once the kernels are built, and torch until then."
+        "auto",
+        description="What computes: auto takes native kernels on a CPU once they are built, Triton's on a GPU, "
+        "and torch else.",
     )
     quantize: Literal["none", "int8", "fp8"] = Field(
         "none",

@@ -92,8 +92,8 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     block_size: int
     has_encoder: bool
     numerics: str
-    """What computes: "torch", or "native-" and the level of the CPU; behind it the number format, "-int8" or "-fp8"
-    where weights are rounded, and "-deterministic" where the shapes of a GPU's steps are constant."""
+    """What computes: "torch", "native-" and the level of the CPU, or "triton-" and its version; behind it the number
+    format, "-int8" or "-fp8" where weights are rounded, and "-deterministic" where a GPU's steps have one shape."""
     numerics_reason: str
     """Why, for the log."""
     waits_for_build: bool

@@ -162,7 +162,7 @@ def choose_way(
         return Chosen(plain, choice.numerics, told)
     found = triton_kernels(shared)
     if found is None:
-        return Chosen(plain, choice.numerics, 'Triton is not installed, and is faster: pip install "inkstream[gpu]"')
+        return Chosen(plain, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"')
     parts = GpuParts(decoder, found.kernels, room, limits, deterministic=deterministic)
     return Chosen(TritonWay(parts), found.numerics, "a GPU, and Triton is there")
 

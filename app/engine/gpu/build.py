@@ -49,7 +49,7 @@ def device_runner(
     table = SamplingTable(most + 1, config.vocab_size, like.device)
     table.with_counts()  # graphs must know where they lie
     rows = Rows(count=most, context=wishes.context, block_size=wishes.block_size, padding_block=blocks, table=table)
-    # Slot before head: the layout that kernels of others read, too (DESIGN.md section 6).
+    # Slot before head: the layout that kernels of others read, too.
     shape = (config.n_layers, 2, blocks + 1, wishes.block_size, config.n_kv_heads, config.head_dim)
     cache = torch.zeros(shape, dtype=like.dtype, device=like.device)
     tokens = wishes.tokens_per_step if wishes.deterministic else 0

@@ -1,7 +1,7 @@
 """Decode steps captured beforehand, by number of rows and by length of the longest sequence. Knows no requests.
 
-A small model's step is bound by the host's launches (PERFORMANCE.md), so that the whole of it, with head and draw, is
-one graph. Where nothing is captured the same step runs operation by operation.
+A small model's step would wait for the host's launches, so the whole of it, with head and draw, is one graph. Where
+nothing is captured the same step runs operation by operation.
 """
 
 from __future__ import annotations
