@@ -223,6 +223,6 @@ def test_an_engine_computes_the_largest_step_and_nobodys_cache_is_touched() -> N
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.rooms.free_memory", lambda: 2 * 100 * _room().block_bytes)
+    monkeypatch.setattr("app.engine.rooms.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
     alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), wanted=0, engines=engines) for engines in (1, 2))
     assert (alone.number, beside.number) == (64, 50)

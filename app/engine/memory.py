@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -115,11 +114,3 @@ class CacheRoom:
     @property
     def _token_bytes(self) -> int:
         return self.shape.kv_numbers_per_token * self.dtype.itemsize
-
-
-def free_memory() -> int:
-    """Bytes of the machine's memory that could be taken."""
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 4 << 30

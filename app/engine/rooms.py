@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from app.engine.device_memory import Meter, activation_peak, taken, weight_bytes
-from app.engine.memory import CacheRoom, free_memory
+from app.engine.memory import CacheRoom
 from app.engine.memory_plan import MemoryPlan, Row, host_rows, mib
+from model.device import free_memory
 from model.transformer import Decoder
 
 
@@ -32,7 +33,7 @@ class Blocks(NamedTuple):
 
 def blocks_on_cpu(room: CacheRoom, decoder: Decoder, *, wanted: int, engines: int) -> Blocks:
     """Within half of what is free, which `engines` share. Raises ValueError."""
-    free = free_memory()
+    free = free_memory(torch.device("cpu"))
     number = room.blocks(wanted, free, engines)
     return Blocks(number, host_rows(free=free, weights=weight_bytes(decoder), cache=room.cache_bytes(number)))
 
