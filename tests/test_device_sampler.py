@@ -27,11 +27,13 @@ pytestmark = [
     # What overflows to where it should: numpy tells it, a GPU does not.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EDGES, MANY_TILES = ({case.name: case for case in edges(*given)} for given in ((70, 1), (200, 3)))
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 50, 128, 129, 257, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [*zip((1, 2, 50, 128, 129, 257, 300, 1000, 1025), 3 * DTYPES, strict=True)], ids=str
+)
 def test_the_twin_draws_what_the_sampler_of_the_engine_draws(vocab: int, dtype: torch.dtype) -> None:
     case = chance("chance", vocab, 60, vocab, dtype=dtype)
     assert not list(wrong(kernels("torch").sample, case, DEVICE, exact=True))
