@@ -15,7 +15,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.types import Request
 from model.transformer import Decoder
 
-pytestmark = pytest.mark.usefixtures("two_threads")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _engine_ahead(decoder: Decoder, *, blocks: int, tokens: int, running: int = 32) -> tuple[Engine, Delayed]:
