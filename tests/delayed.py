@@ -64,7 +64,7 @@ class Delayed:
 
     def run(self, plan: BatchPlan) -> StepResult:
         assert not self._flights, "a step is run while another one is in flight"
-        assert not any(chunk.reads_drawn for chunk in plan.chunks), "a token that nobody has drawn"
+        assert not any(_reads_drawn(chunk) for chunk in plan.chunks), "a token that nobody has drawn"
         self.before_run(plan)
         self.begun.append(plan)
         drawing = [chunk.sequence.request.id for chunk in plan.chunks if chunk.samples]
@@ -84,7 +84,7 @@ class Delayed:
             missing = chunk.stop - len(chunk.sequence.tokens)
             assert not chunk.sequence.ended, "nobody waits for it"
             assert missing <= drawing.count(chunk.sequence), "a token that nobody draws"
-            assert chunk.reads_drawn == (missing == 1)
+            assert _reads_drawn(chunk) == (missing == 1)
         kept = BatchPlan(tuple(map(_as_it_is, plan.chunks)), clear=plan.clear, copies=plan.copies)
         used = {block for chunk in kept.chunks for block in chunk.sequence.blocks}
         used |= {block for pair in plan.copies for block in pair} | {*plan.clear}
@@ -100,7 +100,7 @@ class Delayed:
         assert flight is self._flights.popleft(), "steps come back in the order of their launches"
         assert all(self._pool.ends[block] == ends for block, ends in flight.uses.items()), "released while it is used"
         for chunk, kept in zip(flight.plan.chunks, flight.kept.chunks, strict=True):
-            if kept.reads_drawn:
+            if _reads_drawn(kept):
                 kept.sequence.tokens.append(self._drawn[chunk.sequence])
         for plan in (flight.plan, flight.kept):
             assert flight.samples == [chunk.samples for chunk in plan.chunks], "known at the launch, and right"
@@ -115,6 +115,11 @@ def engine_ahead(runner: Runs, limits: SchedulerLimits, *, blocks: int, block_si
     pool = WatchedPool(blocks, block_size)
     device = Delayed(runner, pool)
     return Engine(Scheduler(limits, pool), device, device), device
+
+
+def _reads_drawn(chunk: Chunk) -> bool:
+    """Whether its last token is being drawn by the step before."""
+    return chunk.stop > len(chunk.sequence.tokens)
 
 
 def _as_it_is(chunk: Chunk) -> Chunk:

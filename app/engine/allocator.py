@@ -48,8 +48,7 @@ class Allocator:
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that its pending tokens need beyond those it has."""
-        begun = sequence.num_computed + sequence.ahead
-        return self.pool.needed(max(len(sequence.tokens), begun + 1)) - len(sequence.blocks)
+        return self.pool.needed(max(len(sequence.tokens), sequence.num_begun + 1)) - len(sequence.blocks)
 
     def extend(self, sequence: Sequence) -> None:
         """Room for them. The caller has seen to it that there is enough."""

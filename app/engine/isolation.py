@@ -36,9 +36,9 @@ class RunsAhead(Protocol):
     """What a device can do beside run(): take a step while the one before is still being computed.
 
     Steps are computed in the order of their launches, and collected in that order. A chunk of the second may read the
-    token that the first draws (Chunk.reads_drawn): it lies on the device; where that is no token, since the logits were
-    not finite, any will do, for nobody looks at what comes of it. That goes for all rows of a sequence that has ended.
-    run() is only called while nothing is in flight.
+    token that the first draws, behind the last of Sequence.tokens: it lies on the device; where that is no token, since
+    the logits were not finite, any will do, for nobody looks at what comes of it. That goes for all rows of a sequence
+    that has ended. run() is only called while nothing is in flight.
     """
 
     def launchable(self, plan: BatchPlan) -> bool:

@@ -231,10 +231,9 @@ class Scheduler:
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
     # Half as many tokens where each is scored, but one at least.
     room = -(-budget // 2) if sequence.num_unscored else budget
-    start = sequence.num_computed + sequence.ahead
+    start = sequence.num_begun
     return Chunk(sequence, start, start + min(sequence.num_pending, room))
 
 
 def _decode(sequence: Sequence) -> Chunk:
-    start = sequence.num_computed + sequence.ahead
-    return Chunk(sequence, start, start + 1)
+    return Chunk(sequence, sequence.num_begun, sequence.num_begun + 1)

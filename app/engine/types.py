@@ -220,11 +220,6 @@ class Chunk:
         return self.stop >= len(self.sequence.tokens)  # from plan() to commit(), whatever is committed in between
 
     @property
-    def reads_drawn(self) -> bool:
-        """Whether its last token is being drawn by the step before: it is on the device, and not in `tokens` yet."""
-        return self.stop > len(self.sequence.tokens)
-
-    @property
     def cost(self) -> int:
         """What it takes of a step's budget: a row that is scored goes through the head, and counts as a token more."""
         return self.stop - self.start + len(self.scores)
