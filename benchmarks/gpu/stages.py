@@ -33,7 +33,7 @@ STAGES = (
     _stage("machine", 10, needs=("torch",)),
     _stage("roofs", 10, needs=("torch",)),
     # What is wrong is worth more than how fast it is: laws first.
-    _stage("conform", 70, needs=("torch",)),
+    _stage("conform", 70, needs=("torch", "msgspec")),
     _stage("parity", 45),
     _stage("graphs", 30),
     _stage("syncs", 15),
