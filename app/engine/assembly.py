@@ -29,7 +29,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.self_test import Device, prove_rows
 from app.engine.start import Assembled, StartError
 from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
-from app.engine.ways import Chosen, Running, Way, choose_way
+from app.engine.ways import Chosen, Running, TritonWay, Way, choose_way
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
@@ -112,10 +112,10 @@ def _tokens_per_step(config: WorkerConfig, device: torch.device) -> int:
     return 256 if device.type == "cpu" or config.deterministic else 2048
 
 
-def _numerics(config: WorkerConfig, chosen: Chosen, dtype: torch.dtype, device: torch.device) -> str:
-    """Whatever changes bits: what computes, in which format; on a GPU also in which shapes."""
+def _numerics(config: WorkerConfig, chosen: Chosen, dtype: torch.dtype) -> str:
+    """Whatever changes bits: what computes, in which format; with Triton also in which shapes."""
     rounded = [] if config.quantize == "none" else [config.quantize]
-    shapes = ["deterministic"] if config.deterministic and device.type == "cuda" else []
+    shapes = ["deterministic"] if config.deterministic and isinstance(chosen.way, TritonWay) else []
     return "-".join((chosen.numerics, _name(dtype), *rounded, *shapes))
 
 
@@ -215,7 +215,7 @@ def _ready(
         blocks_total=blocks.total,
         block_size=blocks.block_size,
         has_encoder=shape.n_encoder_layers > 0,
-        numerics=_numerics(config, chosen, room.dtype, device),
+        numerics=_numerics(config, chosen, room.dtype),
         numerics_reason=chosen.reason,
         waits_for_build=waits,
     )

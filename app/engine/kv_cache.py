@@ -3,7 +3,7 @@
 Shape legend: T tokens of the step, H query heads, K kv heads, G = H / K, C head_dim, B sequences of a row group, N
 query tokens of each, R = G * N rows of one kv head, L kv positions of a group (whole tiles of 64), X flattened.
 
-The law of rows (DESIGN.md section 6): the bits of a row depend on its own tokens only. What it takes, measured on torch
+The law of rows (docs/numbers.md): the bits of a row depend on its own tokens only. What it takes, measured on torch
 2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours,
 bfloat16 rows in pairs (single ones differ where 1,536 or more numbers are summed); no product so small that torch
 takes another formula for it; and the product with v in pieces of fixed length added in order, since its bits depend on
