@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
+import pytest
+import torch
 from gpu import DEVICE, needs_triton
 from msgspec.structs import replace
-from on_device import tiny_device_engine
+from on_device import tiny_device_engine, tiny_device_runner
 from test_parity import _requests
 from tiny import run_all, tiny_decoder, tiny_engine
 
+from app.engine.dummy import dummies
+from app.engine.gpu.graphs import CudaCapture
 from app.engine.kernels.door import triton_kernels
 
 
@@ -21,3 +27,21 @@ def test_triton_draws_the_tokens_of_the_torch_way() -> None:
     engine = tiny_device_engine(decoder, max_running=2, tokens_per_step=40, kernels=found.kernels)
     for name, events in run_all(engine, requests).items():
         assert [event.token for event in events] == [event.token for event in wanted[name]]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="takes a GPU, where torch raises at what waits")
+def test_cuda_is_not_waited_for_while_steps_are_launched() -> None:
+    """Captured decode steps and steps with prompts alike: what waits is collect()."""
+    found = triton_kernels()
+    assert found
+    runner = tiny_device_runner(tiny_decoder().to(DEVICE), max_running=8, kernels=found.kernels)
+    runner.warm_up(128)
+    runner.capture(CudaCapture())
+    for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
+        with warnings.catch_warnings(action="ignore"):  # of the mode itself, once
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            flight = runner.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(runner.collect(flight).drawn) == len(plan.chunks)
