@@ -12,8 +12,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec
-from app.engine.kernels.sampling_table import SampleOut, SamplingTable
+from app.engine.kernels.face import HeadsSpec, NormSpec
 from app.engine.kernels.sampling_twin import sample
 from app.engine.kernels.twin_attention import attention
 from model.config import Activation
@@ -29,6 +28,9 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 class TorchKernels:
     """`Kernels` without a kernel."""
+
+    attention = staticmethod(attention)
+    sample = staticmethod(sample)
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Tensor, Tensor]:
         """See Kernels.add_norm."""
@@ -67,10 +69,6 @@ class TorchKernels:
         factored_THC: Tensor = q_THC.contiguous() if spec.q_factor == 1.0 else q_THC * spec.q_factor
         return factored_THC
 
-    def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
-        """See Kernels.attention."""
-        return attention(q_THC, layer_cache, batch, spec)
-
     def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
         """See Kernels.gate."""
         function = _ACTIVATIONS[activation]
@@ -78,12 +76,6 @@ class TorchKernels:
             return function(hidden_TX.double()).to(hidden_TX.dtype)
         gate_TF, up_TF = hidden_TX.chunk(2, dim=-1)
         return function(gate_TF.double()).to(hidden_TX.dtype) * up_TF
-
-    def sample(
-        self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut
-    ) -> None:
-        """See Kernels.sample."""
-        sample(logits_SV, rows_S, positions_S, table, out)
 
 
 def _rms_norm(x_TX: Tensor, weight: Tensor | None, eps: float) -> Tensor:
