@@ -168,8 +168,8 @@ async def _serve(
     server = _Server(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, server)
-    loop.add_signal_handler(signal.SIGHUP, _on_hangup, server, app, has_terminal())
+        event_loop.on_signal(loop, number, functools.partial(_on_signal, server))
+    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_hangup, server, app, has_terminal()))
     host, port = listener.getsockname()[:2]
     _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])

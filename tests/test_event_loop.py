@@ -1,0 +1,48 @@
+"""Signals reach the event loop once each, however close behind one another they come."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+_PROGRAM = """
+import asyncio, signal, sys, threading
+from app import event_loop
+
+def add(loop, number, act):
+    if sys.argv[1] == "ours":
+        event_loop.on_signal(loop, number, act)
+    else:
+        loop.add_signal_handler(number, act)
+
+async def main():
+    loop, taken = asyncio.get_running_loop(), []
+    # One that comes while another is being taken in, which wakes the loop: its handler runs right there.
+    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+    add(loop, signal.SIGTERM, lambda: taken.append("term"))
+    for _ in range(5):
+        first = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        first.start()
+        await asyncio.sleep(0.05)
+    print(len(taken))
+
+event_loop.run(main())
+"""
+
+
+def _taken(way: str) -> int:
+    command = [sys.executable, "-c", _PROGRAM, way]
+    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout)
+
+
+def test_a_signal_that_comes_while_another_is_taken_in_is_one_signal() -> None:
+    assert _taken("ours") == 5
+
+
+def test_the_loops_own_way_would_take_it_for_two() -> None:
+    """When this fails, event_loop.on_signal() has had its day."""
+    pytest.importorskip("uvloop")
+    assert _taken("uvloop's") > 5
