@@ -18,7 +18,7 @@ from app.engine.dummy import dummies
 from app.engine.engine import Engine
 from app.engine.gpu.graphs import DecodeGraphs
 from app.engine.gpu.rows import Rows
-from app.engine.gpu.runner import DeviceRunner
+from app.engine.gpu.runner import DeviceRunner, Shapes
 from app.engine.gpu.steps import Steps
 from app.engine.guides import Guides
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenEvent, TokenScore
@@ -162,6 +162,21 @@ def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
     assert not rows.knows(first[0].sequence) and rows.knows(second[0].sequence)
 
 
+def test_one_of_nobodys_has_room_beside_as_many_as_may_run() -> None:
+    """After a step that failed, isolation tries whether anything can be computed at all."""
+    runner = tiny_device_runner(tiny_decoder(), max_running=2)
+    running = _sequences(2)
+    runner.run(BatchPlan(tuple(Chunk(sequence, 0, 1) for sequence in running)))
+    assert runner.run(dummies(1, 1)).drawn["dummy 0"].token is not None
+    running[0].tokens.append(7)
+    assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).drawn["r0"].token is not None
+
+
+def test_shapes_that_must_not_change_do_not_however_few_tokens_there_are() -> None:
+    assert {Shapes(tile_tokens=16, tokens=100).padded(count) for count in (1, 96, 97, 100)} == {100}
+    assert [Shapes(tile_tokens=16).padded(count) for count in (1, 8, 9)] == [8, 8, 16]
+
+
 def test_a_sequence_that_gave_way_is_told_anew() -> None:
     rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
     (sequence,) = _sequences(1)
@@ -207,7 +222,7 @@ def _count_launches(engine: Engine) -> list[int]:
 
 
 def _mixed() -> list[Request]:
-    """Usual ones, forks, guided ones, and ones whose prompt is scored."""
+    """Usual ones, forks, guided ones, ones whose prompt is scored, and one that no row has room for."""
     guide = guide_of("regex", "[ab]{3,9}")
     assert guide
     made = []
@@ -216,7 +231,8 @@ def _mixed() -> list[Request]:
         made.append(replace(request, **changes))
     leader = made[0]
     forked = replace(leader.params, choice=5, temperature=1.0)
-    return [*made, replace(leader, id="fork", leader=leader.id, params=forked)]
+    late = replace(made[3], id="late", stop_ids=tuple(range(100, 140)), params=replace(leader.params, min_tokens=5))
+    return [*made, replace(leader, id="fork", leader=leader.id, params=forked), late]
 
 
 def _guides() -> Guides:

@@ -76,8 +76,7 @@ class Rows:
         changes = Changes()
         missing = sum(chunk.sequence not in self._known for chunk in chunks)
         if missing > len(self._free):
-            present = {chunk.sequence for chunk in chunks}
-            self.forget([old for old in self._known if old not in present and (old.ended or not old.blocks)])
+            self._make_room(missing, {chunk.sequence for chunk in chunks})
         rows = [self._enter(chunk, changes) for chunk in chunks]
         return rows, changes
 
@@ -126,6 +125,16 @@ class Rows:
         blocks_T = self.block_table_RB[rows_T.long(), (positions_T // self.block_size).long()]
         return blocks_T * self.block_size + positions_T % self.block_size
 
+    def _make_room(self, count: int, present: set[Sequence]) -> None:
+        """Rows for `count` newcomers: of those who do not run, then of anybody who is not in this step.
+
+        The latter only where nobody's sequence comes beside as many as may run (app/engine/isolation.py): nothing is in
+        flight then, and who loses its row is told anew.
+        """
+        others = [old for old in self._known if old not in present]
+        self.forget(old for old in others if old.ended or not old.blocks)
+        self.forget([old for old in others if old in self._known][: max(0, count - len(self._free))])
+
     def _enter(self, chunk: Chunk, changes: Changes) -> int:
         sequence = chunk.sequence
         known = self._known.get(sequence)
@@ -149,16 +158,20 @@ class Rows:
     def _load(self, sequence: Sequence, known: _Known | None, changes: Changes) -> _Known:
         row = known.row if known else self._free.pop()
         known = self._known[sequence] = _Known(row=row, blocks=sequence.blocks)
-        request = sequence.request
-        changes.loaded.append(row)
-        changes.words.extend(self.table.words(request))
         if not sequence.blocks:  # what it writes lands where nobody reads
             first = row * self.block_table_RB.shape[1]
             changes.table_places.extend(range(first, first + self.block_table_RB.shape[1]))
             changes.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
+        if self.table.fits(sequence.request):  # else the host draws
+            self._load_sampling(sequence, row, changes)
+        return known
+
+    def _load_sampling(self, sequence: Sequence, row: int, changes: Changes) -> None:
+        request = sequence.request
+        changes.loaded.append(row)
+        changes.words.extend(self.table.words(request))
         if self.table.is_counted(request):
             changes.history.extend(sequence.tokens)
             changes.history_rows.extend([row] * len(sequence.tokens))
             prompt = len(request.prompt)
             changes.history_generated.extend([0] * prompt + [1] * (len(sequence.tokens) - prompt))
-        return known

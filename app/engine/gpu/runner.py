@@ -42,7 +42,7 @@ class Shapes:
 
     def padded(self, count: int) -> int:
         """Tokens of a step that has `count`."""
-        return max(self.tokens, -(-count // _ROUND) * _ROUND)
+        return self.tokens or -(-count // _ROUND) * _ROUND
 
 
 @dataclass(frozen=True, slots=True)
