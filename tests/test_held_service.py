@@ -18,10 +18,10 @@ from wire import Event, parse_events, stream
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5, "ignore_eos": True}
 TEXT: dict[str, Any] = {**LONG, "prompt": "Once " * 20, "max_tokens": 7900}
-CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 130}
+CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 260}
 ECHO: dict[str, Any] = {**LONG, "prompt": "Once upon a time " * 30, "n": 2, "echo": True, "logprobs": 20}
-ECHO |= {"max_tokens": 150}
-GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 350, "regex": "([a-z]{3,9} )*"}
+ECHO |= {"max_tokens": 300}
+GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 500, "regex": "([a-z]{3,9} )*"}
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,20 @@ def held_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A stream that nobody reads, when the engine has nothing more to do with it."""
-    connection = connect(server, receive_buffer=4096)
-    connection.settimeout(60)
-    connection.sendall(post(body, "/complete", "Connection: close"))
-    assert server.wait_for(lambda: server.metric("requests_running") > 0, 10)
-    assert is_clean(server, 60)
-    return connection
+    """A stream that nobody reads, when it was held and the engine has nothing more to do with it.
+
+    Where the event loop gets no core for long, most of a stream may arrive at once at a writer who waits for it, who
+    is not held for that: another try.
+    """
+    before = server.metric("held_streams_total")
+    for _ in range(5):
+        connection = connect(server, receive_buffer=4096)
+        connection.settimeout(60)
+        connection.sendall(post(body, "/complete", "Connection: close"))
+        if server.wait_for(lambda: server.metric("held_streams_total") > before, 10) and is_clean(server, 60):
+            return connection
+        connection.close()
+    raise AssertionError("no stream was held")
 
 
 def _rest_of(connection: socket.socket) -> bytes:
@@ -84,9 +91,7 @@ def _assert_same(events: list[Event], expected: list[Event]) -> None:
 @pytest.mark.parametrize("body", [CHOICES, ECHO, GUIDED], ids=["choices", "echo", "guided"])
 def test_what_a_reader_gets_who_rested_is_what_all_get(held_server: Server, body: dict[str, Any]) -> None:
     expected = stream(held_server.url, **body)
-    before = held_server.metric("held_streams_total")
     with _resting(held_server, body) as connection:
-        assert held_server.metric("held_streams_total") == before + 1
         _assert_same(_events(_rest_of(connection)), expected)
     assert is_clean(held_server, 5)
 
@@ -95,14 +100,14 @@ def test_a_held_stream_is_cancelled_or_resumed_as_any_other(held_server: Server)
     expected = stream(held_server.url, **CHOICES)
     for deed in ("cancel", "resume"):
         with _resting(held_server, CHOICES) as connection:
-            head = connection.recv(300)
+            # Only looked at: what is taken lets the stream go on, and it could end before the DELETE comes.
+            head = connection.recv(300, socket.MSG_PEEK)
             name = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
             url = f"{held_server.url}/complete/{name}"
             if deed == "cancel":
                 assert httpx.delete(url).status_code == 200
-                assert {c["finish_reason"] for c in _events(head + _rest_of(connection))[-1].data["choices"]} == {
-                    "cancelled"
-                }
+                choices = _events(_rest_of(connection))[-1].data["choices"]
+                assert {choice["finish_reason"] for choice in choices} == {"cancelled"}
                 continue
         events = parse_events(httpx.get(f"{url}/events", timeout=60).text)
         _assert_same(events, expected)
