@@ -19,6 +19,11 @@ import { Reading } from "./tokens/reading.js";
 
 const FIRST_TEXT = "Once upon a time";
 const ALIKE = 200; // characters at the beginning by which a text is known again
+const KEPT = [
+  "", // all of it
+  "The browser's storage is full: it keeps the text, not its history.",
+  "The browser stores nothing here: copy the text before you close the page.",
+];
 const $ = (id) => document.getElementById(id);
 
 const numbers = {
@@ -63,6 +68,7 @@ const exchange = new Exchange({
   failed: failing,
 });
 let sent = {}; // the settings of the last run, as they were typed
+let kept = 0; // what the user was told of in KEPT
 
 function send(prompt, typed, signal) {
   sent = typed;
@@ -76,6 +82,7 @@ function changed() {
   sheet.show(notebook.text, notebook.written);
   branches.show(notebook.tree.runs());
   reading.show(notebook);
+  tellSeed();
   refresh();
 }
 
@@ -154,6 +161,13 @@ function known(facts) {
 
 function described(parameters, facts) {
   panel.build(parameters, facts.sampling_defaults);
+  tellSeed();
+}
+
+// Which seed made the text that stands here, for whoever locks it: also after a reload, or on another branch.
+function tellSeed() {
+  const seed = notebook.tree.lastRun?.facts.seed;
+  if (seed) panel.explain({ seed });
 }
 
 function keyed() {
@@ -226,7 +240,13 @@ function refresh() {
   off("regenerate", !notebook.canRegenerate);
   $("generate-word").textContent = notebook.tree.lastRun ? "Continue" : "Generate";
   exchange.show();
-  if (!notebook.running) remember(states);
+  if (!notebook.running) remember(states, stored);
+}
+
+// Told once, and again where it got worse; not over what a run has to say.
+function stored(place) {
+  if (place > kept && !notebook.running) status.show("idle", KEPT[place]);
+  if (!notebook.running) kept = place;
 }
 
 // Where the storage has no room for the history, the text alone.
@@ -238,7 +258,7 @@ function states() {
 
 // The run that is going on ends with the page: what it has brought stays.
 function leave() {
-  if (notebook.running) remember(states);
+  if (notebook.running) remember(states, stored);
   flush();
 }
 

@@ -7,7 +7,8 @@ const DELAY = 400; // ms
 const PLACES = [() => sessionStorage, () => localStorage]; // a browser may refuse them by an exception
 let written = null;
 let timer = 0;
-let waiting = null; // () => state, or null: nothing to write
+let waiting = null; // () => states, or null: nothing to write
+let tell = null;
 
 /** What was remembered, or null on a first visit. */
 export function load() {
@@ -20,9 +21,12 @@ export function load() {
   }
 }
 
-/** `states()`: what to write, the fullest first; a shorter one where the storage has no room for it. */
-export function remember(states) {
-  waiting = states;
+/**
+ * `states()`: what to write, the fullest first; a shorter one where the storage has no room for it. `told(place)` hears
+ * which of them was written, also where it is the same as before: beyond the last one, it was none.
+ */
+export function remember(states, told) {
+  [waiting, tell] = [states, told];
   clearTimeout(timer);
   timer = setTimeout(flush, DELAY);
 }
@@ -34,8 +38,9 @@ export function flush() {
   waiting = null;
   // An idle tab that is closed must not write its old text over what another tab has saved since.
   if (texts.length === 0 || texts[0] === written) return;
-  for (const place of PLACES) texts.some((text) => put(place, text));
+  const kept = PLACES.map((place) => texts.findIndex((text) => put(place, text)));
   [written] = texts;
+  tell(Math.max(...kept.map((index) => (index < 0 ? texts.length : index))));
 }
 
 function put(place, text) {
@@ -43,6 +48,6 @@ function put(place, text) {
     place().setItem(KEY, text);
     return true;
   } catch {
-    return false; // switched off or full: the page works, it just forgets
+    return false; // switched off or full: the page works, and says that it forgets
   }
 }

@@ -433,13 +433,37 @@ def test_each_tab_keeps_its_own_text_and_a_new_one_begins_with_the_last(page):
     assert text(new) == "The second tab"
 
 
-def test_without_storage_the_page_works_and_forgets(page):
+def test_without_storage_the_page_works_and_says_that_it_forgets(page):
     refuse = "{ get() { throw new DOMException('no', 'SecurityError') } }"
     page.add_init_script(f"Object.defineProperty(window, 'localStorage', {refuse})")
     page.reload()
     set_fields(page, max_tokens=5)
+    page.get_by_text("copy the text before you close the page").wait_for()
     generate(page)
     assert text(page).startswith(PROMPT)
+    page.wait_for_timeout(600)  # it has tried to store the text by now
+    assert status(page).startswith("Done ("), "it was told once"
+
+
+def test_where_the_storage_has_room_for_the_text_alone_that_is_kept_and_told(page):
+    page.add_init_script("""{
+        const set = Storage.prototype.setItem;
+        Storage.prototype.setItem = function (key, value) {
+            if (value.length > 3000) throw new DOMException('full', 'QuotaExceededError');
+            set.call(this, key, value);
+        };
+    }""")
+    page.reload()
+    page.locator("#document").fill("a" * 1500)
+    page.wait_for_function("() => localStorage.length > 0")
+    assert "storage is full" not in status(page)
+    play(page, ("start", {"seed": 1}), ("token", {"text": "c"}), DONE)
+    generate(page)
+    page.locator("#document").fill("b" * 1500)
+    page.get_by_text("it keeps the text, not its history").wait_for()
+    page.reload()
+    assert text(page) == "b" * 1500
+    assert page.locator("#undo").get_attribute("aria-disabled") == "true"
 
 
 def test_a_burst_of_tokens_is_a_few_writes(page):

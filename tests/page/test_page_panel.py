@@ -228,6 +228,22 @@ def test_an_unlocked_seed_is_told_and_the_lock_keeps_it(page):
     assert "seed" not in sent(page)
 
 
+def test_after_a_reload_or_an_undo_the_lock_keeps_the_seed_of_the_text_that_stands_there(page):
+    lock, field = page.get_by_role("button", name="Lock the seed"), page.locator("#seed")
+    set_fields(page, max_tokens=4)
+    generate(page)
+    first = page.locator("#used-seed").inner_text()
+    generate(page)
+    second = page.locator("#used-seed").inner_text()
+    page.locator("#undo").click()
+    assert (first != second, field.get_attribute("placeholder")) == (True, f"random, was {first}")
+    page.locator("#redo").click()
+    page.reload()
+    page.get_by_placeholder(f"random, was {second}").wait_for()
+    lock.click()
+    assert field.input_value() == second
+
+
 def test_a_seed_is_locked_by_typing_one_or_drawn_where_there_was_none(page):
     lock, field = page.get_by_role("button", name="Lock the seed"), page.locator("#seed")
     lock.click()
