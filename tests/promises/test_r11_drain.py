@@ -48,7 +48,7 @@ def test_streams_run_to_their_end_while_new_requests_are_refused(
     n = promise.size(40, 200)
     server = start_server(tmp_path, weights, "--max-running", "200", "--drain-timeout", "60", fake_ms=STEP_MS)
     pids = _processes(server.process.pid)
-    with connect(server) as kept_alive, Background(read_streams, server, _request(2), n) as streams:
+    with connect(server) as kept_alive, Background(read_streams, server, _request(4), n) as streams:
         kept_alive.sendall(get())
         assert status_of(read_answer(kept_alive)) == 200
         assert _running(server, n)

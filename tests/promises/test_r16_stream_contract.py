@@ -111,8 +111,9 @@ def _undisturbed(stage: _Stage, **extra: Any) -> _Outcome:
 
 def _broken_engine(break_it: Callable[[_Stage], None]) -> Callable[[_Stage], list[bool]]:
     def meet(stage: _Stage) -> list[bool]:
-        expected, before = _undisturbed(stage), stage.server.metric("replayed_requests_total")
-        with _under_way(stage.server, _asks()) as answers:
+        extra = {"max_tokens": 250}  # two seconds, so that all four are there to be broken
+        expected, before = _undisturbed(stage, **extra), stage.server.metric("replayed_requests_total")
+        with _under_way(stage.server, _asks(**extra)) as answers:
             break_it(stage)
         assert stage.server.wait_for(lambda: is_ready(stage.server), 30)
         assert stage.server.metric("replayed_requests_total") == before + 4
