@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_device_errors import accelerator_error
 from tiny import tiny_weights
 
 from app.engine.assembly import assemble
@@ -40,12 +42,37 @@ def _lacks(*_given: object, **_named: object) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_memory_that_is_missing_at_the_start_is_a_matter_of_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _breaks_off(*_given: object, **_named: object) -> Any:
+    """As a capture does in which memory is missing."""
+    try:
+        _lacks()
+    finally:
+        raise accelerator_error(901, "operation failed due to a previous error during capture")
+
+
+def _fails_otherwise(*_given: object, **_named: object) -> Any:
+    raise accelerator_error(900, "operation not permitted when stream is capturing")
+
+
+def test_weights_that_find_no_memory_are_a_matter_of_configuration(tmp_path: Path) -> None:
     """It would be missing again and again: no crash that another start could mend."""
     with pytest.raises(StartError, match="the weights do not fit"):
         assemble(_config(tmp_path), read=_lacks)
-    monkeypatch.setattr(TorchWay, "start", _lacks)
-    with pytest.raises(StartError, match=r"a cache of \d+ blocks no longer fits: give a smaller --gpu"):
+
+
+@pytest.mark.parametrize("lacks", [_lacks, _breaks_off])
+def test_a_start_that_finds_no_memory_beside_the_cache_says_which_number_to_change(
+    lacks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchWay, "start", lacks)
+    for changes, flag in (({}, "--gpu-memory-utilization"), ({"kv_blocks": 32}, "--kv-blocks")):
+        with pytest.raises(StartError, match=rf"a cache of \d+ blocks .* give a smaller {flag} or --max-running$"):
+            assemble(_config(tmp_path, **changes))
+
+
+def test_a_start_that_fails_otherwise_is_not_called_a_want_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TorchWay, "start", _fails_otherwise)
+    with pytest.raises(torch.AcceleratorError, match="not permitted"):
         assemble(_config(tmp_path))

@@ -25,6 +25,7 @@ from app.engine.kernels.face import AttentionBatch, AttentionSpec
 from app.engine.kernels.twins import TorchKernels
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
+from app.engine.ways import TorchWay
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 17, 4, 1), (1,) * 9, (4, 8, 16)])
@@ -62,36 +63,60 @@ def test_after_the_warm_up_no_step_needs_another_variant_of_attention(context: i
 
 
 class _Making(TorchDispatchMode):
-    """Notes the shapes of all tensors that begin as zeros."""
+    """Notes the operations, each with the shape of what it makes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.shapes: list[torch.Size] = []
+        self.made: set[tuple[str, torch.Size]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.shapes += [out.shape] if func is torch.ops.aten.zeros.default else []
+        self.made |= {(func.overloadpacket.__name__, x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)}
         return out
 
 
-def test_rows_that_stay_are_measured_with_the_largest_step_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside weights and cache: counts of a large vocabulary are not small."""
-    made: list[_Making] = []
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
+    """What was done while a peak was measured, peak by peak."""
+    measured: list[_Making] = []
 
     def peak(compute_once: Callable[[], object], *_: object) -> int:
         with _Making() as making:
             compute_once()
-        made.append(making)
+        measured.append(making)
         return 7
 
-    monkeypatch.setattr("app.engine.gpu.parts.step_peak", peak)
+    for user in ("gpu.parts", "ways"):
+        monkeypatch.setattr(f"app.engine.{user}.step_peak", peak)
+    return measured
+
+
+def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[_Making]) -> None:
+    """Beside weights and cache: counts of a large vocabulary are not small."""
     config = tiny_config()
     room = CacheRoom(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
     limits = SchedulerLimits(tokens_per_step=32, max_running=2)
     parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
-    assert [counts in making.shapes for making in made] == [True, False]
+    assert [("zeros", counts) in making.made for making in measured] == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["device", "torch"])
+def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[_Making]) -> None:
+    """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
+    config = tiny_config()
+    room = CacheRoom(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
+    limits = SchedulerLimits(tokens_per_step=32, max_running=4)
+    if kind == "device":
+        GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
+    else:
+        TorchWay(tiny_decoder(config), room, limits).peaks()
+    guided_rows, vocab = 3, config.vocab_size
+    made = measured[0].made
+    assert {("where", (guided_rows, vocab)), ("sort", (guided_rows, vocab))} <= made
+    assert ("log_softmax", (guided_rows, vocab)) in made, "log-probabilities of the rows that ask"
+    assert any(name == "log_softmax" and shape[0] > 4 for name, shape in made), "scores of a prompt"
 
 
 @needs_triton

@@ -11,7 +11,7 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 
 from app.engine.device_memory import activation_peak, releaser, taken, weight_bytes
-from app.engine.dummy import largest_step
+from app.engine.dummy import costliest_step, largest_step
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
 from app.engine.memory_plan import MemoryPlan, host_rows, mib, table
@@ -181,20 +181,28 @@ def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> No
     assert gpu.reserved == 1000 * M and gpu.calls[-2:] == ["synchronize", "empty cache"]
 
 
-def test_on_a_cpu_no_step_is_run_to_be_measured() -> None:
-    def never() -> None:
-        raise AssertionError("the CPU's allocator has no count")
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "triton", "cublas"],
+)
+def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(error: Exception) -> None:
+    """Whoever lacks the memory."""
 
-    assert activation_peak(never, CPU) is None
-    assert step_peak(never, CPU) == 0
-
-
-def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller() -> None:
     def lacks() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise error
 
     with pytest.raises(ValueError, match=r"than the 6,200 MiB beside the weights: give a smaller --tokens-per-step"):
         step_peak(lacks, CUDA, FakeGpu())
+
+
+def test_a_largest_step_that_fails_otherwise_is_no_matter_of_sizes() -> None:
+    with pytest.raises(ZeroDivisionError):
+        step_peak(lambda: 1 // 0, CUDA, FakeGpu())
 
 
 def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has_none_to_give() -> None:
@@ -212,6 +220,13 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
     assert sum(lengths) == min(tokens, rows * context)
     counted = [chunk.sequence.request.params.repetition_penalty != 1 for chunk in plan.chunks]
     assert counted == [True] + [False] * (rows - 1), "the tokens of all sequences at once fill no real step"
+    costly = costliest_step(SchedulerLimits(tokens_per_step=tokens, max_running=rows), context)
+    assert [(chunk.start, chunk.stop) for chunk in costly.chunks] == [
+        (chunk.start, chunk.stop) for chunk in plan.chunks
+    ]
+    guided = [bool(chunk.sequence.request.guide) for chunk in costly.chunks]
+    assert guided[:-1] == [True] * (rows - 1) and guided[-1] == (rows == 1), "rows that ask are a copy of their own"
+    assert [bool(chunk.scores) for chunk in costly.chunks] == [lengths[0] > 2] + [False] * (rows - 1)
 
 
 def test_an_engine_computes_the_largest_step_and_nobodys_cache_is_touched() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from app.engine.blocks import BlockPool
 from app.engine.defaults import sampling_defaults
+from app.engine.device_errors import lacked_device_memory
 from app.engine.device_memory import releaser
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
@@ -24,12 +25,12 @@ from app.engine.memory_plan import table
 from app.engine.native.choice import Choice, Libraries, choose
 from app.engine.native.program import BLOCK, head_numbers
 from app.engine.proof import prove
-from app.engine.rooms import blocks_on_cpu, blocks_on_gpu
+from app.engine.rooms import Peaks, blocks_on_cpu, blocks_on_gpu
 from app.engine.scheduler import Scheduler
 from app.engine.self_test import Device, prove_rows
 from app.engine.start import Assembled, StartError
 from app.engine.start_clock import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
-from app.engine.ways import Chosen, Running, TritonWay, Way, choose_way
+from app.engine.ways import Chosen, Running, TritonWay, choose_way
 from model.checkpoint import Checkpoint, load
 from model.config import ModelConfig
 from model.device import choose_device, choose_dtype, describe
@@ -73,9 +74,12 @@ def assemble(
             quantize=config.quantize,
             deterministic=config.deterministic,
         )
-        blocks = _blocks(config, room, checkpoint.decoder, chosen.way, device, announce)
+        blocks = _blocks(config, room, checkpoint.decoder, chosen.peaks, announce)
     guides = Guides(lambda: tokenizer().bytes_of, vocab_size=room.shape.vocab_size, most=config.max_running)
-    with _refusing(f"a cache of {blocks} blocks no longer fits: give a smaller --gpu-memory-utilization"):
+    size = "--kv-blocks" if config.kv_blocks else "--gpu-memory-utilization"
+    with _refusing(
+        f"beside a cache of {blocks} blocks the steps no longer fit: give a smaller {size} or --max-running"
+    ):
         running = chosen.way.start(blocks, guides, announce)
     pool = BlockPool(blocks, room.block_size)
     ready = _ready(checkpoint, room, defaults, device, pool, chosen, config, waits=choice.waits_for_build)
@@ -94,7 +98,9 @@ def _refusing(too_large: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise StartError(str(error)) from None
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not lacked_device_memory(error):
+            raise
         raise StartError(too_large) from None
 
 
@@ -174,17 +180,17 @@ def _blocks(
     config: WorkerConfig,
     room: CacheRoom,
     decoder: Decoder,
-    way: Way,
-    device: torch.device,
+    peaks: Callable[[], Peaks] | None,
     announce: Callable[[str], None],
 ) -> int:
-    """Blocks of the cache; why so many is told in the log. Raises ValueError."""
-    if device.type == "cpu":
+    """Blocks of the cache; why so many is told in the log. peaks: of Chosen. Raises ValueError."""
+    if peaks is None:
         blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.loading_beside)
     else:
         announce(PLANNING_MEMORY)
         share = config.gpu_memory_utilization
-        blocks = blocks_on_gpu(room, device, wanted=config.kv_blocks, utilization=share, peaks=way.peaks())
+        device = decoder.embedding.device
+        blocks = blocks_on_gpu(room, device, wanted=config.kv_blocks, utilization=share, peaks=peaks())
     for line in table(blocks.rows):
         _log.info("%s: memory: %s", config.name, line)
     return blocks.number

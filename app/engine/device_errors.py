@@ -42,8 +42,23 @@ def lost_device(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own or torch's, which this file does not import."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    """Python's own or the device's."""
+    return isinstance(error, MemoryError) or _is_out_of_device_memory(error)
+
+
+def lacked_device_memory(error: BaseException) -> bool:
+    """Whether it came of too little memory on the device.
+
+    The error that says so may stand behind another one: a capture that it breaks off ends with an error of its own.
+    """
+    reason: BaseException | None = error
+    while reason is not None and not _is_out_of_device_memory(reason):
+        reason = reason.__cause__ or reason.__context__
+    return reason is not None
+
+
+def _is_out_of_device_memory(error: BaseException) -> bool:
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which this file does not import
         return True
     words = _cuda_words(error)
     if words is None:

@@ -73,14 +73,12 @@ def taken(device: torch.device, meter: Meter = torch.cuda) -> Taken:
     return Taken(total, weights, max(0, total - free - weights))
 
 
-def activation_peak(compute_once: Callable[[], object], device: torch.device, meter: Meter = torch.cuda) -> int | None:
-    """Bytes that `compute_once`, the largest step, takes beyond what is there; None on a CPU: not measured.
+def activation_peak(compute_once: Callable[[], object], device: torch.device, meter: Meter = torch.cuda) -> int:
+    """Bytes of a GPU that `compute_once`, the largest step, takes beyond what is there.
 
     What it keeps for good (workspaces of libraries) is among them. So are the gaps between tensors, since the device
     lacks them all the same.
     """
-    if device.type != "cuda":
-        return None
     meter.empty_cache()
     allocated, reserved = meter.memory_allocated(device), meter.memory_reserved(device)
     meter.reset_peak_memory_stats(device)

@@ -5,37 +5,75 @@ They have no blocks: what they write lands where nobody reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Any
+
+from msgspec import structs
 
 from app.engine.limits import SchedulerLimits
 from app.engine.params import SamplingParams
 from app.engine.types import BatchPlan, Chunk, Request, Sequence
 
+_USUAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}
+_COUNTED: dict[str, Any] = {"params": structs.replace(_USUAL["params"], repetition_penalty=1.1)}
+_GREEDY: dict[str, Any] = {"params": SamplingParams(temperature=0)}
+_COSTLY: dict[str, Any] = {
+    "guide": "any",
+    "stop_ids": (0,),
+    # Hot, so that it takes more tokens than a filter finds without a sort over all of them.
+    "params": SamplingParams(
+        temperature=10,
+        typical_p=0.95,
+        top_p=0.95,
+        min_p=0.01,
+        logit_bias=((0, 1.0),),
+        min_tokens=2**31 - 1,
+        logprobs=20,
+    ),
+}
+_COSTLIEST = _COSTLY | {
+    "prompt_logprobs": 20,
+    "params": structs.replace(_COSTLY["params"], repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
+}
+
 
 def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] = ()) -> BatchPlan:
     """A step of `rows` sequences, each of `length` tokens, from `start` on."""
     tokens = [0] * length
-    return BatchPlan(tuple(Chunk(_sequence(place, tokens, source), start, length) for place in range(rows)))
+    return BatchPlan(tuple(Chunk(_sequence(place, tokens, source, **_USUAL), start, length) for place in range(rows)))
 
 
-def largest_step(limits: SchedulerLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
-    """The step that takes the most memory of all that the limits allow: a plan to measure by.
+def largest_step(limits: SchedulerLimits, context: int) -> BatchPlan:
+    """The step that takes the most memory of all that a device draws in by itself: a plan to measure by.
 
     As many rows as may run, all of which draw, at the end of their context, and as many tokens as a step may have. The
     first alone has penalties, for which all its tokens are told: those of all rows at once, of 131,072 each, would fill
     memory that no real step fills.
     """
+    return _spread(limits, context, [_COUNTED, *[_USUAL] * (limits.max_running - 1)], ())
+
+
+def costliest_step(limits: SchedulerLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
+    """The same where the host draws, and requests ask for all that there is: guides, and filters that sort whole rows.
+
+    The first one's prompt is scored, too. The last one asks for nothing: then the rows of the others are copied.
+    """
+    others = [_COSTLY] * (limits.max_running - 2) + [_GREEDY] * (limits.max_running > 1)
+    return _spread(limits, context, [_COSTLIEST, *others], source)
+
+
+def _spread(limits: SchedulerLimits, context: int, asked: Items[dict[str, Any]], source: tuple[int, ...]) -> BatchPlan:
+    """One sequence for each of those who ask; the first ones get as many tokens as may be."""
     tokens, spare, chunks = [0] * context, limits.tokens_per_step, []
-    for place in range(limits.max_running):
-        length = max(1, min(context, spare - (limits.max_running - place - 1)))
+    for place, asks in enumerate(asked):
+        length = max(1, min(context, spare - (len(asked) - place - 1)))
         spare -= length
-        sequence = _sequence(place, tokens, source, repetition_penalty=1.0 if place else 1.1)
-        chunks.append(Chunk(sequence, context - length, context))
+        chunks.append(Chunk(_sequence(place, tokens, source, **asks), context - length, context))
     return BatchPlan(tuple(chunks))
 
 
-def _sequence(place: int, tokens: list[int], source: tuple[int, ...], **more: Any) -> Sequence:
-    """`tokens` is one list for all, which nobody adds to."""
-    params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=1, **more)
-    request = Request(id=f"dummy {place}", prompt=tuple(tokens), max_tokens=1, params=params, source=source)
+def _sequence(place: int, tokens: list[int], source: tuple[int, ...], **asks: Any) -> Sequence:
+    """`tokens` is one list for all, which nobody adds to; the last one was drawn, as far as the first can tell."""
+    prompt = (0,) if place else tuple(tokens[:-1] or tokens)
+    request = Request(id=f"dummy {place}", prompt=prompt, max_tokens=1, source=source, **asks)
     return Sequence(request=request, tokens=tokens, arrival=0)

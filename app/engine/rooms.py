@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from app.engine.device_errors import lacked_device_memory
 from app.engine.device_memory import Meter, activation_peak, taken, weight_bytes
 from app.engine.memory import CacheRoom
 from app.engine.memory_plan import MemoryPlan, Row, host_rows, mib
@@ -67,8 +68,10 @@ def blocks_on_gpu(
 def step_peak(compute_once: Callable[[], object], device: torch.device, meter: Meter = torch.cuda) -> int:
     """Bytes that the largest step takes (dummy.py), on a GPU. Raises ValueError where there are not so many."""
     try:
-        return activation_peak(compute_once, device, meter) or 0
-    except torch.OutOfMemoryError:
+        return activation_peak(compute_once, device, meter)
+    except Exception as error:
+        if not lacked_device_memory(error):
+            raise
         free = meter.mem_get_info(device)[0]
     raise ValueError(
         f"the largest step takes more memory than the {mib(free)} beside the weights: give a smaller "

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from app.engine.compute import Compute
 from app.engine.dummy import dummies
-from app.engine.guides import Guides
 from app.engine.result import Drawn, StepResult
 from app.engine.sampling_row import SamplingRow
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenScore
@@ -33,10 +32,22 @@ class Sampler(Protocol):
         ...
 
 
+class FollowsGuides(Protocol):
+    """app/engine/guides.py, or what stands in for it where nothing is meant."""
+
+    def allowed(self, sequences: Items[Sequence], /) -> list[Tensor | None]:
+        """For each sequence the bitmask of what its guide allows next, on the CPU; None allows everything."""
+        ...
+
+    def follow(self, sequences: Items[Sequence], drawn: list[Drawn], /) -> list[Drawn]:
+        """Takes in what was drawn, and says what became of it."""
+        ...
+
+
 class Runner:
     """Computes steps and draws from them. Without `guides` there must be no guided request."""
 
-    def __init__(self, compute: Compute, *, sampler: Sampler, guides: Guides | None = None) -> None:
+    def __init__(self, compute: Compute, *, sampler: Sampler, guides: FollowsGuides | None = None) -> None:
         self.compute = compute
         self.guides = guides
         self.sampler = sampler

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from app.engine.compute import Compute, TorchCompute
-from app.engine.dummy import largest_step
+from app.engine.dummy import costliest_step
 from app.engine.gpu.install import install
 from app.engine.gpu.linears import Quantize
 from app.engine.gpu.parts import GpuParts
@@ -24,6 +24,7 @@ from app.engine.native.choice import Choice
 from app.engine.native.compute import NativeCompute, Threads
 from app.engine.native.library import Library
 from app.engine.native.sampler import NativeSampler
+from app.engine.open_guides import OpenGuides
 from app.engine.quantize import round_weights
 from app.engine.rooms import Peaks, step_peak
 from app.engine.runner import Runner
@@ -45,10 +46,6 @@ class Running(NamedTuple):
 class Way(Protocol):
     """One of them, chosen for a model on a device."""
 
-    def peaks(self) -> Peaks:
-        """What steps take beside weights and cache, where it can be measured: on a GPU. Raises ValueError."""
-        ...
-
     def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
         """With a cache of so many blocks, warmed up; `announce` hears what else is done. Raises ValueError."""
         ...
@@ -59,10 +56,6 @@ class NativeWay:
 
     def __init__(self, library: Path, decoder: Decoder, max_running: int, *, int8: bool) -> None:
         self._library, self._decoder, self._max_running, self._int8 = Library(library), decoder, max_running, int8
-
-    def peaks(self) -> Peaks:
-        """Not measured."""
-        return Peaks()
 
     def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
         """See Way.start."""
@@ -81,10 +74,11 @@ class TorchWay:
         self._device = decoder.embedding.device
 
     def peaks(self) -> Peaks:
-        """Measured with a cache of no blocks."""
-        runner = Runner(self._compute(0), sampler=TorchSampler())
+        """On a GPU, with a cache of no blocks. Raises ValueError."""
+        open_guides = OpenGuides(self._decoder.config.vocab_size)
+        runner = Runner(self._compute(0), sampler=TorchSampler(), guides=open_guides)
         source = (0,) if self._decoder.config.n_encoder_layers else ()
-        step = largest_step(self._limits, self._room.context, source=source)
+        step = costliest_step(self._limits, self._room.context, source=source)
         return Peaks(step_peak(lambda: runner.run(step), self._device))
 
     def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
@@ -110,7 +104,7 @@ class TritonWay:
         self._parts = parts
 
     def peaks(self) -> Peaks:
-        """Measured with a cache of no blocks."""
+        """See TorchWay.peaks."""
         return Peaks(self._parts.activations(), self._parts.graph_bytes())
 
     def start(self, blocks: int, guides: Guides, announce: Announce) -> Running:
@@ -128,6 +122,8 @@ class Chosen(NamedTuple):
     way: Way
     numerics: str
     reason: str
+    peaks: Callable[[], Peaks] | None = None
+    """Measures what steps take beside weights and cache; raises ValueError. None on a CPU, where nobody asks."""
 
 
 def choose_way(
@@ -152,19 +148,24 @@ def choose_way(
     elif quantize == "int8":
         round_weights(decoder)
     plain = TorchWay(decoder, room, limits)
-    if device.type != "cuda" or kernels == "torch":
+    if device.type != "cuda":
         return Chosen(plain, choice.numerics, choice.reason)
+    if kernels == "torch":
+        return Chosen(plain, choice.numerics, choice.reason, plain.peaks)
     if decoder.config.n_encoder_layers:
-        return Chosen(plain, choice.numerics, "the model has an encoder, which Triton's kernels do not compute")
+        return Chosen(
+            plain, choice.numerics, "the model has an encoder, which Triton's kernels do not compute", plain.peaks
+        )
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
     if not attention_fits(decoder.config.head_dim, room.dtype.itemsize, shared):
         told = f"heads of {decoder.config.head_dim} numbers are too wide for Triton's kernels on this GPU"
-        return Chosen(plain, choice.numerics, told)
+        return Chosen(plain, choice.numerics, told, plain.peaks)
     found = triton_kernels(shared)
     if found is None:
-        return Chosen(plain, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"')
+        return Chosen(plain, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"', plain.peaks)
     parts = GpuParts(decoder, found.kernels, room, limits, deterministic=deterministic)
-    return Chosen(TritonWay(parts), found.numerics, "a GPU, and Triton is there")
+    ours = TritonWay(parts)
+    return Chosen(ours, found.numerics, "a GPU, and Triton is there", ours.peaks)
 
 
 def _warm(runner: Runner, max_running: int) -> Running:

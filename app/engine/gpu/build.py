@@ -12,10 +12,9 @@ from app.engine.gpu.layout import decode_buckets, splits
 from app.engine.gpu.rows import Rows
 from app.engine.gpu.runner import DeviceRunner, Shapes
 from app.engine.gpu.steps import Steps
-from app.engine.guides import Guides
 from app.engine.kernels.face import Kernels
 from app.engine.kernels.sampling_table import SamplingTable
-from app.engine.runner import Sampler
+from app.engine.runner import FollowsGuides, Sampler
 from app.engine.sampler import TorchSampler
 
 _TILE_ROWS = 64
@@ -42,7 +41,7 @@ def device_runner(
     *,
     blocks: int,
     sampler: Sampler | None = None,
-    guides: Guides | None = None,
+    guides: FollowsGuides | None = None,
 ) -> DeviceRunner:
     """With a cache of `blocks` blocks, and one more that is nobody's."""
     config, most, like = decoder.config, wishes.max_running, decoder.embedding

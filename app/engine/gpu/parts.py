@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
-from app.engine.device_memory import Meter
-from app.engine.dummy import dummies, largest_step
+from app.engine.dummy import costliest_step, dummies, largest_step
 from app.engine.gpu.build import DeviceWishes, device_runner
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture
@@ -21,7 +18,9 @@ from app.engine.kernels.face import SPLIT, Kernels
 from app.engine.kernels.tiling import PARTIAL_BYTES
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
+from app.engine.open_guides import OpenGuides
 from app.engine.rooms import step_peak
+from app.engine.runner import FollowsGuides
 from model.transformer import Decoder
 
 _GRAPH_BYTES = 4 << 20
@@ -47,16 +46,23 @@ class GpuParts:
             deterministic=deterministic,
         )
 
-    def activations(self, meter: Meter = torch.cuda) -> int:
+    def activations(self) -> int:
         """Bytes of the largest step, and of the rows that are there for good. Raises ValueError: there are too few.
 
-        The longest sequences take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
+        Largest where the device draws, and where the host does, with torch's copies of all logits. The longest
+        sequences take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
         """
-        step = largest_step(self._limits, self._room.context)
-        peak = step_peak(lambda: self._runner(0).run(step), self._device, meter)
-        return peak + (PARTIAL_BYTES if self._room.context > SPLIT else 0)
+        limits, context = self._limits, self._room.context
+        steps = [largest(limits, context) for largest in (largest_step, costliest_step)]
 
-    def graph_bytes(self, meter: Meter = torch.cuda) -> int:
+        def work() -> None:
+            runner = self._runner(0, OpenGuides(self._decoder.config.vocab_size))
+            for step in steps:
+                runner.run(step)
+
+        return step_peak(work, self._device) + (PARTIAL_BYTES if context > SPLIT else 0)
+
+    def graph_bytes(self) -> int:
         """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes."""
         runner = self._runner(0)
         step = dummies(self._limits.max_running, 1)
@@ -65,7 +71,7 @@ class GpuParts:
             runner.run(step)
 
         once = partial(self._capture.beside, work) if self._capture else work  # libraries need room on its stream, too
-        return step_peak(once, self._device, meter) + runner.graphs.number * _GRAPH_BYTES
+        return step_peak(once, self._device) + runner.graphs.number * _GRAPH_BYTES
 
     def runner(self, blocks: int, guides: Guides) -> DeviceRunner:
         """Warmed up: kernels are compiled."""
@@ -78,5 +84,5 @@ class GpuParts:
         if self._capture:
             runner.capture(self._capture)
 
-    def _runner(self, blocks: int, guides: Guides | None = None) -> DeviceRunner:
+    def _runner(self, blocks: int, guides: FollowsGuides | None = None) -> DeviceRunner:
         return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)

@@ -18,9 +18,8 @@ from app.engine.gpu.graphs import Capture, DecodeGraphs
 from app.engine.gpu.layout import Layout, lay_out, splits
 from app.engine.gpu.steps import Steps, Told
 from app.engine.gpu.upload import Download, Upload
-from app.engine.guides import Guides
 from app.engine.result import StepResult
-from app.engine.runner import Runner, Sampler
+from app.engine.runner import FollowsGuides, Runner, Sampler
 from app.engine.types import BatchPlan, Chunk, Sequence
 from app.faults import fault
 from model.config import ModelConfig
@@ -56,7 +55,9 @@ class DeviceFlight:
 class DeviceRunner:
     """Runs ahead (app/engine/engine.py), on one stream of one device."""
 
-    def __init__(self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: Guides | None = None) -> None:
+    def __init__(
+        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: FollowsGuides | None = None
+    ) -> None:
         self.graphs = graphs
         self._steps = graphs.steps
         self._rows = graphs.steps.rows
