@@ -50,8 +50,12 @@ def _breaks_off(*_given: object, **_named: object) -> Any:
         raise accelerator_error(901, "operation failed due to a previous error during capture")
 
 
+def _ends_a_capture(*_given: object, **_named: object) -> Any:
+    raise accelerator_error(901, "operation failed due to a previous error during capture")
+
+
 def _fails_otherwise(*_given: object, **_named: object) -> Any:
-    raise accelerator_error(900, "operation not permitted when stream is capturing")
+    raise accelerator_error(700, "an illegal memory access was encountered")
 
 
 def test_weights_that_find_no_memory_are_a_matter_of_configuration(tmp_path: Path) -> None:
@@ -70,9 +74,18 @@ def test_a_start_that_finds_no_memory_beside_the_cache_says_which_number_to_chan
             assemble(_config(tmp_path, **changes))
 
 
+def test_a_capture_that_breaks_off_is_refused_with_all_that_may_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other start would end there, too."""
+    monkeypatch.setattr(TorchWay, "start", _ends_a_capture)
+    with pytest.raises(StartError, match=r"--max-running; or --kernels torch, .* during capture\)$"):
+        assemble(_config(tmp_path))
+
+
 def test_a_start_that_fails_otherwise_is_not_called_a_want_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TorchWay, "start", _fails_otherwise)
-    with pytest.raises(torch.AcceleratorError, match="not permitted"):
+    with pytest.raises(torch.AcceleratorError, match="illegal memory"):
         assemble(_config(tmp_path))

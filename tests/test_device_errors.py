@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.engine.device_errors import is_out_of_memory, lost_device
+from app.engine.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
 from app.engine.isolation import Isolation
 from app.engine.result import StepResult
 from app.engine.types import BatchPlan, Chunk, Request, Sequence
@@ -63,6 +63,26 @@ def test_an_error_after_which_every_call_fails_is_told_in_its_first_line(code: i
 def test_an_error_that_was_found_before_anything_ran_loses_no_device(code: int) -> None:
     for error in _kinds(code, PASSING[code]):
         assert lost_device(error) is None and is_out_of_memory(error) == (code == 2)
+
+
+def test_what_an_error_came_of_is_found_behind_it() -> None:
+    missing, ended = (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        "operation failed due to a previous error during capture",
+    )
+    for error in _kinds(901, ended):
+        assert broken_capture(error) == ended and not lacked_device_memory(error)
+        error.__context__ = missing
+        assert lacked_device_memory(error) and not is_out_of_memory(error)
+        later = ValueError("said of it")
+        later.__cause__ = error
+        assert broken_capture(later) == ended and lacked_device_memory(later)
+        missing.__context__ = accelerator_error(700, STAYING[700])
+        assert not broken_capture(error), "a lost device is another matter"
+        missing.__context__ = None
+    others = [missing, MemoryError(), accelerator_error(700, STAYING[700]), RuntimeError("during capture")]
+    assert not any(broken_capture(error) for error in others)
+    assert not lacked_device_memory(MemoryError()), "that is the host's"
 
 
 def test_a_code_that_nobody_knows_is_taken_for_one_that_stays() -> None:

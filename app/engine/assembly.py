@@ -12,7 +12,7 @@ import torch
 
 from app.engine.blocks import BlockPool
 from app.engine.defaults import sampling_defaults
-from app.engine.device_errors import lacked_device_memory
+from app.engine.device_errors import broken_capture, lacked_device_memory
 from app.engine.device_memory import releaser
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
@@ -99,9 +99,12 @@ def _refusing(too_large: str) -> Iterator[None]:
     except ValueError as error:
         raise StartError(str(error)) from None
     except Exception as error:
-        if not lacked_device_memory(error):
-            raise
-        raise StartError(too_large) from None
+        if lacked_device_memory(error):
+            raise StartError(too_large) from None
+        if words := broken_capture(error):
+            _log.debug("a capture broke off", exc_info=error)
+            raise StartError(f"{too_large}; or --kernels torch, which captures no steps (CUDA: {words})") from None
+        raise
 
 
 def _limits(config: WorkerConfig, device: torch.device) -> SchedulerLimits:

@@ -8,11 +8,20 @@ order in which torch tells them is that of c10/cuda/CUDAException.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 _PREFIXES = ("CUDA error: ", "Triton Error [CUDA]: ")
 _NO_MEMORY_CODE = 2
 _HARMLESS_CODES = frozenset({1, _NO_MEMORY_CODE, 9, 98, 209, 218, 222, 701, 720, 801, *range(900, 912)})
 """Refused before anything ran (arguments, launch sizes, captures). Any other is taken for one that stays."""
-_HARMLESS_WORDS = frozenset(
+_CAPTURE_CODES = frozenset(range(900, 909))
+_CAPTURE_WORDS = frozenset(
+    {
+        "operation not permitted when stream is capturing",
+        "operation failed due to a previous error during capture",
+    }
+)
+_HARMLESS_WORDS = _CAPTURE_WORDS | frozenset(
     {
         "invalid argument",
         "out of memory",
@@ -21,8 +30,6 @@ _HARMLESS_WORDS = frozenset(
         "no kernel image is available for execution on the device",
         "too many resources requested for launch",
         "operation not supported",
-        "operation not permitted when stream is capturing",
-        "operation failed due to a previous error during capture",
     }
 )
 """The same where only a text is told: by Triton, and by torch before it had AcceleratorError."""
@@ -51,10 +58,32 @@ def lacked_device_memory(error: BaseException) -> bool:
 
     The error that says so may stand behind another one: a capture that it breaks off ends with an error of its own.
     """
+    return any(_is_out_of_device_memory(reason) for reason in _reasons(error))
+
+
+def broken_capture(error: BaseException) -> str | None:
+    """CUDA's own words where an error is, or came of, one that ended a capture of steps; None for every other.
+
+    That may be all that is told of memory that was missing: torch's allocator tries to free some before it says so,
+    which no capture survives (pytorch issue 159594).
+    """
+    reasons = [*_reasons(error)]
+    if any(lost_device(reason) for reason in reasons):
+        return None
+    return next((_cuda_words(reason) for reason in reasons if _breaks_a_capture(reason)), None)
+
+
+def _breaks_a_capture(error: BaseException) -> bool:
+    words, code = _cuda_words(error), getattr(error, "error_code", None)
+    return words is not None and (code in _CAPTURE_CODES if isinstance(code, int) else words in _CAPTURE_WORDS)
+
+
+def _reasons(error: BaseException) -> Iterator[BaseException]:
+    """It, and what stands behind it."""
     reason: BaseException | None = error
-    while reason is not None and not _is_out_of_device_memory(reason):
+    while reason is not None:
+        yield reason
         reason = reason.__cause__ or reason.__context__
-    return reason is not None
 
 
 def _is_out_of_device_memory(error: BaseException) -> bool:
