@@ -76,7 +76,10 @@ class Decoder(nn.Module):
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] of hidden states [S, D]."""
         matrix = self.embedding if self.untied_head is None else self.untied_head
-        logits_SV = self.head_product(hidden_SD, matrix, self.head_bias)
+        return self.capped(self.head_product(hidden_SD, matrix, self.head_bias))
+
+    def capped(self, logits_SV: Tensor) -> Tensor:
+        """As the model bends what its head gives."""
         cap = self.config.logit_soft_cap
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.engine.gpu.head import whole_head
 from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
 from model.block import Block
 from model.config import ModelConfig
@@ -24,10 +25,10 @@ class PagedDecoder:
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
         assert not decoder.config.n_encoder_layers, "sources are read by TorchCompute"
+        self.head = whole_head(decoder)
+        """Logits [S, V] of hidden states [S, D], in the number format of the weights; rows may be further apart."""
         seal(decoder)
         self.config = decoder.config
-        self.head = decoder.head
-        """Logits [S, V] of hidden states [S, D], in the number format of the weights."""
         self._kernels = kernels
         self.embedding = decoder.embedding
         """Never rounded: device and number format of a step are its."""

@@ -10,8 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
+from app.engine.gpu.linears import Bf16Linear, Quantize, fits_fp8, make_linear
 from app.engine.gpu.linears import Linear as Product
-from app.engine.gpu.linears import Quantize, fits_fp8, make_linear
 from app.engine.kernels.door import TWINS, RoundedKernels
 from model.layers import Linear
 from model.transformer import Decoder
@@ -24,7 +24,8 @@ def install(decoder: Decoder, quantize: Quantize, kernels: RoundedKernels = TWIN
             owner.product = _as_product(make_linear(owner.weight, owner.bias, quantize, kernels=kernels))
     if decoder.untied_head is not None:
         head = make_linear(decoder.untied_head, decoder.head_bias, quantize, kernels=kernels)
-        decoder.head_product = _as_product(head)
+        if not isinstance(head, Bf16Linear):  # else it stays for head.py
+            decoder.head_product = _as_product(head)
 
 
 def what_stays(decoder: Decoder, quantize: Quantize) -> str | None:

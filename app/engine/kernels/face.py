@@ -117,5 +117,8 @@ class Kernels(Protocol):
     def sample(
         self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut, /
     ) -> None:
-        """One token for each row of logits into `out` (SampleOut), as `table` (SamplingTable) says of its row."""
+        """One token for each row of logits into `out` (SampleOut), as `table` (SamplingTable) says of its row.
+
+        Logits of a row lie side by side; the rows may be further apart than they are long.
+        """
         ...

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from app.engine.filters import weights
 from app.engine.gpu.drawn import packed, unpacked
+from app.engine.gpu.head import WHOLE
 from app.engine.kernels.sampling_table import SampleOut, SamplingTable
 from app.engine.masks import forbid
 from app.engine.penalties import adjust
@@ -44,7 +45,7 @@ def draw(subject: Sample, case: Case, device: str) -> tuple[list[Drawn], Samplin
     trash = [resident - 1] * 2
     rows_S = torch.tensor(rows + trash, dtype=torch.int32, device=device)
     positions_S = torch.tensor([row.position for row in case.rows] + [0, 0], dtype=torch.int32, device=device)
-    padded_SV = torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device)
+    padded_SV = _apart(torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device))
     out = SampleOut.empty(len(rows_S), device)
     subject(padded_SV, rows_S, positions_S, table, out)
     drawn = unpacked(packed(out).cpu(), [row.params.logprobs for row in case.rows])
@@ -63,6 +64,12 @@ def wrong(subject: Sample, case: Case, device: str, *, exact: bool = False) -> I
             yield from (f"{case.name}, row {i}: {what}" for what in _wrong_scores(logits_SV[i], row, ours))
     if table.counts_RV is not None:
         yield from _wrong_counts(table.counts_RV[rows_S.long()].cpu(), case, drawn)
+
+
+def _apart(logits_SV: Tensor) -> Tensor:
+    """The same, its rows as far apart as the head leaves them (app/engine/gpu/head.py), and no number between them."""
+    rows, vocab = logits_SV.shape
+    return logits_SV.new_full((rows, -(-vocab // WHOLE) * WHOLE), torch.nan)[:, :vocab].copy_(logits_SV)
 
 
 def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:
