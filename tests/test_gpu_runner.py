@@ -13,6 +13,7 @@ from test_parity import _requests
 from test_parity_switches import _config
 from test_parity_switches import _requests as _few_requests
 from tiny import run_all, tiny_decoder, tiny_engine
+from torch import Tensor
 
 from app.engine.dummy import dummies
 from app.engine.engine import Engine
@@ -20,6 +21,7 @@ from app.engine.gpu.graphs import DecodeGraphs
 from app.engine.gpu.rows import Rows
 from app.engine.gpu.runner import DeviceRunner, Shapes
 from app.engine.gpu.steps import Steps
+from app.engine.gpu.upload import Download
 from app.engine.guides import Guides
 from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenEvent, TokenScore
 from app.guide import guide_of
@@ -79,6 +81,25 @@ def test_a_launch_waits_for_nothing() -> None:
         with Watch():
             flight = runner.launch(plan)
         assert len(runner.collect(flight).drawn) == len(plan.chunks)
+
+
+def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all pieces of a long prompt would be launched at once, and a newcomer would stand behind the last."""
+    waited = []
+
+    class Noted(Download):
+        def wait(self) -> Tensor:
+            waited.append(1)
+            return super().wait()
+
+    monkeypatch.setattr("app.engine.gpu.runner.Download", Noted)
+    runner = tiny_device_runner(tiny_decoder(), max_running=2)
+    (sequence,) = _sequences(1)
+    sequence.tokens = [3] * 12
+    for start in (0, 4):
+        assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).drawn == {}
+    assert len(waited) == 2
+    assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).drawn) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -31,7 +31,8 @@ class CudaCapture:
     """CUDA graphs that share one pool of memory: capture the largest first, and never run two at once.
 
     And one stream: cuBLAS keeps a workspace (tens of MiB) for each stream that it was ever called on, and torch would
-    hand out another stream of its 32 for every capture.
+    hand out another stream of its 32 for every capture. So none of them may go before the last: torch gives back the
+    workspace of its stream with a graph, whoever else was captured there (pytorch issue 193402).
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,8 @@ class DecodeGraphs:
         return len(self.buckets) * len(self._levels)
 
     def capture(self, capture: Capture) -> None:
-        """All of them, on rows that are nobody's."""
+        """All of them, on rows that are nobody's; once."""
+        assert not self.replays, "with the first to be replaced those captured before it would lose their workspace"
         self.steps.rows_S.fill_(self.steps.rows.nobody)
         for count in reversed(self.buckets):
             for splits in reversed(self._levels):

@@ -49,7 +49,9 @@ class DeviceFlight:
     """A step that is under way."""
 
     drawing: tuple[Sequence, ...]
-    numbers: Download | None
+    numbers: Download
+    """Also where nothing is drawn: who did not wait for pieces of a prompt would launch all of a long one at once, and
+    whoever comes meanwhile would stand behind it."""
 
 
 class DeviceRunner:
@@ -86,13 +88,10 @@ class DeviceRunner:
         fault("engine.launch", plan)
         drawing = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
         self._start(plan)
-        numbers = Download(packed(self._steps.out.first(len(drawing)))) if drawing else None
-        return DeviceFlight(drawing, numbers)
+        return DeviceFlight(drawing, Download(packed(self._steps.out.first(len(drawing)))))
 
     def collect(self, flight: DeviceFlight) -> StepResult:
         """Waits for the step to be through."""
-        if flight.numbers is None:
-            return StepResult()
         drawn = unpacked(flight.numbers.wait(), [s.request.params.logprobs for s in flight.drawing])
         return StepResult({s.request.id: one for s, one in zip(flight.drawing, drawn, strict=True)})
 
