@@ -23,21 +23,37 @@ pytestmark = needs_triton
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Facts of each kernel. In a process of its own: in this one they are interpreted."""
+    """Facts of each kernel."""
+    facts: dict[str, Any] = _said_by("compile_kernels.py", tmp_path_factory.mktemp("triton"))
+    return facts
+
+
+def _said_by(program: str, cache: Path) -> Any:
+    """In a process of its own: in this one kernels are interpreted."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
-    command = [sys.executable, str(ROOT / "tests/compile_kernels.py")]
+    variables["TRITON_CACHE_DIR"] = str(cache)
+    variables["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), *filter(None, [variables.get("PYTHONPATH")])]
+    )
+    command = [sys.executable, str(ROOT / "tests" / program)]
     run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
-    facts: dict[str, Any] = json.loads(run.stdout)
-    return facts
+    return json.loads(run.stdout)
 
 
 def test_every_kernel_compiles_and_fits(compiled: dict[str, Any]) -> None:
     assert len(compiled) > 10
     for name, facts in compiled.items():
         assert facts["binary"] and facts["shared"] <= SHARED_MEMORY, name
+
+
+def test_no_request_needs_a_kernel_that_the_start_did_not_compile(tmp_path: Path) -> None:
+    """By Triton's own rule of what is a variant: which pointers are aligned, which integers are whole, which is 1."""
+    said = _said_by("launch_kernels.py", tmp_path)
+    assert said["tokens"] > 50 and {"attention_kernel", "multiply", "draw"} <= {
+        name.split()[0] for name in said["early"]
+    }
+    assert not said["late"]
 
 
 def test_attention_takes_no_more_memory_than_is_reckoned_with(compiled: dict[str, Any]) -> None:

@@ -37,10 +37,10 @@ _COSTLIEST = _COSTLY | {
 }
 
 
-def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] = ()) -> BatchPlan:
-    """A step of `rows` sequences, each of `length` tokens, from `start` on."""
-    tokens = [0] * length
-    return BatchPlan(tuple(Chunk(_sequence(place, tokens, source, **_USUAL), start, length) for place in range(rows)))
+def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] = (), **asks: Any) -> BatchPlan:
+    """A step of `rows` sequences, each of `length` tokens, from `start` on. asks: fields of their requests."""
+    tokens, asks = [0] * length, _USUAL | asks
+    return BatchPlan(tuple(Chunk(_sequence(place, tokens, source, **asks), start, length) for place in range(rows)))
 
 
 def largest_step(limits: SchedulerLimits, context: int) -> BatchPlan:

@@ -98,12 +98,13 @@ class DeviceRunner:
     def warm_up(self, tokens_per_step: int) -> None:
         """Runs the shapes that real steps have, so that no request pays for first calls.
 
-        Prompts in few tokens and in many, and the end of a long one: attention has a variant for each.
+        Prompts in few tokens and in many, and the end of a long one: attention has a variant for each. And one that is
+        scored: the head of as many rows as a prompt has may be another variant than that of as many as draw.
         """
         most, context = len(self._steps.rows_S), self._steps.rows.context
         few, many = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
-        tail = dummies(1, context, start=context - few)
-        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, few), dummies(1, many), tail):
+        tail, scored = dummies(1, context, start=context - few), dummies(1, many, prompt_logprobs=0)
+        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, few), dummies(1, many), tail, scored):
             self.run(plan)
             self._rows.forget(chunk.sequence for chunk in plan.chunks)
 
