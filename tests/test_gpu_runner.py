@@ -99,6 +99,9 @@ def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.Mo
     for start in (0, 4):
         assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).drawn == {}
     assert len(waited) == 2
+    request = replace(sequence.request, guide="any", prompt=(3,) * 12)
+    guided = Sequence(request=request, tokens=[3] * 12, arrival=1, blocks=[1])
+    assert runner.run(BatchPlan((Chunk(guided, 0, 4),))).drawn == {} and len(waited) == 3
     assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).drawn) == 1
 
 

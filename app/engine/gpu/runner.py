@@ -78,7 +78,9 @@ class DeviceRunner:
         if self.launchable(plan):
             return self.collect(self.launch(plan))
         try:
-            return self._host.run(plan)
+            result = self._host.run(plan)
+            Download(self._steps.rows_S).wait()  # where nothing was drawn, nobody has waited
+            return result
         finally:  # what was drawn, the device has not heard of
             self._rows.forget(chunk.sequence for chunk in plan.chunks)
 
