@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.engine.dummy import dummies
+from app.engine.dummy import costliest_step, dummies
 from app.engine.gpu.drawn import packed
 from app.engine.gpu.parts import GpuParts
 from app.engine.gpu.steps import Told
@@ -25,6 +26,10 @@ from app.engine.kernels.face import AttentionBatch, AttentionSpec
 from app.engine.kernels.twins import TorchKernels
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
+from app.engine.open_guides import OpenGuides
+from app.engine.params import SamplingParams
+from app.engine.sampler import sample
+from app.engine.sampling_row import SamplingRow
 from app.engine.ways import TorchWay
 
 
@@ -107,16 +112,70 @@ def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measu
     """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
     config = tiny_config()
     room = CacheRoom(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
-    limits = SchedulerLimits(tokens_per_step=32, max_running=4)
+    limits = SchedulerLimits(tokens_per_step=64, max_running=40)
     if kind == "device":
         GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
     else:
         TorchWay(tiny_decoder(config), room, limits).peaks()
-    guided_rows, vocab = 3, config.vocab_size
+    guided_rows, vocab = 39, config.vocab_size
     made = measured[0].made
     assert {("where", (guided_rows, vocab)), ("sort", (guided_rows, vocab))} <= made
     assert ("log_softmax", (guided_rows, vocab)) in made, "log-probabilities of the rows that ask"
-    assert any(name == "log_softmax" and shape[0] > 4 for name, shape in made), "scores of a prompt"
+    assert any(name == "log_softmax" and shape[0] not in (39, 40) for name, shape in made), "scores of a prompt"
+
+
+class _Holding(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made, and the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if (name := storage._cdata) not in self._sizes:
+                self._sizes[name] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, name, None)
+        self.most = max(self.most, sum(self._sizes.values()))
+        return out
+
+
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 20},
+    {"top_k": 1000, "typical_p": 0.5},
+    {"top_p": 0.99},
+    {"typical_p": 0.99, "min_p": 0.1},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((1, 1.0),), "min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> None:
+    vocab = 2048
+    logits_SV = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    plan = costliest_step(SchedulerLimits(tokens_per_step=rows, max_running=rows), 64)
+    (allowed,) = OpenGuides(vocab).allowed([plan.chunks[0].sequence])
+
+    def held(asking: list[SamplingRow]) -> int:
+        with torch.inference_mode(), _Holding() as holding:
+            sample(logits_SV, asking)
+        return holding.most
+
+    asked = [chunk.sequence.request for chunk in plan.chunks]
+    most = held(
+        [SamplingRow(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.guide else None) for r in asked]
+    )
+    for wish in WISHES:
+        for temperature in (1.0, 10.0):
+            params = SamplingParams(temperature=temperature, **wish)
+            row, plain = (
+                SamplingRow(params, [0] * 64, 32, (2,), allowed),
+                SamplingRow(SamplingParams(temperature=0), [0], 1),
+            )
+            assert held([row] * rows) <= most and held([row] * (rows - 1) + [plain]) <= most, wish
 
 
 @needs_triton

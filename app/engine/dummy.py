@@ -14,6 +14,7 @@ from app.engine.limits import SchedulerLimits
 from app.engine.params import SamplingParams
 from app.engine.types import BatchPlan, Chunk, Request, Sequence
 
+_MANY = 32
 _USUAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}
 _COUNTED: dict[str, Any] = {"params": structs.replace(_USUAL["params"], repetition_penalty=1.1)}
 _GREEDY: dict[str, Any] = {"params": SamplingParams(temperature=0)}
@@ -23,6 +24,7 @@ _COSTLY: dict[str, Any] = {
     # Hot, so that it takes more tokens than a filter finds without a sort over all of them.
     "params": SamplingParams(
         temperature=10,
+        top_k=2**31 - 1,
         typical_p=0.95,
         top_p=0.95,
         min_p=0.01,
@@ -56,9 +58,12 @@ def largest_step(limits: SchedulerLimits, context: int) -> BatchPlan:
 def costliest_step(limits: SchedulerLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
     """The same where the host draws, and requests ask for all that there is: guides, and filters that sort whole rows.
 
-    The first one's prompt is scored, too. The last one asks for nothing: then the rows of the others are copied.
+    The first one's prompt is scored, too. Of many, the last one asks for nothing: then the rows of the others are
+    copied, which takes more than one row does.
     """
-    others = [_COSTLY] * (limits.max_running - 2) + [_GREEDY] * (limits.max_running > 1)
+    others = [_COSTLY] * (limits.max_running - 1)
+    if limits.max_running > _MANY:
+        others[-1] = _GREEDY
     return _spread(limits, context, [_COSTLIEST, *others], source)
 
 
