@@ -12,6 +12,8 @@ from native import Sample
 
 from app.engine.filters import weights
 from app.engine.params import SamplingParams
+from app.engine.sampler import TorchSampler
+from app.engine.sampler import sample as sample_together
 from app.engine.sampling_row import SamplingRow
 
 
@@ -198,3 +200,15 @@ def test_few_candidates_are_filtered_as_a_whole_vocabulary_is() -> None:
         few_SX, all_SX = weights(logits_SX, best_S1, params), weights(wide_SX, best_S1, params)
         assert ((few_SX > 0) == (all_SX[:, :64] > 0)).all(), params
         assert (few_SX > 0).any(-1).all() and not all_SX[:, 64:].any()
+
+
+def test_rows_are_drawn_piece_by_piece_as_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = 500
+    logits_SV = torch.randn(7, vocab, generator=torch.Generator().manual_seed(4)) * 3
+    kinds = ({"temperature": 0}, {"typical_p": 0.9, "logprobs": 3}, {"top_k": 9, "repetition_penalty": 1.2})
+    rows = [SamplingRow(SamplingParams(seed=i, **kinds[i % 3]), [i, 2], 1) for i in range(7)]
+    whole = TorchSampler().sample(logits_SV, rows)
+    assert whole == sample_together(logits_SV, rows)
+    for size in (1, 4 * vocab * 3):
+        monkeypatch.setattr("app.engine.sampler._PIECE_BYTES", size)
+        assert TorchSampler().sample(logits_SV, rows) == whole

@@ -26,13 +26,17 @@ from app.engine.result import Drawn
 from app.engine.sampling_row import SamplingRow
 from app.engine.types import TokenScore
 
+_PIECE_BYTES = 32 << 20
+
 
 class TorchSampler:
     """A `Sampler` of app/engine/runner.py, on any device."""
 
     def sample(self, logits_SV: Tensor, rows: Items[SamplingRow]) -> list[Drawn]:
-        """See sample()."""
-        return sample(logits_SV, rows)
+        """See sample(). So many rows at once as its copies of them, up to 21 in float32, may be there for."""
+        piece = max(1, _PIECE_BYTES // (4 * logits_SV.shape[1]))
+        pieces = (slice(start, start + piece) for start in range(0, len(rows), piece))
+        return [drawn for part in pieces for drawn in sample(logits_SV[part], rows[part])]
 
     def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int) -> list[TokenScore]:
         """See logprobs.top_logprobs()."""
