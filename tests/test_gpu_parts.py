@@ -23,6 +23,7 @@ from app.engine.gpu.steps import Told
 from app.engine.gpu.upload import Upload
 from app.engine.kernels.door import check_triton
 from app.engine.kernels.face import AttentionBatch, AttentionSpec
+from app.engine.kernels.tiling import PARTIAL_BYTES
 from app.engine.kernels.twins import TorchKernels
 from app.engine.limits import SchedulerLimits
 from app.engine.memory import CacheRoom
@@ -105,6 +106,19 @@ def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: li
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
     assert [("zeros", counts) in making.made for making in measured] == [True, False]
+
+
+@pytest.mark.usefixtures("measured")
+def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some() -> None:
+    """Whatever was measured: neither the longest sequences nor the most rows hold the most of them."""
+    told = []
+    for context in (512, 513):
+        config = tiny_config(context=context)
+        room = CacheRoom(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
+        limits = SchedulerLimits(tokens_per_step=32, max_running=2)
+        parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
+        told.append((parts.activations(), parts.graph_bytes()))
+    assert [after - before for before, after in zip(*told, strict=True)] == [PARTIAL_BYTES] * 2
 
 
 @pytest.mark.parametrize("kind", ["device", "torch"])

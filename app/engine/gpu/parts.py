@@ -49,8 +49,8 @@ class GpuParts:
     def activations(self) -> int:
         """Bytes of the largest step, and of the rows that are there for good. Raises ValueError: there are too few.
 
-        Largest where the device draws, and where the host does, with torch's copies of all logits. The longest
-        sequences take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
+        Largest where the device draws, and where the host does, with torch's copies of logits. The longest sequences
+        take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
         """
         limits, context = self._limits, self._room.context
         steps = [largest(limits, context) for largest in (largest_step, costliest_step)]
@@ -60,10 +60,14 @@ class GpuParts:
             for step in steps:
                 runner.run(step)
 
-        return step_peak(work, self._device) + (PARTIAL_BYTES if context > SPLIT else 0)
+        return step_peak(work, self._device) + self._partial_bytes
 
     def graph_bytes(self) -> int:
-        """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes."""
+        """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes.
+
+        Which of them holds the most splits beside one another is not asked: not the one of most rows, where they are
+        too many for that.
+        """
         runner = self._runner(0)
         step = dummies(self._limits.max_running, 1)
 
@@ -71,7 +75,7 @@ class GpuParts:
             runner.run(step)
 
         once = partial(self._capture.beside, work) if self._capture else work  # libraries need room on its stream, too
-        return step_peak(once, self._device) + runner.graphs.number * _GRAPH_BYTES
+        return step_peak(once, self._device) + self._partial_bytes + runner.graphs.number * _GRAPH_BYTES
 
     def runner(self, blocks: int, guides: Guides) -> DeviceRunner:
         """Warmed up: kernels are compiled."""
@@ -83,6 +87,11 @@ class GpuParts:
         """Its decode steps, on a GPU."""
         if self._capture:
             runner.capture(self._capture)
+
+    @property
+    def _partial_bytes(self) -> int:
+        """Most that attention holds beside its output."""
+        return PARTIAL_BYTES if self._room.context > SPLIT else 0
 
     def _runner(self, blocks: int, guides: FollowsGuides | None = None) -> DeviceRunner:
         return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)
