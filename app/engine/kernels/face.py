@@ -104,9 +104,9 @@ class Kernels(Protocol):
         ...
 
     def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec, /) -> Tensor:
-        """[T, H, C]: softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself.
+        """softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself, written over q_THC.
 
-        Tokens that belong to no tile come out as zeros.
+        Which is what it returns; tokens that belong to no tile stay as they are.
         """
         ...
 

@@ -81,13 +81,16 @@ def _split(
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def attention_kernel(
-    q_ptr, cache_ptr, table_ptr, row_ptr, start_ptr, position_ptr, length_ptr, out_ptr, values_ptr, statistics_ptr,
+    q_ptr, cache_ptr, table_ptr, row_ptr, start_ptr, position_ptr, length_ptr, values_ptr, statistics_ptr,
     value_offset, n_tokens, scale, soft_cap,
     N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a tile with one kv head: all splits of them into out, or (BESIDE) one into values and statistics."""
+    """Some rows of a tile with one kv head: all splits of them over q, or (BESIDE) one into values and statistics.
+
+    No other program reads these rows of q, so that no step has to make, and to clear, a tensor for each layer.
+    """
     GROUP: tl.constexpr = N_HEADS // N_KV_HEADS
     PARTS: tl.constexpr = (TILE_TOKENS * GROUP + ROWS - 1) // ROWS
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end of a prompt has most to do: it begins first
@@ -127,7 +130,7 @@ def attention_kernel(
             )  # fmt: skip
             best_R, sum_R, out_RC = merged(best_R, sum_R, out_RC, more_best_R, more_sum_R, more_out_RC)
         out_RC = averaged(out_RC, sum_R).to(q_RC.dtype)
-        tl.store(out_ptr + place_R[:, None] * HEAD_DIM + column_C[None, :], out_RC, mask=there_RC)
+        tl.store(q_ptr + place_R[:, None] * HEAD_DIM + column_C[None, :], out_RC, mask=there_RC)
 
 
 def attention(
@@ -138,13 +141,12 @@ def attention(
     most_bytes: int = PARTIAL_BYTES,
     shared_bytes: int = SHARED_BYTES,
 ) -> Tensor:
-    """See Kernels.attention. most_bytes: what may be held beside the result, shared_bytes: on a multiprocessor.
+    """See Kernels.attention. most_bytes: what may be held beside q, shared_bytes: on a multiprocessor.
 
     The bits depend on neither.
     """
     assert q_THC.is_contiguous() and layer_cache.is_contiguous() and batch.block_table_RB.is_contiguous()
     (n_tokens, n_heads, head_dim), n_kv_heads = q_THC.shape, layer_cache.shape[3]
-    out_THC = torch.zeros_like(q_THC)
     n_partials = batch.max_splits * n_tokens * n_heads
     beside = batch.max_splits > 1 and n_partials * (head_dim + 2) * 4 <= most_bytes
     values_YTHC, statistics_YTH2 = (
@@ -155,7 +157,7 @@ def attention(
     attention_kernel[(len(batch.tile_row_X) * parts, n_kv_heads, batch.max_splits if beside else 1)](
         q_THC, layer_cache, batch.block_table_RB,
         batch.tile_row_X, batch.tile_start_X, batch.tile_position_X, batch.tile_length_X,
-        out_THC, values_YTHC, statistics_YTH2,
+        values_YTHC, statistics_YTH2,
         layer_cache.stride(0), n_tokens,
         scale * _LOG2_E if soft_cap is None else scale / soft_cap,
         0.0 if soft_cap is None else soft_cap * _LOG2_E,
@@ -165,5 +167,5 @@ def attention(
         BESIDE=beside, **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes).options,
     )  # fmt: skip
     if beside:
-        merge_partials(values_YTHC, statistics_YTH2, out_THC, batch, spec)
-    return out_THC
+        merge_partials(values_YTHC, statistics_YTH2, q_THC, batch, spec)
+    return q_THC

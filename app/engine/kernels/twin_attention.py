@@ -25,7 +25,7 @@ def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: A
     scores_XKGNL = scores_XKGNL.masked_fill(~looks_XNL[:, None, None], float("-inf"))
     weights_XKGNL = scores_XKGNL.softmax(-1).nan_to_num(0.0)  # a token that is none looks at nothing
     out_XNKGC = torch.einsum("xkgnl,xlkc->xnkgc", weights_XKGNL, v_XLKC)
-    return _scattered(out_XNKGC.flatten(2, 3).to(q_THC.dtype), tokens_XN, q_THC)
+    return _scatter(out_XNKGC.flatten(2, 3).to(q_THC.dtype), tokens_XN, q_THC)
 
 
 def _tile_tokens(batch: AttentionBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,8 +59,8 @@ def _looks(positions_XN: Tensor, known_XL: Tensor, window: int | None) -> Tensor
     return looks_XNL if window is None else looks_XNL & (places_L > positions_XN[:, :, None] - window)
 
 
-def _scattered(out_XNHC: Tensor, tokens_XN: Tensor, q_THC: Tensor) -> Tensor:
-    """Each token's row where it stands in T; what is no token falls off the end."""
-    rows_THC = q_THC.new_zeros(len(q_THC) + 1, *q_THC.shape[1:])
+def _scatter(out_XNHC: Tensor, tokens_XN: Tensor, q_THC: Tensor) -> Tensor:
+    """Each token's row to where it stands in q_THC, which is returned; what is no token falls off the end."""
+    rows_THC = torch.cat((q_THC, q_THC[:1]))
     rows_THC[tokens_XN.flatten()] = out_XNHC.flatten(0, 1)
-    return rows_THC[:-1]
+    return q_THC.copy_(rows_THC[:-1])
