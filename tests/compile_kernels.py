@@ -24,6 +24,7 @@ from app.engine.kernels.tiling import (
     POSITIONS,
     ROW_LAUNCH,
     ROWS,
+    STATES,
     attention_launch,
     norm_launch,
     padded_dim,
@@ -36,6 +37,7 @@ from app.engine.kernels.triton_gate import gate_kernel
 from app.engine.kernels.triton_heads import heads_kernel
 from app.engine.kernels.triton_merge import merge_kernel
 from app.engine.kernels.triton_norm import norm_kernel
+from app.engine.kernels.triton_rows import advance_kernel, look_up_kernel
 from app.engine.kernels.triton_sampler import WARPS, Sizes
 from app.engine.kernels.triton_scores import score
 
@@ -133,12 +135,23 @@ def rounding(width: int) -> Any:
     return compiled(round_row, {"num_warps": warps(width)}, "bf16", {"numbers_ptr": "*fp8e4nv"}, **sizes)
 
 
+def rows() -> dict[str, Any]:
+    """Of 256 sequences of up to 32,768 positions."""
+    types = {f"{name}_ptr": "*i32" for name in ("rows", "lengths", "tokens", "token", "out")}
+    look_up, advance = (
+        compiled(kernel, ROW_LAUNCH.options, "i32", types, NOBODY=256, STATES=STATES, **sizes)
+        for kernel, sizes in ((look_up_kernel, {"TABLE": 512, "BLOCK": 64}), (advance_kernel, {}))
+    )
+    return {"rows looked up": look_up, "rows advanced": advance}
+
+
 def every_kernel() -> dict[str, Any]:
     """A few variants of each, which between them take every branch."""
     every = {"HAS_DELTA": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
     return {
         "attention prefill": attention("bf16", 128, beside=False, tile_tokens=64),
         "attention decode": attention("bf16", 128, beside=True, tile_tokens=1),
+        "attention short": attention("bf16", 128, beside=False, tile_tokens=1),
         "attention window": attention("fp16", 256, beside=False, tile_tokens=64, HAS_CAP=True, WINDOW=4096, BLOCK=16),
         "attention float32": attention("fp32", 80, beside=True, tile_tokens=16, BLOCK=32),
         "merge": merge("bf16", 128, 0),
@@ -150,6 +163,7 @@ def every_kernel() -> dict[str, Any]:
         "norm none": norm("bf16", "none", 64, HAS_DELTA=True, HAS_WEIGHT=False, HAS_BIAS=False),
         **{f"gate {kind}": gate("bf16", kind, gated=kind == "silu") for kind in ("relu", "gelu", "gelu_tanh", "silu")},
         **sampling("bf16"),
+        **rows(),
         "int8 decode": product(1, has_bias=False),
         "int8 prefill": product(512, has_bias=True),
         "fp8 rows": rounding(4096),

@@ -21,6 +21,7 @@ from app.engine.dummy import dummies
 from app.engine.engine import Engine
 from app.engine.gpu.install import install
 from app.engine.kernels.door import RoundedKernels, triton_kernels
+from app.engine.kernels.face import Places
 from app.engine.kernels.triton_int8 import product
 from app.engine.limits import SchedulerLimits
 from app.engine.params import SamplingParams
@@ -76,6 +77,9 @@ def main() -> dict[str, Any]:
         block_size=64,
         kernels=found.kernels,
     )
+    look_up = found.kernels.look_up
+    # Nothing is computed, and an embedding must be in its table.
+    vars(found.kernels)["look_up"] = lambda *asked: Places(*[column_S.zero_() for column_S in look_up(*asked)])
     runner.warm_up(TOKENS)
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)

@@ -62,10 +62,11 @@ def test_after_the_warm_up_no_step_needs_another_variant_of_attention(context: i
     runner = tiny_device_runner(tiny_decoder(tiny_config(context=context)), kernels=kernels, max_running=2)
     runner.warm_up(128)
     warmed = {*kernels.seen}
-    for plan in (dummies(1, 50), dummies(1, context, start=context - 20), dummies(2, 1)):
+    tails = [dummies(1, context, start=context - length) for length in (1, 20)]
+    for plan in (dummies(1, 50), *tails, dummies(2, 1)):
         runner.run(plan)
     assert kernels.seen == warmed
-    assert warmed == {(1, context > 512), (32, False), (32, context > 512)}
+    assert warmed == {(tokens, beside) for tokens in (1, 32) for beside in (False, context > 512)}
 
 
 class _Making(TorchDispatchMode):
@@ -118,7 +119,8 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
         limits = SchedulerLimits(tokens_per_step=32, max_running=2)
         parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
         told.append((parts.activations(), parts.graph_bytes()))
-    assert [after - before for before, after in zip(*told, strict=True)] == [PARTIAL_BYTES] * 2
+    step, graphs = (after - before for before, after in zip(*told, strict=True))
+    assert step == PARTIAL_BYTES < graphs, "and there are more graphs"
 
 
 @pytest.mark.parametrize("kind", ["device", "torch"])

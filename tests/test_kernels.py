@@ -11,7 +11,7 @@ import torch
 from gpu import BOTH, DEVICE, FORMATS, SHAPES, kernels
 
 from app.engine.kernels.face import AttentionSpec, HeadsSpec
-from benchmarks.gpu.conformance import attention, rows
+from benchmarks.gpu.conformance import attention, rows, states
 from benchmarks.gpu.conformance.compare import Row, random, same_bits
 from benchmarks.gpu.conformance.scene import build
 
@@ -93,6 +93,12 @@ def test_heads_are_normed_turned_scaled_and_kept(
         q_factor=factor,
     )
     hold(rows.heads(kernels(kind), spec, 4, dtype, DEVICE, seed))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("count", "n_rows"), [(1, 1), (7, 5), (150, 130)])
+def test_a_decode_step_finds_its_rows_and_leaves_them_a_token_further(count: int, n_rows: int, kind: str) -> None:
+    hold(states.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
 
 
 def test_a_reference_that_misses_one_key_is_found_out() -> None:

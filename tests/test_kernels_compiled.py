@@ -76,9 +76,10 @@ def test_attention_is_launched_with_as_many_stages_as_fit(shared_bytes: int) -> 
 
 def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(compiled: dict[str, Any]) -> None:
     """Instructions of other shapes add in another order, and another layout sums rows in another one."""
-    prefill, decode = compiled["attention prefill"], compiled["attention decode"]
-    assert prefill["units"] and prefill["units"] == decode["units"]
-    assert prefill["layouts"] == decode["layouts"] and prefill["threads"] == decode["threads"]
+    prefill = compiled["attention prefill"]
+    assert prefill["units"]
+    for decode in (compiled["attention decode"], compiled["attention short"]):
+        assert [prefill[fact] == decode[fact] for fact in ("units", "layouts", "threads")] == [True] * 3
 
 
 def test_nothing_is_fused_where_two_variants_of_a_kernel_must_agree(compiled: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ import torch
 from app.engine.gpu.layout import bucket
 from app.engine.gpu.steps import Steps
 
-_FEW_SPLITS = 16
-"""More programs for each row than 8,192 positions need only where there are longer sequences: most end at once."""
+_LEVELS = (1, 16)
+"""Splits for which steps are captured, beside the most that there can be. Where all sequences have one, nothing is to
+be merged, which is a kernel less in each layer; programs for more than 8,192 positions would mostly end at once."""
 
 
 class Capture(Protocol):
@@ -60,7 +61,7 @@ class DecodeGraphs:
     def __init__(self, steps: Steps, *, buckets: tuple[int, ...], max_splits: int) -> None:
         self.steps = steps
         self.buckets = buckets
-        self._levels = tuple(sorted({min(_FEW_SPLITS, max_splits), max_splits}))
+        self._levels = (*(level for level in _LEVELS if level < max_splits), max_splits)
         self.replays: dict[tuple[int, int], Callable[[], None]] = {}
         """What was captured, by rows and splits; what is not here runs operation by operation."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from app.engine.gpu.upload import Upload
+from app.engine.kernels.face import RowState
 from app.engine.kernels.sampling_table import SamplingTable
 from app.engine.types import Chunk, Sequence
 
@@ -67,6 +68,11 @@ class Rows:
         self._known: dict[Sequence, _Known] = {}
         self._free = list(range(count))
 
+    @property
+    def state(self) -> RowState:
+        """What a decode step reads and leaves."""
+        return RowState(self.block_table_RB, self.kv_length_R, self.last_token_R, self.block_size)
+
     def knows(self, sequence: Sequence) -> bool:
         """Whether it has a row."""
         return sequence in self._known
@@ -113,12 +119,6 @@ class Rows:
         for target_R, rows_N, values_N in ((self.kv_length_R, *rest[:2]), (self.last_token_R, *rest[2:])):
             if len(rows_N):
                 target_R.index_copy_(0, rows_N.long(), values_N)
-
-    def advance(self, rows_S: Tensor, length_S: Tensor, token_S: Tensor) -> None:
-        """After a draw, on the device alone: one token more. Where none could be drawn, 0 stands for it."""
-        index_S = rows_S.long()
-        self.kv_length_R.index_copy_(0, index_S, length_S.where(rows_S != self.nobody, 0).int())
-        self.last_token_R.index_copy_(0, index_S, token_S.clamp(min=0).int())
 
     def slots(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
         """[T] where in the cache a token's keys and values lie."""

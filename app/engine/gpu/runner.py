@@ -100,13 +100,15 @@ class DeviceRunner:
     def warm_up(self, tokens_per_step: int) -> None:
         """Runs the shapes that real steps have, so that no request pays for first calls.
 
-        Prompts in few tokens and in many, and the end of a long one: attention has a variant for each. And one that is
-        scored: the head of as many rows as a prompt has may be another variant than that of as many as draw.
+        Prompts in few tokens and in many, single tokens, and the end of a long text: attention has a variant for each.
+        And one that is scored: the head of as many rows as a prompt has may be another variant than that of as many as
+        draw.
         """
         most, context = len(self._steps.rows_S), self._steps.rows.context
         few, many = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
-        tail, scored = dummies(1, context, start=context - few), dummies(1, many, prompt_logprobs=0)
-        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, few), dummies(1, many), tail, scored):
+        tails = [dummies(1, context, start=context - length) for length in (1, few)]
+        scored = dummies(1, many, prompt_logprobs=0)
+        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, few), dummies(1, many), *tails, scored):
             self.run(plan)
             self._rows.forget(chunk.sequence for chunk in plan.chunks)
 

@@ -48,6 +48,7 @@ class Steps:
         self._kernels = kernels
         self._tokens = tokens
         self._order_S = torch.arange(most, dtype=torch.int32, device=cache.device)
+        self._ones_S = torch.ones_like(self._order_S)
         self._hidden_TD = torch.empty(0, device=cache.device)
 
     def prepare(self, clear_N: Tensor, sources_N: Tensor, targets_N: Tensor) -> None:
@@ -59,25 +60,23 @@ class Steps:
 
     def decode(self, count: int, splits: int) -> None:
         """One token for each of the first `count` of rows_S; `splits` at least those of the longest."""
-        rows = self.rows
-        rows_S, order_S = self.rows_S[:count], self._order_S[:count]
-        index_S = rows_S.long()
-        positions_S = rows.kv_length_R[index_S]
+        rows_S = self.rows_S[:count]
+        places = self._kernels.look_up(rows_S, self.rows.state)
         batch = AttentionBatch(
-            block_table_RB=rows.block_table_RB,
-            tile_row_X=rows_S.where(rows_S != rows.nobody, -1),
-            tile_start_X=order_S,
-            tile_position_X=positions_S,
-            tile_length_X=torch.ones_like(rows_S),
+            block_table_RB=self.rows.block_table_RB,
+            tile_row_X=places.tile_rows_S,
+            tile_start_X=self._order_S[:count],
+            tile_position_X=places.positions_S,
+            tile_length_X=self._ones_S[:count],
             tile_tokens=1,
             max_splits=splits,
         )
-        tokens_T, rows_T, positions_T = (
+        tokens_T, positions_T, slots_T = (
             self._padded(x, filler)
-            for x, filler in ((rows.last_token_R[index_S], 0), (rows_S, rows.nobody), (positions_S, 0))
+            for x, filler in ((places.tokens_S, 0), (places.positions_S, 0), (places.slots_S, -1))
         )
-        self._forward(tokens_T, rows_T, positions_T, batch)
-        self._draw(self._hidden_TD[:count], rows_S, positions_S)
+        self._hidden_TD = self.decoder(self.cache, tokens_T, positions_T, slots_T, batch)
+        self._draw(self._hidden_TD[:count], rows_S, places.positions_S)
 
     def mixed(self, told: Told, *, tile_tokens: int, splits: int) -> None:
         """Whatever the host laid out; draws for the chunks that end with their sequence."""
@@ -99,21 +98,18 @@ class Steps:
             max_splits=splits,
         )
         tokens_T = told.tokens_T.where(told.tokens_T >= 0, rows.last_token_R[told.rows_T.long()])
-        self._forward(tokens_T, told.rows_T, told.positions_T, batch)
+        slots_T = rows.slots(told.rows_T, told.positions_T)
+        self._hidden_TD = self.decoder(self.cache, tokens_T, told.positions_T, slots_T, batch)
 
     def logits(self, places_S: Tensor) -> Tensor:
         """[S, V] of these rows of the last step."""
         return self.decoder.head(self._hidden_TD[places_S])
 
-    def _forward(self, tokens_T: Tensor, rows_T: Tensor, positions_T: Tensor, batch: AttentionBatch) -> None:
-        slots_T = self.rows.slots(rows_T, positions_T)
-        self._hidden_TD = self.decoder(self.cache, tokens_T, positions_T, slots_T, batch)
-
     def _draw(self, hidden_SD: Tensor, rows_S: Tensor, positions_S: Tensor) -> None:
         out = self.out.first(len(rows_S))
         next_S = positions_S + 1
         self._kernels.sample(self.decoder.head(hidden_SD), rows_S, next_S, self.rows.table, out)
-        self.rows.advance(rows_S, next_S, out.tokens_S)
+        self._kernels.advance(rows_S, next_S, out.tokens_S, self.rows.state)
 
     def _padded(self, numbers_S: Tensor, filler: int) -> Tensor:
         extra = self._tokens - len(numbers_S)

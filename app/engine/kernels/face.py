@@ -12,7 +12,7 @@ and in attention not on how a sequence was cut into steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -79,8 +79,39 @@ class AttentionBatch:
     """At least as many pieces of SPLIT positions as the longest sequence has."""
 
 
+class RowState(NamedTuple):
+    """Of resident rows, between two steps. All tensors int32, on the device; the last row is nobody's, and stays 0."""
+
+    block_table_RB: Tensor
+    kv_length_R: Tensor
+    """Tokens whose keys and values are in the cache: the position of the last token."""
+    last_token_R: Tensor
+    block_size: int
+
+
+class Places(NamedTuple):
+    """Where the rows of a decode step stand; [S] int32 each."""
+
+    tokens_S: Tensor
+    """The last of each row."""
+    positions_S: Tensor
+    """Where that stands in its sequence."""
+    slots_S: Tensor
+    """Where its keys and values go, block * block_size + offset."""
+    tile_rows_S: Tensor
+    """The row once more, -1 for nobody's."""
+
+
 class Kernels(Protocol):
     """A step's operations on one device. Numbers come and go in one format; sums are taken in float32 or wider."""
+
+    def look_up(self, rows_S: Tensor, state: RowState, /) -> Places:
+        """The beginning of a decode step: all that it needs to know of its rows."""
+        ...
+
+    def advance(self, rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState, /) -> None:
+        """Its end: rows have this length and this last token now. Where none could be drawn (-1), 0 stands for it."""
+        ...
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec, /) -> tuple[Tensor, Tensor]:
         """x + delta, rounded, and the norm of what was rounded; without delta x itself, and its norm."""

@@ -19,6 +19,8 @@ SHARED_BYTES = 227 << 10
 """Most of a multiprocessor's memory that a program may have on Hopper; 99 to 163 KiB on the kinds before it."""
 HEADS = 8
 """Heads of a token that one program prepares, or merges."""
+STATES = 128
+"""Rows of a step that one program looks up, or advances."""
 COLUMNS = 1024
 """Numbers of a row that one program activates."""
 

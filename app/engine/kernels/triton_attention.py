@@ -87,10 +87,7 @@ def attention_kernel(
     BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of a tile with one kv head: all splits of them over q, or (BESIDE) one into values and statistics.
-
-    No other program reads these rows of q, so that no step has to make, and to clear, a tensor for each layer.
-    """
+    """Some rows of a tile with one kv head: all splits of them over q, or (BESIDE) one into values and statistics."""
     GROUP: tl.constexpr = N_HEADS // N_KV_HEADS
     PARTS: tl.constexpr = (TILE_TOKENS * GROUP + ROWS - 1) // ROWS
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end of a prompt has most to do: it begins first
@@ -143,7 +140,7 @@ def attention(
 ) -> Tensor:
     """See Kernels.attention. most_bytes: what may be held beside q, shared_bytes: on a multiprocessor.
 
-    The bits depend on neither.
+    The bits depend on neither. No two programs read the same rows of q, so that these can be written over.
     """
     assert q_THC.is_contiguous() and layer_cache.is_contiguous() and batch.block_table_RB.is_contiguous()
     (n_tokens, n_heads, head_dim), n_kv_heads = q_THC.shape, layer_cache.shape[3]

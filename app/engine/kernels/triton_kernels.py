@@ -13,12 +13,15 @@ from app.engine.kernels.triton_attention import attention
 from app.engine.kernels.triton_gate import gate
 from app.engine.kernels.triton_heads import split_heads
 from app.engine.kernels.triton_norm import add_norm
+from app.engine.kernels.triton_rows import advance, look_up
 from app.engine.kernels.triton_sampler import sample
 
 
 class TritonKernels:
     """`Kernels` on a GPU. Launches and returns; nothing waits for the device."""
 
+    look_up = staticmethod(look_up)
+    advance = staticmethod(advance)
     add_norm = staticmethod(add_norm)
     split_heads = staticmethod(split_heads)
     gate = staticmethod(gate)

@@ -15,6 +15,7 @@ from torch import Tensor
 from app.engine.kernels.face import HeadsSpec, NormSpec
 from app.engine.kernels.sampling_twin import sample
 from app.engine.kernels.twin_attention import attention
+from app.engine.kernels.twin_rows import advance, look_up
 from model.config import Activation
 from model.positions import rotate
 
@@ -29,6 +30,8 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class TorchKernels:
     """`Kernels` without a kernel."""
 
+    look_up = staticmethod(look_up)
+    advance = staticmethod(advance)
     attention = staticmethod(attention)
     sample = staticmethod(sample)
 

@@ -1,0 +1,23 @@
+"""What a decode step reads of its rows and leaves in them, in plain torch. Knows no requests. Shape legend: face.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from app.engine.kernels.face import Places, RowState
+
+
+def look_up(rows_S: Tensor, state: RowState) -> Places:
+    """See Kernels.look_up."""
+    index_S, size, nobody = rows_S.long(), state.block_size, len(state.kv_length_R) - 1
+    positions_S = state.kv_length_R[index_S]
+    blocks_S = state.block_table_RB[index_S, (positions_S // size).long()]
+    slots_S = blocks_S * size + positions_S % size
+    return Places(state.last_token_R[index_S], positions_S, slots_S, rows_S.where(rows_S != nobody, -1))
+
+
+def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState) -> None:
+    """See Kernels.advance."""
+    index_S, is_somebody_S = rows_S.long(), rows_S != len(state.kv_length_R) - 1
+    state.kv_length_R.index_copy_(0, index_S, lengths_S.where(is_somebody_S, 0))
+    state.last_token_R.index_copy_(0, index_S, tokens_S.clamp(min=0).where(is_somebody_S, 0))
