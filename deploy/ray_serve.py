@@ -7,6 +7,7 @@ The only file that imports Ray. What the service is, is said by its own settings
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -27,6 +28,7 @@ from app.relay.front import Front
 from app.server import StartError
 from app.settings import Settings
 
+_log = logging.getLogger("inkstream.relay")
 _LOST = (
     exceptions.RayActorError,  # killed, or its node was
     exceptions.NodeDiedError,
@@ -134,12 +136,26 @@ class _Handle:
             if is_open:
                 response.cancel()
 
-    async def ask_all(self, call: Call) -> list[Whole]:
+    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
         try:
-            answers = await self._engine.broadcast("whole", call).results_async(return_exceptions=True, timeout_s=10)
-        except (DeploymentUnavailableError, TimeoutError):
+            # What is public of it tells nothing before the last has answered, and nothing at all where one hangs.
+            results = await self._engine.broadcast("whole", call)._fetch_replica_results_async()
+        except DeploymentUnavailableError:
             return []
-        return [answer for answer in answers if isinstance(answer, Whole)]
+        return [asyncio.ensure_future(_whole(result)) for result in results]
+
+
+async def _whole(result: Any) -> Whole:
+    """What one copy answers, as Ray's ReplicaResult gives it. Raises ReplicaLost."""
+    try:
+        answer: Whole = await result.get_async()
+        return answer
+    except asyncio.CancelledError:
+        result.cancel()
+        raise
+    except exceptions.RayError as error:
+        _log.warning("a copy did not answer: %s", error)
+        raise ReplicaLost from None
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:

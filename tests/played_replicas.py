@@ -49,12 +49,14 @@ Scripted = Part | type[Lost | Silent] | asyncio.Event
 class Played:
     """Answers the first request with the first list, and so on; notes what it was asked."""
 
-    def __init__(self, *answers: Sequence[Scripted], all_of: Iterable[Whole] = ()) -> None:
+    def __init__(self, *answers: Sequence[Scripted], all_of: Iterable[Whole | type[Lost | Silent]] = ()) -> None:
         self.calls: list[Call] = []
         self.calls_of_all: list[Call] = []
         self.closed = 0
         self._answers = list(answers)
         self._all = list(all_of)
+        self.tasks: list[asyncio.Task[Whole]] = []
+        """Of the last question to all."""
 
     async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
         """What the list says."""
@@ -74,10 +76,20 @@ class Played:
         finally:
             self.closed += 1
 
-    async def ask_all(self, call: Call) -> list[Whole]:
+    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
         """The same to everybody."""
         self.calls_of_all.append(call)
-        return self._all
+        self.tasks = [asyncio.ensure_future(_come(one)) for one in self._all]
+        return self.tasks
+
+
+async def _come(one: Whole | type[Lost | Silent]) -> Whole:
+    if one is Lost:
+        raise ReplicaLost
+    if one is Silent:
+        await asyncio.Event().wait()
+    assert isinstance(one, Whole)
+    return one
 
 
 def taken(*parts: Scripted) -> list[Scripted]:
@@ -102,6 +114,6 @@ class Mortal:
                 yield part
                 left = left and left - 1
 
-    async def ask_all(self, call: Call) -> list[Whole]:
+    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
         """There is one."""
-        return [await replica.whole(self._app, call, "a")]
+        return [asyncio.ensure_future(replica.whole(self._app, call, "a"))]

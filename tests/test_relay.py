@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from played_replicas import EVENTS, JSON, START, Lost, Played, Silent, done, eve
 from starlette.types import Message, Receive, Scope, Send
 from wire import parse_events, text_of
 
+from app.key_file import add_key, new_key, stored
 from app.relay import front as front_module
 from app.relay import replica
 from app.relay.asking import Asking, Counts
@@ -324,3 +326,41 @@ def test_a_silence_is_filled() -> None:
     assert frames[0] == b"a"
     assert frames[-1] == b"b"
     assert set(frames[1:-1]) == {b": ping\n\n"}
+
+
+@pytest.mark.parametrize("key", [None, "unknown", "good"])
+def test_no_byte_is_read_of_a_body_whose_sender_has_no_key(tmp_path: Path, key: str | None) -> None:
+    """And no replica hears of it."""
+    good = new_key()
+    add_key(tmp_path / "keys.json", stored(good, "ann"))
+    read: list[str] = []
+    answers: list[int] = []
+
+    async def receive() -> Message:
+        read.append("piece")
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+    async def send(message: Message) -> None:
+        answers.append(message.get("status", 0))
+
+    async def visit() -> None:
+        replicas = Played(taken(Head(413, ()), b"{}"))
+        front = front_of(replicas, keys_file=tmp_path / "keys.json", max_body_bytes=2000)
+        sent = {None: None, "unknown": "ink-unknown", "good": good}[key]
+        headers = [(b"authorization", f"Bearer {sent}".encode())] if sent else []
+        scope = {"type": "http", "method": "POST", "path": "/complete", "query_string": b"", "headers": headers}
+        await front(scope, receive, send)
+        assert bool(read) == bool(replicas.calls) == (key == "good")
+        assert answers[0] == (413 if key == "good" else 401)
+
+    asyncio.run(visit())
+
+
+def test_a_stranger_may_ask_for_health_and_sends_no_body_with_it(tmp_path: Path) -> None:
+    add_key(tmp_path / "keys.json", stored(new_key(), "ann"))
+    replicas = Played(taken(JSON, b"{}"))
+    front = front_of(replicas, keys_file=tmp_path / "keys.json")
+    assert ask(front, "/health/ready", "GET", content=b"x" * 10_000).status_code == 200
+    assert replicas.calls[0].body == b""
+    assert ask(front, "/v1/models", "GET").status_code == 401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -82,6 +83,6 @@ class Replicas(Protocol):
         """One of them answers: Taken, Head, then the body. Raises ReplicaLost; closed early, the client has left."""
         ...
 
-    async def ask_all(self, call: Call) -> list[Whole]:
-        """All of them answer, but for those that are lost meanwhile."""
+    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
+        """The answer of each, which may be long in coming. Raises ReplicaLost; cancelled, nobody wants it."""
         ...

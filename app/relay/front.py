@@ -3,7 +3,8 @@
     the answer is whole        it is passed on when all of it is there; a lost replica costs nothing but time
     /complete, streamed        app/relay/stream.py: another replica continues the text
     /v1, streamed              sent again as long as nothing was said, then ended by an error
-Who may come in and what is valid is for the replicas to say; nothing is decided here that they decide.
+What is valid is for the replicas to say; nothing is decided here that they decide. But for one thing: a stranger is
+refused before a byte of the body is read, by the same gate (app/api/auth.py) as in front of each of them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api import sse
+from app.api import operations, page, sse
+from app.api.auth import Gate, public_routes
 from app.api.complete import next_number
 from app.api.cors import Cors
 from app.api.errors import ApiError
 from app.api.metrics import CONTENT_TYPE
 from app.api.record import Record
 from app.api.shelf import Shelf
+from app.keys import Keys
 from app.relay.asking import Answer, Asking, Counts
 from app.relay.call import Call, ReplicaLost, Replicas, Whole
-from app.relay.metrics import merged
+from app.relay.everyone import Heard, ask_everyone
+from app.relay.metrics import Presence, merged
 from app.relay.openai_stream import openai_frames
 from app.relay.response import EventStream, as_it_is, best, headers_of
 from app.relay.stream import Reader, RelayedStream
@@ -37,6 +41,9 @@ from app.settings import Settings
 
 _QUICK_SECONDS = 5.0
 """What whoever asks for health or a page has to wait for a replica, at most."""
+_TOGETHER_SECONDS = 2.0
+"""What all replicas together have for what is asked of each: those that hang must not keep the others' words back."""
+_SOON = {"Retry-After": "5"}
 
 
 class Front:
@@ -48,8 +55,11 @@ class Front:
         self._resends = resends
         self._shelf = Shelf(settings.resume_seconds)
         self._counts = Counts()
+        self._presence = Presence(self._counts.registry)
+        keys = Keys(settings.keys_file) if settings.keys_file else None
+        gate = Gate(self._serve, keys, public_routes([operations.router, page.router]))
         # Whose pages may read answers is said here, for some are the front's own: its errors, streams that go on.
-        self._http: ASGIApp = Cors(self._serve, settings.origins) if settings.origins else self._serve
+        self._http: ASGIApp = Cors(gate, settings.origins) if settings.origins else gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -73,26 +83,31 @@ class Front:
             await response(scope, receive, send)
 
     async def _read(self, request: Request, request_id: str) -> Call:
-        """The request, its body up to one byte more than is allowed: that much a replica needs to refuse it."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._settings.body_timeout):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > self._settings.max_body_bytes:
-                        break
-        except TimeoutError:
-            raise ApiError(408, "the body took too long: send it faster") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the connection closed before the end of the body") from None
         return Call(
             request_id=request_id,
             method=request.method,
             path=request.scope["path"],
             query=request.scope["query_string"],
             headers=tuple((bytes(name).lower(), bytes(value)) for name, value in request.scope["headers"]),
-            body=bytes(body[: self._settings.max_body_bytes + 1]),
+            body=await self._body(request),
         )
+
+    async def _body(self, request: Request) -> bytes:
+        """Up to one byte more than is allowed: that much a replica needs to refuse it."""
+        if request.method != "POST":  # no other route reads one, and to some of those strangers may come
+            return b""
+        body, most = bytearray(), self._settings.max_body_bytes
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > most:
+                        break
+        except TimeoutError:
+            raise ApiError(408, "the body took too long: send it faster") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the connection closed before the end of the body") from None
+        return bytes(body[: most + 1])
 
     async def _answer(self, call: Call) -> Response:
         """Raises ApiError."""
@@ -165,29 +180,36 @@ class Front:
         return EventStream(stream.frames(reader, answer, number), leave, headers, answer)
 
     async def _cancel(self, call: Call, name: str) -> Response:
-        """Whichever replica has it ends it."""
-        stream = self._shelf.find(name, _owner(call))
-        if not isinstance(stream, RelayedStream):  # another front's, or nobody's
-            return best(await self._ask_all(call))
-        response = best(await self._ask_all(replace(call, path=f"/complete/{stream.current_id}")))
-        was_running = response.status_code in (200, 404) and stream.stop()
-        if response.status_code == 200 or was_running:
+        """Whichever replica has it ends it, and is not kept waiting by one that hangs."""
+        found = self._shelf.find(name, _owner(call))
+        stream = found if isinstance(found, RelayedStream) else None  # else another front's, or nobody's
+        asked = replace(call, path=f"/complete/{stream.current_id}") if stream else call
+        heard = await ask_everyone(
+            self._replicas, asked, _TOGETHER_SECONDS, is_enough=lambda one: one.head.status == 200
+        )
+        statuses = {answer.head.status for answer in heard.answers}
+        was_running = stream and statuses <= {200, 404} and stream.stop()
+        if was_running or (stream and 200 in statuses):
             return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
-        return response
+        if heard.silent and statuses <= {404}:
+            raise ApiError(503, "a replica that may have it does not answer: try again in a moment", headers=_SOON)
+        return best(_some(heard))
 
     async def _metrics(self, call: Call) -> Response:
-        answers = await self._ask_all(call)
-        for answer in answers:
+        heard = await ask_everyone(self._replicas, call, _TOGETHER_SECONDS)
+        for answer in _some(heard):
             if answer.head.status != 200:
                 return as_it_is(answer.head, answer.body)
-        pages = {answer.replica: answer.body.decode() for answer in answers}
+        pages = {answer.replica: answer.body.decode() for answer in heard.answers}
+        self._presence.note(pages, heard.silent)
         return Response(merged(pages, self._counts.registry), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _ask_all(self, call: Call) -> list[Whole]:
-        """At least one answer."""
-        if answers := await self._replicas.ask_all(call):
-            return answers
-        raise ApiError(503, "no replica is there: try again in a moment", headers={"Retry-After": "5"})
+
+def _some(heard: Heard) -> list[Whole]:
+    """At least one answer. Raises ApiError 503."""
+    if not heard.answers:
+        raise ApiError(503, "no replica answers: try again in a moment", headers=_SOON)
+    return heard.answers
 
 
 async def _live(receive: Receive, send: Send) -> None:

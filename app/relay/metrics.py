@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,32 @@ class _Pages(Collector):
                 merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 merged.samples += [s._replace(labels={**s.labels, "server": server}) for s in family.samples]
         return families.values()
+
+
+class Presence:
+    """Which replicas answered when all were asked last, and which of those that did before did not."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._silent = Gauge(
+            "inkstream_relay_silent_replicas",
+            "Replicas that did not answer in time.",
+            registry=registry,
+        )
+        self._answers = Gauge(
+            "inkstream_relay_replica_answers",
+            "1 where the replica answered with the others, 0 where it did only before.",
+            ["server"],
+            registry=registry,
+        )
+        self._known: set[str] = set()
+
+    def note(self, names: Collection[str], silent: int) -> None:
+        """These answered, and so many did not. Where all did, nobody else is there any more."""
+        self._known = self._known.union(names) if silent else set(names)
+        self._silent.set(silent)
+        self._answers.clear()
+        for name in self._known:
+            self._answers.labels(name).set(name in names)
 
 
 def merged(pages: Mapping[str, str], own: CollectorRegistry) -> bytes:
