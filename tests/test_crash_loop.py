@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine.crash_loop import WINDOW_SECONDS, CrashLoop
+from app.engine.crash_loop import MOST_PARDONS, WINDOW_SECONDS, CrashLoop
 
 
 def _verdicts(*crashes: tuple[bool, bool], pause: float = 1.0) -> list[bool]:
@@ -36,3 +36,31 @@ def test_an_engine_that_refuses_everybody_is_given_up() -> None:
 def test_old_crashes_do_not_count() -> None:
     assert not any(_verdicts(*[(False, False)] * 20, pause=WINDOW_SECONDS / 2))
     assert any(_verdicts(*[(False, False)] * 3, pause=WINDOW_SECONDS / 2 - 1))
+
+
+def _of_bad_requests(count: int, pause: float, *, is_proven: bool = True) -> list[bool]:
+    """Verdicts on two crashes of each; the engine answers the probe between them, and nobody else comes."""
+    loop, now, verdicts = CrashLoop(), 0.0, []
+    for number in range(count):
+        for explained in (False, True):
+            now += pause / 2
+            proven = is_proven and number > 0 and not explained
+            verdicts.append(loop.record(now, delivered=False, explained=explained, proven=proven))
+    return verdicts
+
+
+def test_bad_requests_do_not_end_a_service_where_nobody_else_comes() -> None:
+    assert not any(_of_bad_requests(MOST_PARDONS, 1.0))
+    assert _of_bad_requests(2, 1.0, is_proven=False)[-1], "an engine that cannot even answer the probe"
+
+
+def test_an_engine_that_does_nothing_but_answer_probes_is_given_up() -> None:
+    assert _of_bad_requests(MOST_PARDONS + 1, 1.0).index(True) == 2 * MOST_PARDONS + 1
+    assert not any(_of_bad_requests(50, 2 * WINDOW_SECONDS / MOST_PARDONS))
+
+
+def test_tokens_for_somebody_forgive_all() -> None:
+    loop = CrashLoop()
+    for number in range(5 * MOST_PARDONS):
+        assert not loop.record(number, delivered=True, explained=False)
+        assert not loop.record(number, delivered=False, explained=True)

@@ -23,6 +23,7 @@ from app.engine.fleet import Fleet
 from app.engine.frames import Cancel, Down, Ready, Submit, WorkerConfig
 from app.engine.memory import CacheRoom
 from app.engine.peers import EngineGone
+from app.engine.probe import NAME
 from app.engine.stream import MOST_WAITING, Stream
 from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
 from app.engine.waiting_line import WaitingLine
@@ -547,7 +548,7 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
         monkeypatch.setattr("app.engine.supervisor.EngineProcess.spawn", spawn)
         config = WorkerConfig(weights="", replica=1, replicas=2, loading_beside=1)
         client = EngineClient(config, WaitingLine(QueueLimits(max_requests=1, max_prompt_tokens=1)))
-        client.start()
+        client.supervisor.start()
         for count in (1, 2, 3):
             for _ in range(1000):
                 if len(sent) < count:
@@ -555,7 +556,7 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
             if count == 2:  # the first had not loaded when it ended
                 client.supervisor._take(_ready())
             made[-1].over.set()
-        await client.stop()
+        await client.supervisor.stop()
 
     _in_loop(scenario)
     assert [config.loading_beside for config in sent[:3]] == [1, 1, 0]
@@ -695,5 +696,38 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
         assert not any(client._streams or client._held for client in world.fleet.engines)
         assert not world.fleet.queue._places and not world.fleet.queue._behind
         assert len({world.home(stream) for stream in world.streams}) > 1
+
+    _in_loop(scenario)
+
+
+def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> None:
+    """By a text of ours, alone in it; whoever else is a suspect, and whoever is new, waits for that."""
+
+    async def scenario() -> None:
+        world = World(1)
+        streams = [world.submit((who,) * 8) for who in range(3)]
+        engine, client = world.engines[0], world.fleet.engines[0]
+        engine.deadly = streams[0].open_ids[0]
+        for _ in range(2):
+            world.step()
+            if engine.ready is None:
+                engine.load()
+        assert engine.restarts == 2 and not streams[0].is_open and client.is_probing
+        replayed = client.replayed
+        engine.seen.clear()
+        world.step()
+        assert engine.seen == [NAME] and client.n_suspects == 3 and world.fleet.queue.position(NAME) is None
+        engine.crash()
+        assert client.n_suspects == 2 and not client.is_probing, "a crash of the probe is nobody's fault"
+        assert NAME not in client._streams
+        engine.load()
+        newcomer = world.submit((9,) * 8)
+        world.step(2)
+        assert not client.is_probing and engine.seen[-1] == NAME
+        assert (await world.texts())[1:] == [_alone(stream) for stream in (*streams[1:], newcomer)]
+        engine.crash()
+        engine.load()
+        assert not client.is_probing, "nobody was blamed for this crash"
+        assert client.replayed == replayed + 2
 
     _in_loop(scenario)

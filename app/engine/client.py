@@ -11,14 +11,16 @@ import logging
 import time
 from collections.abc import Sequence
 
-from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady
+from app.engine.delivery import deliver
+from app.engine.errors import EngineError, EngineFailed, NotReady
 from app.engine.frames import Cancel, Ready, Submit, WorkerConfig
 from app.engine.peers import EngineGone, Peers
+from app.engine.probe import NAME, Probe
 from app.engine.process import WORKER
 from app.engine.quarantine import Quarantine
 from app.engine.stream import Stream
 from app.engine.supervisor import Supervisor
-from app.engine.types import Counters, PromptScores, Request, Started, StepReport, TokenEvent
+from app.engine.types import Counters, Request, StepReport
 from app.engine.waiting_line import WaitingLine
 
 _log = logging.getLogger("inkstream")
@@ -51,6 +53,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}  # by the ids of their requests
         self._held: dict[str, Stream] = {}  # likewise: the engine does not know them until their readers have read
         self._quarantine = Quarantine()
+        self._probe = Probe()
 
     @property
     def ready(self) -> Ready | None:
@@ -89,13 +92,10 @@ class EngineClient:
         """Whether the engine has something to compute; for the supervisor."""
         return self._quarantine.owes_progress
 
-    def start(self) -> None:
-        """Spawns the engine process; `ready` is set once it has loaded."""
-        self.supervisor.start()
-
-    async def stop(self) -> None:
-        """Ends the engine process; open streams end with NotReady."""
-        await self.supervisor.stop()
+    @property
+    def is_probing(self) -> bool:
+        """Whether all that the engine has is a text for nobody; for the supervisor."""
+        return self._probe.is_open
 
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queues the sequences of one answer, all or none. Raises NotReady, QueueFull, InvalidRequest."""
@@ -151,17 +151,7 @@ class EngineClient:
         self.queue.begin(report.started, report.at, has_backlog=has_backlog, engine=self._place)
         for started in report.started:
             self._quarantine.begun(started.request_id)
-        items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
-        for item in items:
-            if stream := self._streams.get(item.request_id):
-                stream.push(item.request_id, report.at, item)
-                if isinstance(item, TokenEvent) and item.finish:
-                    self._forget([item.request_id])
-        for failure in report.failed:
-            if stream := self._streams.get(failure.request_id):
-                error = InvalidRequest(failure.message) if failure.is_asked_for else EngineFailed(failure.message)
-                stream.push(failure.request_id, report.at, error)
-                self._forget([failure.request_id])
+        self._forget(deliver(report, self._streams))
         if self._quarantine.is_careful:
             self._send_next()
 
@@ -173,23 +163,29 @@ class EngineClient:
         if self.ready and n_open:
             _log.warning("%d open requests go on with this engine", n_open)
             self.replayed += n_open
+        if self.ready and (probe := self._probe.begin(self.ready, self)):
+            self._streams[NAME] = probe
+            self._quarantine.try_first(NAME)
         self._send_next()
 
     def on_crash(self) -> bool:
         """Whether a request is refused because of it; all others wait for the next engine. For the supervisor."""
         self._past = self.lasting
         self.counters = Counters()
+        self._forget(self._probe.end())
         refused = self._quarantine.crash(self._progress)
         # A stream fails as one: what it asks for is the same in all its sequences.
         for stream in {self._streams[request_id] for request_id in refused}:
             _log.error("request %s is refused: the engine crashed twice while it worked on it", stream.requests[0].id)
             self._fail(stream, EngineFailed(_REFUSED))
+            self._probe.owe()
         if self.peers:
             self.peers.on_crash(self._place)
         return bool(refused)
 
     def on_gone(self, reason: EngineGone) -> None:
         """No engine comes any more; for the supervisor."""
+        self._forget(self._probe.end())
         if self.peers:
             self.peers.on_gone(self._place, reason)
         self.fail_all(EngineFailed(_GONE) if reason.exit_code else NotReady(_ENDING, 5))

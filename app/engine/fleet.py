@@ -66,11 +66,11 @@ class Fleet:
     def start(self) -> None:
         """Spawns the engine processes."""
         for engine in self.engines:
-            engine.start()
+            engine.supervisor.start()
 
     async def stop(self) -> None:
         """Ends them; open streams end with NotReady."""
-        await asyncio.gather(*[engine.stop() for engine in self.engines])
+        await asyncio.gather(*[engine.supervisor.stop() for engine in self.engines])
 
     async def wait_ready(self) -> Ready:
         """Waits until all have loaded; what, also where one has crashed since."""

@@ -75,6 +75,11 @@ class Quarantine:
         self._cases[name] = _Case(leader=leader, strikes=strikes)
         (self._suspects if strikes else self._others)[name] = None
 
+    def try_first(self, name: str) -> None:
+        """A newcomer before all others, who wait until it has proven itself."""
+        self._cases[name] = _Case()
+        self._suspects = {name: None, **self._suspects}
+
     def strikes(self, name: str) -> int:
         """How many crashes in a row it was in flight in; what hold() is told when it comes again by another name."""
         return self._cases[name].strikes if name in self._cases else 0

@@ -35,6 +35,11 @@ class Ward(Protocol):
         """Whether the engine has something to compute."""
         ...
 
+    @property
+    def is_probing(self) -> bool:
+        """Whether what the engine delivers is for nobody."""
+        ...
+
     def on_report(self, report: StepReport) -> None:
         """A step was done."""
         ...
@@ -74,8 +79,8 @@ class Supervisor:
         self._has_spoken = False
         self._last_progress = time.monotonic()
         self._num_computed = 0
-        self._deliveries = 0
-        """Steps of this engine that gave somebody a token or a score."""
+        self._deliveries = self._proofs = 0
+        """Steps of this engine that gave somebody a token or a score; and those that gave the probe one."""
         self._crash_loop = CrashLoop()
         self._start_clock = StartClock(time.monotonic())
         self._tasks: list[asyncio.Task[None]] = []
@@ -192,8 +197,9 @@ class Supervisor:
             return
         self.restarts += 1
         explained = self._ward.on_crash()
-        delivered, self._deliveries = self._deliveries >= PROOF, 0
-        if self._crash_loop.record(time.monotonic(), delivered=delivered, explained=explained):
+        delivered, proven = self._deliveries >= PROOF, self._proofs >= PROOF
+        self._deliveries = self._proofs = 0
+        if self._crash_loop.record(time.monotonic(), delivered=delivered, explained=explained, proven=proven):
             problem = f"the engine stopped {MOST_CRASHES} times in ten minutes and did nothing between"
             self.give_up(EngineGone(problem, 1))
 
@@ -203,7 +209,8 @@ class Supervisor:
             case StepReport():
                 if frame.events or frame.scores:
                     self._last_progress = self._last_frame
-                    self._deliveries += 1
+                    self._deliveries += not self._ward.is_probing
+                    self._proofs += self._ward.is_probing
                 elif frame.failed or frame.num_computed != self._num_computed:
                     self._last_progress = self._last_frame
                 self._num_computed = frame.num_computed

@@ -2,7 +2,7 @@
 
 A request that was in flight in two crashes, and wrote or scored less than two tokens between them, is refused. The
 service ends where the engine crashes three times within ten minutes and delivers nothing in between; the crash after
-which a request is refused does not count, once in a row.
+which a request is refused does not count, and neither does the one before where the next engine shows that it works.
 """
 
 from __future__ import annotations
@@ -163,6 +163,29 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
             assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
             assert server.wait_for(lambda: is_ready(server), 30)
             assert _count_same(visit(server, asks[:1]), expected[:1]) == 1
+    finally:
+        assert stop_server(server) == 0
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_requests_that_kill_the_engine_do_not_end_a_service_where_nobody_else_comes(
+    tmp_path: Path, weights: Path, promise: Promise, engines: int
+) -> None:
+    """After each the engine shows by a text of ours that it works; so no engine is given up, either."""
+    faults, flags = Faults(tmp_path / "faults"), ("--replicas", str(engines))
+    server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
+    try:
+        faults.arm("engine.step", "kill", match="max_tokens=119,")
+        for number in range(3):
+            assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 30)
+            (answer,) = visit(server, [Ask(body={**_TEXT, "max_tokens": 119, "seed": number})])
+            assert answer.told()["end"]["error"]["code"] == "engine_failed"
+        assert server.wait_for(lambda: is_ready(server), 30)
+        (answer,) = visit(server, _streams(1, max_tokens=5))
+        assert b"event: done" in answer.body
+        promise.all_of("R10", f"poisoned requests in a row outlived, {engines} engines", 3, 3)
+        assert server.metric("engine_restarts_total") == 6 and is_clean(server, 5.0)
+        assert "given up" not in server.log.read_text()
     finally:
         assert stop_server(server) == 0
 

@@ -1,0 +1,26 @@
+"""What a step did, to the streams that it is for. Knows no engine and no queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.engine.errors import EngineFailed, InvalidRequest
+from app.engine.stream import Stream
+from app.engine.types import PromptScores, Started, StepReport, TokenEvent
+
+
+def deliver(report: StepReport, streams: Mapping[str, Stream]) -> list[str]:
+    """Hands everything out, by the ids of the requests; those that ended. A reader who is held leaves meanwhile."""
+    ended = []
+    items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
+    for item in items:
+        if stream := streams.get(item.request_id):
+            stream.push(item.request_id, report.at, item)
+            if isinstance(item, TokenEvent) and item.finish:
+                ended.append(item.request_id)
+    for failure in report.failed:
+        if stream := streams.get(failure.request_id):
+            error = InvalidRequest(failure.message) if failure.is_asked_for else EngineFailed(failure.message)
+            stream.push(failure.request_id, report.at, error)
+            ended.append(failure.request_id)
+    return ended
