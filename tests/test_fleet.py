@@ -139,7 +139,7 @@ class World:
 
     def __init__(self, n: int = 2, *, places: int = 4, room: int = 1000, load: bool = True) -> None:
         queue = WaitingLine(QueueLimits(max_requests=room, max_prompt_tokens=100_000))
-        configs = [WorkerConfig(weights="", replica=place, replicas=n) for place in range(n)]
+        configs = [WorkerConfig(weights="", replica=place, replicas=n, max_running=places) for place in range(n)]
         self.fleet = Fleet([EngineClient(config, queue) for config in configs])
         self.engines = [Played(client, places) for client in self.fleet.engines]
         for client, engine in zip(self.fleet.engines, self.engines, strict=True):
@@ -148,11 +148,11 @@ class World:
         if load:
             self.fleet.start()
 
-    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12) -> Stream:
+    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, salt: str = "") -> Stream:
         number = len(self.streams)
         names = [f"r{number}/{i}" for i in range(n)]
         requests = [
-            Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None)
+            Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None, salt=salt)
             for i, name in enumerate(names)
         ]
         self.streams.append(self.fleet.submit(requests))
@@ -185,7 +185,7 @@ async def _text(stream: Stream) -> list[int] | str:
     return errors[0] if errors else [token.token for token in tokens if token.token is not None]
 
 
-def _alone(stream: Stream) -> list[int]:
+def alone(stream: Stream) -> list[int]:
     """What a stream says where nothing happens to it."""
     tokens = list(stream.requests[0].prompt)
     for _ in range(stream.requests[0].max_tokens):
@@ -193,7 +193,7 @@ def _alone(stream: Stream) -> list[int]:
     return tokens[len(stream.requests[0].prompt) :]
 
 
-def _in_loop(scenario: Callable[[], Any]) -> None:
+def in_loop(scenario: Callable[[], Any]) -> None:
     asyncio.run(scenario())
 
 
@@ -208,7 +208,7 @@ def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
         await asyncio.wait_for(world.fleet.wait_ready(), 1)
         assert world.fleet.ready and world.fleet.ready.device == "2 x a CPU" and world.fleet.phase == "ready"
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 @pytest.mark.parametrize("other", ["weights_version", "numerics"])
@@ -221,7 +221,7 @@ def test_engines_that_differ_from_the_start_do_not_serve(other: str) -> None:
         gone = await asyncio.wait_for(world.fleet.wait_gone(), 1)
         assert gone.exit_code == 1 and other in str(gone)
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_an_engine_that_cannot_start_ends_the_start() -> None:
@@ -232,7 +232,7 @@ def test_an_engine_that_cannot_start_ends_the_start() -> None:
         gone = await asyncio.wait_for(world.fleet.wait_gone(), 1)
         assert gone.exit_code == 2 and "there are 2" in str(gone)
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_one_engine_is_as_without_a_fleet() -> None:
@@ -244,11 +244,11 @@ def test_one_engine_is_as_without_a_fleet() -> None:
         assert world.fleet.ready is None and stream.is_open
         world.engines[0].load(numerics="another")
         assert world.fleet.ready and world.fleet.ready.numerics == "another"
-        assert await world.texts() == [_alone(stream)]
+        assert await world.texts() == [alone(stream)]
         world.engines[0].give_up(EngineGone("three times", 1))
         assert (await asyncio.wait_for(world.fleet.wait_gone(), 1)).exit_code == 1
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_a_beginning_comes_back_to_its_engine_and_all_choices_run_on_one() -> None:
@@ -266,7 +266,7 @@ def test_a_beginning_comes_back_to_its_engine_and_all_choices_run_on_one() -> No
                 )
             await world.texts(world.streams[-3:])
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_the_limits_of_the_queue_are_those_of_all_engines_together() -> None:
@@ -282,7 +282,7 @@ def test_the_limits_of_the_queue_are_those_of_all_engines_together() -> None:
         assert [stream.queue_position for stream in world.streams] == [None, None, *range(6)]
         assert sorted(client.load for client in world.fleet.engines) == [4, 4]
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_after_a_crash_what_only_waited_goes_on_elsewhere_and_keeps_its_place() -> None:
@@ -306,10 +306,10 @@ def test_after_a_crash_what_only_waited_goes_on_elsewhere_and_keeps_its_place() 
         held_up = [s for s in world.streams if s.is_open]
         assert len(held_up) == 2
         world.engines[0].load()
-        assert await world.texts() == [_alone(stream) for stream in world.streams]
+        assert await world.texts() == [alone(stream) for stream in world.streams]
         assert world.engines[1].seen.count("r0/0") == 0, "what was in flight met no other engine"
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_a_request_that_kills_engines_kills_one_engine_twice_and_no_other() -> None:
@@ -326,10 +326,10 @@ def test_a_request_that_kills_engines_kills_one_engine_twice_and_no_other() -> N
                     engine.load()
         texts = await world.texts()
         assert texts.pop(5) == "EngineFailed"
-        assert texts == [_alone(stream) for i, stream in enumerate(world.streams) if i != 5]
+        assert texts == [alone(stream) for i, stream in enumerate(world.streams) if i != 5]
         assert sorted(engine.restarts for engine in world.engines) == [0, 2]
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_newcomers_do_not_meet_suspects() -> None:
@@ -346,7 +346,7 @@ def test_newcomers_do_not_meet_suspects() -> None:
         world.step(8)
         assert world.fleet.engines[shaken].n_suspects == 0
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
@@ -358,7 +358,7 @@ def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
         world.engines[0].crash()
         world.engines[0].give_up(EngineGone("it crashed three times", 1))
         assert world.fleet.ready and not world.fleet._gone_event.is_set()
-        assert await world.texts() == [_alone(stream) for stream in world.streams]
+        assert await world.texts() == [alone(stream) for stream in world.streams]
         stream = world.submit((1,) * 8)
         assert world.home(stream) == 1
         world.engines[1].give_up(EngineGone("so did this one", 1))
@@ -367,7 +367,7 @@ def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
         with pytest.raises(NotReady):
             world.submit((1,))
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> None:
@@ -378,10 +378,10 @@ def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> None:
         world.engines[0].crash()
         world.engines[0].load(numerics="another")
         assert world.engines[0].is_gone and world.fleet.ready
-        assert await world.texts() == [_alone(stream) for stream in streams]
+        assert await world.texts() == [alone(stream) for stream in streams]
         assert not world.engines[0].requests, "nothing was sent to it"
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about() -> None:
@@ -396,7 +396,7 @@ def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about()
         assert [world.home(stream) for stream in world.streams] == homes
         assert (await asyncio.wait_for(world.fleet.wait_gone(), 1)).exit_code == 0
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -413,7 +413,7 @@ def test_a_tokenizer_that_does_not_fit_is_found_also_where_an_engine_has_crashed
         with pytest.raises(TokenizerError, match="the model only 2"):
             await asyncio.wait_for(served.load(), 60)
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_what_only_waits_goes_to_the_engine_that_is_back_first() -> None:
@@ -430,9 +430,9 @@ def test_what_only_waits_goes_to_the_engine_that_is_back_first() -> None:
         world.step(200)
         assert [world.home(stream) for stream in world.streams if stream.is_open] == [1], "a suspect waits for its own"
         world.engines[1].load()
-        assert await world.texts() == [_alone(stream) for stream in world.streams]
+        assert await world.texts() == [alone(stream) for stream in world.streams]
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() -> None:
@@ -449,9 +449,9 @@ def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() ->
         assert [world.home(stream) for stream in streams] == homes
         world.engines[1].crash()
         world.engines[1].load()
-        assert await world.texts() == [_alone(stream) for stream in streams]
+        assert await world.texts() == [alone(stream) for stream in streams]
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_a_text_that_goes_to_an_engine_that_still_loads_is_counted_once() -> None:
@@ -465,7 +465,7 @@ def test_a_text_that_goes_to_an_engine_that_still_loads_is_counted_once() -> Non
         world.engines[1].load()
         assert sum(client.replayed for client in world.fleet.engines) == 2
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_a_counter_of_all_engines_does_not_fall_when_one_crashes() -> None:
@@ -488,7 +488,7 @@ def test_a_counter_of_all_engines_does_not_fall_when_one_crashes() -> None:
         world.fleet.engines[1].on_report(StepReport(counters=Counters(preemptions=1)))
         assert told() == [11, 12]
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_of_several_engines_the_slowest_start_is_told_for_each_phase() -> None:
@@ -502,7 +502,7 @@ def test_of_several_engines_the_slowest_start_is_told_for_each_phase() -> None:
         series = {sample.labels["phase"]: sample.value for sample in told.samples}
         assert series == {"starting": 2.0, "loading_weights": 5.0, "proving": 1.0}
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_the_phase_is_that_of_an_engine_that_will_come() -> None:
@@ -516,7 +516,7 @@ def test_the_phase_is_that_of_an_engine_that_will_come() -> None:
         world.engines[1].give_up(EngineGone("so they are", 2))
         assert world.fleet.phase == "the weights are gone"
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,7 +558,7 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
             made[-1].over.set()
         await client.supervisor.stop()
 
-    _in_loop(scenario)
+    in_loop(scenario)
     assert [config.loading_beside for config in sent[:3]] == [1, 1, 0]
     assert {config.name for config in sent} == {"engine 1"}
 
@@ -595,7 +595,7 @@ def test_engines_that_will_wait_for_one_another_are_told(
     async def scenario() -> None:
         make_fleet(Settings(replicas=replicas, threads=threads, kernels="torch"))
 
-    _in_loop(scenario)
+    in_loop(scenario)
     assert words in caplog.text and bool(caplog.text) == bool(words)
 
 
@@ -630,9 +630,9 @@ def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> None:
         world.engines[home].crash()
         world.fleet.resume(stream)
         assert world.home(stream) == 1 - home
-        assert await world.texts() == [_alone(stream)]
+        assert await world.texts() == [alone(stream)]
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_a_stream_that_is_held_outlives_its_engine() -> None:
@@ -650,9 +650,9 @@ def test_a_stream_that_is_held_outlives_its_engine() -> None:
         world.step(200)
         rest = await stream.receive()
         tokens = [a.item.token for a in (*taken, *rest) if isinstance(a.item, TokenEvent)]
-        assert tokens == _alone(stream) and not stream.is_open
+        assert tokens == alone(stream) and not stream.is_open
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -692,12 +692,12 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
             if engine.ready is None:
                 engine.load()
         texts = await world.texts()
-        assert texts == [_alone(stream) for stream in world.streams]
+        assert texts == [alone(stream) for stream in world.streams]
         assert not any(client._streams or client._held for client in world.fleet.engines)
         assert not world.fleet.queue._places and not world.fleet.queue._behind
         assert len({world.home(stream) for stream in world.streams}) > 1
 
-    _in_loop(scenario)
+    in_loop(scenario)
 
 
 def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> None:
@@ -724,10 +724,10 @@ def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> Non
         newcomer = world.submit((9,) * 8)
         world.step(2)
         assert not client.is_probing and engine.seen[-1] == NAME
-        assert (await world.texts())[1:] == [_alone(stream) for stream in (*streams[1:], newcomer)]
+        assert (await world.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
         engine.crash()
         engine.load()
         assert not client.is_probing, "nobody was blamed for this crash"
         assert client.replayed == replayed + 2
 
-    _in_loop(scenario)
+    in_loop(scenario)

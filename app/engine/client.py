@@ -48,7 +48,7 @@ class EngineClient:
         """Requests that went to another engine process because theirs had crashed, each as often as that happened."""
         self.n_holds = 0
         """Times that a stream was held because its reader took nothing."""
-        self._place = config.replica
+        self._place, self._places = config.replica, config.max_running
         self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, Stream] = {}  # by the ids of their requests
         self._held: dict[str, Stream] = {}  # likewise: the engine does not know them until their readers have read
@@ -83,6 +83,12 @@ class EngineClient:
         return [s for s in self.streams if not s.strikes and (s.is_held or self._quarantine.are_innocent(s.open_ids))]
 
     @property
+    def waiting(self) -> list[Stream]:
+        """Those of which the engine has begun nothing, in the order in which they came, and no suspects."""
+        streams = dict.fromkeys(self._streams.values())
+        return [s for s in streams if not s.strikes and self._quarantine.are_queued(s.open_ids)]
+
+    @property
     def n_suspects(self) -> int:
         """Requests that were in flight in a crash, and go on one by one (quarantine.py)."""
         return self._quarantine.n_suspects
@@ -115,10 +121,9 @@ class EngineClient:
 
     def drop(self, request_ids: Sequence[str]) -> None:
         """Nobody wants these any more; for their stream."""
-        self._note_strikes(request_ids)
-        self._forget(request_ids)
+        self.part_with(request_ids)
         for request_id in request_ids:
-            self.supervisor.send(Cancel(request_id))
+            self.queue.leave(request_id)
 
     def position(self, request_id: str) -> int | None:
         """How many requests wait in front of this one; for its stream."""
@@ -151,9 +156,11 @@ class EngineClient:
         self.queue.begin(report.started, report.at, has_backlog=has_backlog, engine=self._place)
         for started in report.started:
             self._quarantine.begun(started.request_id)
-        self._forget(deliver(report, self._streams))
+        self._forget(ended := deliver(report, self._streams))
         if self._quarantine.is_careful:
             self._send_next()
+        if self.peers and (ended or not report.counters.running):
+            self.peers.on_room(self._place)
 
     def on_ready(self) -> None:
         """An engine takes requests: those that are open come first; for the supervisor."""
@@ -190,23 +197,27 @@ class EngineClient:
             self.peers.on_gone(self._place, reason)
         self.fail_all(EngineFailed(_GONE) if reason.exit_code else NotReady(_ENDING, 5))
 
-    def part_with(self, stream: Stream) -> None:
-        """A stream goes on elsewhere: it keeps its place in the queue, and what is known of it."""
-        self._note_strikes(stream.open_ids)
-        for request_id in stream.open_ids:
+    def has_room(self, count: int, salt: str) -> bool:
+        """Whether so many more of one caller would begin at once; none gets the last eighth so (queue.py)."""
+        is_calm = self.ready is not None and not self.n_suspects and not self.counters.waiting
+        return is_calm and self.load + count <= self._places - (self._places // 8 if salt else 0)
+
+    def part_with(self, request_ids: Sequence[str]) -> None:
+        """They go on elsewhere, if at all: their places in the queue stay, and who comes back is no less a suspect."""
+        for request_id in request_ids:
+            if stream := self._streams.pop(request_id, None):
+                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
             self._quarantine.leave(request_id)
-            self._streams.pop(request_id, None)
             self._held.pop(request_id, None)
+            self.supervisor.send(Cancel(request_id))
 
     def adopt(self, stream: Stream) -> None:
         """Goes on with a stream that another engine has parted with; nothing of it is on its way from there."""
         stream.source = self
         if stream.is_held:
             self._held.update(dict.fromkeys(stream.open_ids, stream))
-            return
-        if self.ready:  # else it is counted once there is an engine
-            self.replayed += len(stream.open_ids)
-        self._enter(stream, [stream.request(request_id) for request_id in stream.open_ids])
+        else:
+            self._enter(stream, [stream.request(request_id) for request_id in stream.open_ids])
 
     def _enter(self, stream: Stream, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -222,12 +233,6 @@ class EngineClient:
         self._quarantine.look(self._progress)
         while request_id := self._quarantine.next(self._progress):
             self.supervisor.send(Submit(self._streams[request_id].request(request_id)))
-
-    def _note_strikes(self, request_ids: Sequence[str]) -> None:
-        """Whoever comes back after each crash is no less a suspect."""
-        for request_id in request_ids:
-            if stream := self._streams.get(request_id):
-                stream.strikes = max(stream.strikes, self._quarantine.strikes(request_id))
 
     def _progress(self, request_id: str) -> int:
         return self._streams[request_id].progress(request_id)

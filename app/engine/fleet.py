@@ -3,15 +3,17 @@
     loading --all have loaded the same--> serving --the last is gone--> gone
        +------------ one is gone ------------------------------------------^
 
-It serves as long as one of them does. After a crash of one, what only waited there goes to the others at once; what it
-may have died of waits for its next process and meets no requests of another engine. Only one that crashes again and
-again is given up, and then all that it had goes to the others. asyncio, no torch, no pipe.
+Whoever waits for one while another has places goes there. It serves as long as one of them does. After a crash of one,
+what only waited there goes to the others at once; what it may have died of waits for its next process and meets no
+requests of another engine. Only one that crashes again and again is given up, and then all that it had goes to the
+others. asyncio, no torch, no pipe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
@@ -27,6 +29,9 @@ from app.engine.types import Request
 _log = logging.getLogger("inkstream")
 _SAME = ("weights_version", "numerics", "context", "vocab_size", "block_size")
 """What all engines must agree in, since an answer may go on with any of them."""
+
+_MOST_MOVES = 8
+"""At once, from engines that have a queue to one that has none: what is looked at does not keep the event loop busy."""
 
 
 class Fleet:
@@ -132,6 +137,16 @@ class Fleet:
                 if not engine.ready:
                     self._send_away(engine, engine.innocent)
 
+    def on_room(self, place: int) -> None:
+        """An engine has places that nobody there waits for: whoever waits for others begins here; for its client."""
+        taker = self.engines[place]
+        givers = [engine for engine in self.engines if engine is not taker and engine.ready and engine.counters.waiting]
+        if not (givers and taker.has_room(1, "")):
+            return
+        for stream in _in_turn(givers):
+            if taker.has_room(len(stream.open_ids), stream.requests[0].salt):
+                self._move(stream, taker)
+
     def on_crash(self, place: int) -> None:
         """The process of an engine is gone; for its client."""
         self._router.forget(place)
@@ -163,12 +178,27 @@ class Fleet:
         may = ready or (others if engine.supervisor.is_gone else [])
         return min(may, key=lambda one: (one.n_suspects > 0, one.load), default=None)
 
+    def _move(self, stream: Stream, taker: EngineClient) -> None:
+        """By new names, so that nothing is taken for theirs that the other engine says before it hears of this."""
+        names = stream.open_ids
+        giver = next(engine for engine in self.engines if engine is stream.source)
+        giver.part_with(names)
+        requests = stream.renew()
+        for name, request in zip(names, requests, strict=True):
+            self.queue.rename(name, request.id)
+        taker.adopt(stream)
+        place, facts = self.engines.index(taker), taker.ready
+        assert facts
+        self._router.note(place, block_hashes(requests, facts.block_size), facts.blocks_total)
+
     def _send_away(self, engine: EngineClient, streams: Iterable[Stream]) -> None:
         count = 0
         for stream in streams:
             if home := self._other_than(engine):
-                engine.part_with(stream)
+                engine.part_with(stream.open_ids)
                 home.adopt(stream)
+                if home.ready and not stream.is_held:  # else it is counted once there is an engine, or not at all
+                    home.replayed += len(stream.open_ids)
                 count += 1
         if self._other_than(engine):
             self.queue.stand_down(self.engines.index(engine))
@@ -179,6 +209,18 @@ class Fleet:
         if self._gone is None:
             self._gone = reason
             self._gone_event.set()
+
+
+def _in_turn(engines: Iterable[EngineClient]) -> list[Stream]:
+    """The first of each caller in each engine that wait for their first token, by their places in the queue."""
+    firsts: defaultdict[tuple[EngineClient, str], list[tuple[int, Stream]]] = defaultdict(list)
+    for engine in engines:
+        for stream in engine.waiting:
+            of_caller = firsts[engine, stream.requests[0].salt]
+            if len(of_caller) < _MOST_MOVES and (position := stream.queue_position) is not None:
+                of_caller.append((position, stream))
+    found = sorted((one for some in firsts.values() for one in some), key=lambda one: one[0])
+    return [stream for _, stream in found[:_MOST_MOVES]]
 
 
 def _difference(facts: Sequence[Ready]) -> str:

@@ -20,6 +20,10 @@ class Peers(Protocol):
         """It takes requests."""
         ...
 
+    def on_room(self, place: int) -> None:
+        """It has ended something, or has nothing to do: it may have places that nobody there waits for."""
+        ...
+
     def on_crash(self, place: int) -> None:
         """Its process is gone and another one will come."""
         ...

@@ -70,6 +70,11 @@ class Quarantine:
         """Whether all of them are held, and only because others are suspects or there is no engine."""
         return all(name in self._others for name in names)
 
+    def are_queued(self, names: Iterable[str]) -> bool:
+        """Whether the engine has all of them in its queue, and no crash was the fault of any."""
+        cases = (self._cases[name] for name in names)
+        return all(case.stage is _Stage.QUEUED and not case.strikes for case in cases)
+
     def hold(self, name: str, leader: str | None = None, strikes: int = 0) -> None:
         """A newcomer, behind all others; behind its leader, if it has one. With `strikes` it is a suspect still."""
         self._cases[name] = _Case(leader=leader, strikes=strikes)

@@ -129,6 +129,11 @@ class WaitingLine:
             self._work = self._work - place.work if self._places else 0.0
             self._forget_if_empty(place.salt, lane)
 
+    def rename(self, request_id: str, name: str) -> None:
+        """A request that waits keeps its place by another name; no error for one that does not wait."""
+        if place := self._places.pop(request_id, None):
+            self._places[name] = place
+
     def position(self, request_id: str) -> int | None:
         """Requests that will begin before this one, or None where it does not wait."""
         if (place := self._places.get(request_id)) is None:
