@@ -152,7 +152,10 @@ async def _whole(result: Any) -> Whole:
         return answer
     except asyncio.CancelledError:
         result.cancel()
-        raise
+        task = asyncio.current_task()
+        if task and task.cancelling():
+            raise
+        raise ReplicaLost from None  # Ray says so of a copy that it ends; nobody here has cancelled anything
     except exceptions.RayError as error:
         _log.warning("a copy did not answer: %s", error)
         raise ReplicaLost from None

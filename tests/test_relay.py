@@ -138,8 +138,9 @@ def test_a_stream_of_the_other_door_is_asked_for_again_until_something_was_said(
     assert text.removeprefix(": ping\n") == WORDS.decode() + "data: [DONE]\n\n"
 
 
-def test_a_stream_of_the_other_door_that_had_begun_ends_with_an_error() -> None:
-    replicas = Played(taken(EVENTS, WORDS, Lost), taken(EVENTS, WORDS))
+@pytest.mark.parametrize("ending", [[Lost], []], ids=["lost", "ended without a word"])
+def test_a_stream_of_the_other_door_that_had_begun_ends_with_an_error(ending: list[Any]) -> None:
+    replicas = Played(taken(EVENTS, WORDS, *ending), taken(EVENTS, WORDS))
     front = front_of(replicas)
     *said, error, end, nothing = ask(front, "/v1/completions", json=BODY).text.split("\n\n")
     assert ["\n\n".join(said).encode() + b"\n\n", end, nothing] == [WORDS, "data: [DONE]", ""]
@@ -150,11 +151,21 @@ def test_a_stream_of_the_other_door_that_had_begun_ends_with_an_error() -> None:
 
 def test_nobody_waits_for_ever_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_module, "_QUICK_SECONDS", 0.01)
-    replicas = Played([Silent], [Silent])
+    replicas = Played(*[[Silent]] * 4)
     front = front_of(replicas, queue_timeout=0.01)
     for method, path in (("GET", "/health/ready"), ("POST", "/complete")):
         assert ask(front, path, method).status_code == 503
-    assert replicas.closed == 2
+    assert replicas.closed == 4
+
+
+@pytest.mark.parametrize("hung", [[Silent], taken(Silent), taken(JSON, b"{", Silent)], ids=["at once", "taken", "half"])
+def test_whoever_asks_for_health_is_answered_by_another_replica_where_one_hangs(
+    monkeypatch: pytest.MonkeyPatch, hung: Any
+) -> None:
+    monkeypatch.setattr(front_module, "_QUICK_SECONDS", 0.02)
+    replicas = Played(hung, taken(JSON, b'{"status": "ready"}'))
+    response = ask(front_of(replicas), "/health/ready", "GET")
+    assert (response.status_code, response.json()) == (200, {"status": "ready"})
 
 
 async def _leave_after(front: Front, count: int) -> list[bytes]:

@@ -116,6 +116,7 @@ def test_a_stream_that_the_front_knows_is_stopped_although_its_replica_hangs() -
             assert (await client.delete(f"/complete/{name}")).json() == {"id": name, "cancelled": True}
             late.set()
             assert '"code": "cancelled"' in (await reading).text
+            assert (await client.delete(f"/complete/{name}")).status_code == 404, "it has ended, whoever hangs"
             assert len(replicas.calls) == 1
 
     asyncio.run(visits())

@@ -39,10 +39,10 @@ from app.relay.response import EventStream, as_it_is, best, headers_of
 from app.relay.stream import Reader, RelayedStream
 from app.settings import Settings
 
-_QUICK_SECONDS = 5.0
-"""What whoever asks for health or a page has to wait for a replica, at most."""
+_QUICK_SECONDS = 2.0
+"""What a replica has for a page, or to tell its health: another one is asked then."""
 _TOGETHER_SECONDS = 2.0
-"""What all replicas together have for what is asked of each: those that hang must not keep the others' words back."""
+"""What all replicas together have for what is asked of each: one that hangs must not keep the others' words back."""
 _SOON = {"Retry-After": "5"}
 
 
@@ -121,19 +121,25 @@ class Front:
         return await self._pass_on(call)
 
     async def _pass_on(self, call: Call) -> Response:
-        patience = self._settings.queue_timeout if call.method == "POST" else _QUICK_SECONDS
-        asking = Asking(self._replicas, call, self._counts, resends=self._resends, patience=patience)
+        asking = Asking(
+            self._replicas, call, self._counts, resends=self._resends, patience=self._settings.queue_timeout
+        )
         while True:
             try:
-                answer = await asking.begin()
-                if answer.head.is_event_stream:
-                    return self._stream(asking, answer)
-                try:
-                    return as_it_is(answer.head, await answer.body())
-                finally:
-                    await answer.close()
-            except ReplicaLost:
+                async with asyncio.timeout(None if call.method == "POST" else _QUICK_SECONDS):
+                    return await self._from_one(asking)
+            except (ReplicaLost, TimeoutError):  # the time is over: it hangs, and another one may not
                 self._lost(asking)
+
+    async def _from_one(self, asking: Asking) -> Response:
+        """Of the replica that takes it; as a stream, or when all of it is there. Raises ReplicaLost."""
+        answer = await asking.begin()
+        if answer.head.is_event_stream:
+            return self._stream(asking, answer)
+        try:
+            return as_it_is(answer.head, await answer.body())
+        finally:
+            await answer.close()
 
     def _lost(self, asking: Asking) -> None:
         try:
@@ -191,7 +197,7 @@ class Front:
         was_running = stream and statuses <= {200, 404} and stream.stop()
         if was_running or (stream and 200 in statuses):
             return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
-        if heard.silent and statuses <= {404}:
+        if heard.silent and statuses <= {404} and not stream:
             raise ApiError(503, "a replica that may have it does not answer: try again in a moment", headers=_SOON)
         return best(_some(heard))
 

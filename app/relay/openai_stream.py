@@ -21,7 +21,7 @@ async def openai_frames(asking: Asking, answer: Answer) -> AsyncGenerator[bytes,
             try:
                 piece = await answer.next()
                 if piece is None:
-                    return
+                    raise ReplicaLost  # it has ended without a word
                 was_said = was_said or bool(piece.replace(_PING, b""))
                 yield piece
                 if piece.endswith(_END):  # who is lost now has said all
