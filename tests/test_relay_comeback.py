@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from played_replicas import EVENTS, JSON, START, Lost, Played, Silent, done, event, taken, token
+from starlette.types import Message
 from wire import parse_events, text_of
 
+from app.api import sse
 from app.relay.asking import Asking, Counts
 from app.relay.call import Call, Head, Whole
 from app.relay.front import Front
@@ -226,5 +228,76 @@ def test_a_body_is_no_more_than_its_bytes_until_another_replica_needs_it() -> No
         async with client_of(Front(Settings(), replicas, resends=0)) as client:
             events = parse_events((await client.post("/complete", content=b"not for Python")).text)
             assert text_of(events) == "Once"
+
+    asyncio.run(visits())
+
+
+@pytest.mark.parametrize("path", ["/complete", "/v1/completions"])
+def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) -> None:
+    """Ray cancels what it runs for a client that leaves, be it in the very moment in which a replica has begun."""
+
+    async def visit(turns: int) -> bool:
+        replicas = Played(taken(*BEGUN, token("Once"), Silent))
+        front = Front(Settings(resume_seconds=0), replicas, resends=0)
+
+        async def receive() -> Message:
+            if receive_first:
+                return receive_first.pop()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        receive_first: list[Message] = [{"type": "http.request", "body": b"{}", "more_body": False}]
+        sent: list[Message] = []
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        visiting = asyncio.ensure_future(front(scope, receive, send))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        visiting.cancel()
+        await asyncio.gather(visiting, return_exceptions=True)
+        assert replicas.closed == len(replicas.calls) and not front._shelf._kept, f"after {turns} turns"
+        return bool(sent)
+
+    async def visits() -> None:
+        assert [await visit(turns) for turns in range(40)][-1], "it never came as far as the answer"
+
+    asyncio.run(visits())
+
+
+def test_what_the_work_has_made_is_returned_or_discarded_whenever_its_caller_is_cancelled() -> None:
+    async def visit(turns: int, left_after: int) -> None:
+        made, got, discarded = [], [], []
+
+        async def work() -> str:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            made.append("it")
+            return "it"
+
+        async def receive() -> Message:
+            for _ in range(left_after):
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def discard(what: str) -> None:
+            discarded.append(what)
+
+        async def call() -> None:
+            if what := await sse.until_disconnect(work(), receive, discard=discard):
+                got.append(what)
+
+        calling = asyncio.ensure_future(call())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
+        assert made == got + discarded, f"after {turns} turns"
+
+    async def visits() -> None:
+        for turns in range(12):
+            for left_after in (1, 2, 3, 4, 5, 99):
+                await visit(turns, left_after)
 
     asyncio.run(visits())

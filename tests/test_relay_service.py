@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from wire import parse_events, text_of
 from app.engine.client import EngineClient
 from app.engine.errors import NotReady
 from app.main import create_app
+from app.relay import replica
+from app.relay.call import Call
 from app.relay.front import Front
 from app.settings import Settings
 
@@ -86,5 +89,30 @@ def test_pages_and_errors_are_the_services_own(settings: Settings) -> None:
             unknown = await _ask(app, [], "/complete/req-1", "DELETE")
             assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_request")
             assert 'inkstream_requests_running{server="a"} 0.0' in (await _ask(app, [], "/metrics", "GET")).text
+
+    asyncio.run(visits())
+
+
+def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Settings) -> None:
+    """Be it in the very moment in which it was admitted; after as many turns of the event loop as there may be."""
+
+    async def visit(app: FastAPI, turns: int) -> None:
+        body = json.dumps(BODY).encode()
+        headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
+        call = Call(request_id=f"r{turns}", method="POST", path="/complete", query=b"", headers=headers, body=body)
+        asking = asyncio.ensure_future(replica.whole(app, call, "a"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert not app.state.service.engine.engines[0].load, f"after {turns} turns"
+
+    async def visits() -> None:
+        app = create_app(settings)
+        async with app.router.lifespan_context(app):
+            await _until_ready(app)
+            await visit(app, 1000)
+            for turns in range(60):
+                await visit(app, turns)
 
     asyncio.run(visits())

@@ -66,9 +66,14 @@ class Job:
         `served` is what the prompt was made for, where it was made by the weights' own chat template.
         """
         name = request_id_of(request)
+
+        async def discard(admitted: Admitted) -> None:
+            cls(name, admitted, service, metrics).close()
+
         try:
             # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
-            admitted = await sse.until_disconnect(service.begin(name, wish, caller, heartbeat, served), request.receive)
+            work = service.begin(name, wish, caller, heartbeat, served)
+            admitted = await sse.until_disconnect(work, request.receive, discard=discard)
         except EngineError as error:
             metrics.rejected(_reason(error))
             raise

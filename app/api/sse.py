@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,17 +67,34 @@ def json_response(answer: Mapping[str, Any], headers: Mapping[str, str]) -> Resp
     return Response(body, media_type="application/json", headers=headers)
 
 
-async def until_disconnect(work: Coroutine[Any, Any, _T], receive: Receive) -> _T | None:
-    """Runs `work`; when the client leaves first, cancels it and returns None."""
+async def until_disconnect(
+    work: Coroutine[Any, Any, _T], receive: Receive, *, discard: Callable[[_T], Awaitable[None]] | None = None
+) -> _T | None:
+    """Runs `work`; when the client leaves first, cancels it and returns None.
+
+    discard: is given what the work has made where nobody gets it, since the caller was cancelled at that moment.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
+    in_time = False
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        in_time = working.done()
+        await _end(working, watching)
+    except asyncio.CancelledError:
+        in_time = False
+        await _end(working, watching)
+        raise
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        if discard and not in_time and working.done() and not (working.cancelled() or working.exception()):
+            await discard(working.result())
+    return working.result() if in_time else None
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

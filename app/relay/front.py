@@ -35,7 +35,7 @@ from app.relay.call import Call, ReplicaLost, Replicas, Whole
 from app.relay.everyone import Heard, ask_everyone
 from app.relay.metrics import Presence, merged
 from app.relay.openai_stream import openai_frames
-from app.relay.response import EventStream, as_it_is, best, headers_of
+from app.relay.response import EventStream, as_it_is, best, headers_of, let_go
 from app.relay.stream import Reader, RelayedStream
 from app.settings import Settings
 
@@ -75,7 +75,7 @@ class Front:
         request_id = Record.begin_in(scope).request_id
         try:
             call = await self._read(Request(scope, receive), request_id)
-            response = await sse.until_disconnect(self._answer(call), receive)
+            response = await sse.until_disconnect(self._answer(call), receive, discard=let_go)
         except ApiError as error:
             headers = {**error.headers, "X-Request-Id": request_id}
             response = JSONResponse(error.body(request_id), error.status, headers)

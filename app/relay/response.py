@@ -30,9 +30,23 @@ class EventStream(sse.EventStreamResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._generator.aclose()
-            if self._answer:
-                await self._answer.close()
+            await self._release()
+
+    async def discard(self) -> None:
+        """In place of a call: nobody will read it."""
+        self._close()
+        await self._release()
+
+    async def _release(self) -> None:
+        await self._generator.aclose()
+        if self._answer:
+            await self._answer.close()
+
+
+async def let_go(response: Response) -> None:
+    """Nobody will read it."""
+    if isinstance(response, EventStream):
+        await response.discard()
 
 
 def best(answers: list[Whole]) -> Response:
