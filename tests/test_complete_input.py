@@ -177,6 +177,24 @@ def test_unknown_routes_and_wrong_methods_have_the_error_shape(server: Server) -
     assert _error(httpx.delete(f"{server.url}/complete/unknown"), 404)["code"] == "unknown_request"
 
 
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/metrics", "/web/page.js"])
+def test_a_wrong_method_is_told_all_that_are_allowed(server: Server, path: str) -> None:
+    response = httpx.patch(f"{server.url}{path}")
+    assert "use GET, HEAD" in _error(response, 405)["message"]
+    assert response.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("body", [[], "text", None, 5])
+def test_a_body_that_is_no_object_is_told_so_and_no_field_is_named(server: Server, body: Any) -> None:
+    error = _error(_post(server, body), 400)
+    assert "one JSON object" in error["message"]
+    assert error["param"] is None
+
+
+def test_a_model_without_a_name_is_none(server: Server) -> None:
+    assert _error(httpx.get(f"{server.url}/v1/models/"), 404)["code"] == "model_not_found"
+
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
 
 from app.api.record import record_of
 from app.engine.errors import (
@@ -23,6 +24,7 @@ from app.engine.errors import (
     Unavailable,
 )
 
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
 _NAMES = "may have up to 64 letters, digits, _ and -"
 _PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAMES, "request_id": _NAMES}
 _TYPES = {
@@ -110,6 +112,8 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         near = get_close_matches(str(name), fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "GET /docs lists all fields"
         return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
+    if name is None and first["type"] == "model_type":
+        return ApiError(400, "the body must be one JSON object, with fields by their names")
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
     message = first["msg"].removeprefix("Value error, ")
@@ -160,11 +164,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return respond(request, ApiError(404, f"there is no route {request.scope['path'][:100]}", headers=headers))
     if error.status_code == 405:
-        allowed = headers.get("Allow", "another method")
-        return respond(
-            request, ApiError(405, f"{request.method[:20]} is not allowed here; use {allowed}", headers=headers)
-        )
+        allowed = _allowed(request)
+        message = f"{request.method[:20]} is not allowed here; use {allowed}"
+        return respond(request, ApiError(405, message, headers={**headers, "Allow": allowed}))
     return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """The methods that this path takes. Starlette tells those of its first route alone: of a page, HEAD."""
+    scope = dict(request.scope)
+    found = (m for m in _METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in request.app.routes))
+    return ", ".join(found) or "another method"
 
 
 async def _on_framework_validation(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from app.api.auth import public
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
+from app.api.errors import ApiError
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.api.operation_schemas import Health, Model, ModelList
@@ -64,6 +65,8 @@ async def models(service: ServiceDep) -> dict[str, Any]:
 @router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
 async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
     """The facts of one model."""
+    if not model_id:
+        raise ApiError(404, "a model's name is missing: GET /v1/models tells it", param="model", code="model_not_found")
     check_model(model_id, service)
     return _facts(service)
 
