@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from conftest import ROOT
@@ -82,3 +83,23 @@ def test_a_disk_full_from_any_operation_on_ends_in_a_result_or_in_one_line(
     assert (code, len(errors)) in ((0, 0), (2, 1))
     assert newest_snapshot(out / ".training") is None or load_snapshot(out / ".training")
     assert train(text, out, *flags, "--resume") == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_disk_without_a_byte_left_is_told_in_one_line_and_nothing_stays(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is made where no byte can be written; whose the lock is could not be, and was told of the output."""
+    real = Path.open
+
+    def full(path: Path, mode: str = "r", **named: Any) -> IO[Any]:
+        return real(Path("/dev/full"), "r+") if path.name == "lock" else real(path, mode, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr("model.train.place._is_current", lambda _lock: True)
+    monkeypatch.setattr("os.ftruncate", lambda *_: None)  # of what is no file
+    assert train(text, tmp_path / "new" / "out", *TINY, "--steps", "1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out {tmp_path}/new/out: cannot be written (No space left on device); make room")
+    assert error.count("\n") == 1
+    assert list(tmp_path.glob("new*")) == []

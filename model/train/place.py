@@ -34,6 +34,7 @@ def held(out: Path, *, overwrite: bool) -> Iterator[None]:
     with lock:
         _take(lock, out)
         try:
+            _sign(lock, out)
             yield
         finally:
             (work / _LOCK).unlink(missing_ok=True)
@@ -69,9 +70,17 @@ def _take(lock: IO[str], out: Path) -> None:
         raise ValueError(f"--out {out}: another run is at work there (process {who}); name another folder") from None
     if not _is_current(lock):
         raise ValueError(f"--out {out}: another run has left this very moment; try again")
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
+
+
+def _sign(lock: IO[str], out: Path) -> None:
+    """Past the buffer, whose rest would be written once more, and fail once more, when the file is closed."""
+    try:
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), b"%d\n" % os.getpid())
+    except OSError as error:
+        raise ValueError(
+            f"--out {out}: cannot be written ({error.strerror}); make room or name a folder elsewhere"
+        ) from None
 
 
 def _is_current(lock: IO[str]) -> bool:
