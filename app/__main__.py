@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -73,11 +74,22 @@ def _run(verb: str, rest: list[str]) -> int:
     gc.freeze()
     gc.enable()
     if run is None:
-        print(_USAGE, file=sys.stdout if verb in ("-h", "--help") else sys.stderr)
-        return 0 if verb in ("-h", "--help") else 2
+        return _explain(verb)
     if verb != "serve":  # the server takes the signal over before there is something to tidy up
         signal.signal(signal.SIGINT, before)
     return run(rest)
+
+
+def _explain(verb: str) -> int:
+    """What to call instead of something that is no verb: the list, where nothing was said or help is wanted."""
+    if verb and verb not in ("-h", "--help", "help"):
+        known = ", ".join(re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE))
+        print(
+            f"error: {verb[:60]!r} is no verb; verbs are {known}; inkstream --help tells what they do", file=sys.stderr
+        )
+        return 2
+    print(_USAGE, file=sys.stderr if not verb else sys.stdout)
+    return 2 if not verb else 0
 
 
 def _load(verb: str) -> Callable[[list[str]], int] | None:

@@ -179,6 +179,13 @@ class Settings(BaseSettings):
                 )
         return value
 
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _is_no_working_directory(cls, value: object) -> object:
+        if value == "":  # a path would be made of it: the working directory's
+            raise ValueError("must not be empty: it is a weights directory, . the one that you are in")
+        return value
+
     @field_validator("cache_dir", "keys_file", mode="before")
     @classmethod
     def _nothing_is_none(cls, value: object) -> object:
@@ -187,7 +194,10 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Settings:
         if 0 < self.tokens_per_step < self.max_running:
-            raise ValueError(f"tokens_per_step ({self.tokens_per_step}) is below max_running ({self.max_running})")
+            raise ValueError(
+                f"--tokens-per-step {self.tokens_per_step} is below --max-running {self.max_running}, and each running "
+                "request takes a token of a step: raise the one or lower the other"
+            )
         return self
 
     @property

@@ -49,11 +49,17 @@ def test_bench_loads_a_running_service(server: Server) -> None:
     assert result.stdout.splitlines()[-1].startswith("{")
 
 
-@pytest.mark.parametrize("arguments", [(), ("fly",)])
-def test_an_unknown_verb_gets_the_list_and_exit_code_two(arguments: tuple[str, ...]) -> None:
-    result = _run(*arguments)
+def test_no_verb_gets_the_list_and_exit_code_two() -> None:
+    result = _run()
     assert result.returncode == 2
-    assert "serve" in result.stderr
+    assert "serve a weights directory" in result.stderr
+
+
+@pytest.mark.parametrize("word", ["fly", "--version", "fly\nhigh"])
+def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(word: str) -> None:
+    result = _run(word)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"error: {word!r} is no verb; verbs are serve, complete, bench, check, compile, ")
 
 
 @pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "compile", "train"])

@@ -219,11 +219,13 @@ def test_flags_become_fields_of_the_right_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--n", "1.5"), "int value"),
-        (("--typical-p", "nan"), "number value"),
-        (("--typical-p", "much"), "number value"),
-        (("--logit-bias", "12"), "ID=BIAS value"),
-        (("--logit-bias", "a=1"), "ID=BIAS value"),
+        (("--n", "1.5"), "must be a whole number, not '1.5'"),
+        (("--n", "1" * 5000), "must be a whole number, not '1{60}'$"),
+        (("--typical-p", "nan"), "must be a number, and a finite one, not 'nan'"),
+        (("--typical-p", "much"), "must be a number, and a finite one, not 'much'"),
+        (("--logit-bias", "12"), "must be ID=BIAS, such as 123=-5, not '12'"),
+        (("--logit-bias", "a=1"), "must be a whole number, not 'a'"),
+        (("--logit-bias", "1=a"), "must be a number, and a finite one, not 'a'"),
         (("--json-schema", "{"), "not JSON"),
         (("--json-schema", "@/no/such/file"), "No such file"),
         (("--grammar", "@/no/such/file"), "No such file"),

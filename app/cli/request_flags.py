@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,20 @@ def _how(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
     return _SIMPLE[types.pop()]
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:60]!r}") from None
+
+
 def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"must be a number, and a finite one, not {text[:60]!r}")
     return number
 
 
@@ -56,7 +67,9 @@ def _stop(text: str) -> str:
 
 def _pair(text: str) -> tuple[str, float]:
     token, _, bias = text.rpartition("=")
-    return str(int(token)), _finite(bias)
+    if not token:
+        raise argparse.ArgumentTypeError(f"must be ID=BIAS, such as 123=-5, not {text[:60]!r}")
+    return str(_whole(token)), _finite(bias)
 
 
 def _content(text: str) -> str:
@@ -78,21 +91,15 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not JSON ({error})") from None
 
 
-def _named(read: Callable[[str], Any], name: str) -> Callable[[str], Any]:
-    """argparse tells people that a value is no `name`."""
-    read.__name__ = name
-    return read
-
-
 _SIMPLE: dict[str, dict[str, Any]] = {
-    "integer": {"type": int, "metavar": "N"},
-    "number": {"type": _named(_finite, "number"), "metavar": "X"},
+    "integer": {"type": _whole, "metavar": "N"},
+    "number": {"type": _finite, "metavar": "X"},
     "string": {"metavar": "TEXT"},
 }
 _OWN: dict[str, dict[str, Any]] = {
     "source": _SIMPLE["string"],
     "stop": {"action": "append", "type": _stop, "metavar": "TEXT"},
-    "logit_bias": {"action": "append", "type": _named(_pair, "ID=BIAS"), "metavar": "ID=BIAS"},
+    "logit_bias": {"action": "append", "type": _pair, "metavar": "ID=BIAS"},
     "json_schema": {"type": _json, "metavar": "JSON"},
     "grammar": {"type": _content, "metavar": "TEXT"},
 }

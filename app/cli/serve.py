@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -45,7 +46,11 @@ def _refuse_unknown_variables() -> None:
         # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service of our name.
         kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
         if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not kubernetes:
-            raise StartError(f"the variable {name} is no setting; settings are {', '.join(sorted(known))}")
+            near = get_close_matches(
+                name.upper().removeprefix("INKSTREAM_"), map(str.upper, Settings.model_fields), n=1
+            )
+            hint = f"did you mean INKSTREAM_{near[0]}? " if near else ""
+            raise StartError(f"the variable {name} is no setting: {hint}inkstream serve --help tells the settings")
 
 
 def flag(name: str) -> str:

@@ -110,7 +110,7 @@ def cases(weights: Path) -> list[Case]:
         for value in wrong_values(name, field):
             shown = name if name not in ("weights", "cache_dir", "keys_file") else ""
             if name == "weights":
-                shown = "config.json" if value in ("", "app") else value.replace("\n", "\\n")
+                shown = {"": "--weights", "app": "config.json"}.get(value, value.replace("\n", "\\n"))
             if field.annotation is bool:
                 found.append(([*rest, f"{flag(name)}={value}"], {}, flag(name)))
             else:
@@ -123,8 +123,17 @@ def cases(weights: Path) -> list[Case]:
     found.append(([*good, "--nonsense"], {}, "--nonsense"))
     found.append(([*good, "--por", "1"], {}, "--por"))
     found.append(([*good, "weights"], {}, "weights"))
-    found.append((good, {"INKSTREAM_KV_BLOKS": "1"}, "INKSTREAM_KV_BLOKS"))
-    found.append(([*good, "--max-running", "64", "--tokens-per-step", "32"], {}, "tokens_per_step"))
+    found.append(
+        (good, {"INKSTREAM_KV_BLOKS": "1"}, "INKSTREAM_KV_BLOKS is no setting: did you mean INKSTREAM_KV_BLOCKS?")
+    )
+    found.append((good, {"INKSTREAM_QQ": "1"}, "INKSTREAM_QQ is no setting: inkstream serve --help tells the settings"))
+    found.append(
+        (
+            [*good, "--max-running", "64", "--tokens-per-step", "32"],
+            {},
+            "--tokens-per-step 32 is below --max-running 64",
+        )
+    )
     found.append(([*good, "--host", "a..b", "--insecure-no-auth"], {}, "a..b"))
     found.append(([*good, "--host", "\udcff", "--insecure-no-auth"], {}, "--host"))
     found.append(([*good, "--kernels", "native", "--device", "cuda"], {}, "native"))
