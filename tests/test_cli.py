@@ -76,6 +76,7 @@ def test_every_verb_explains_itself(verb: str) -> None:
         ("complete", "a", "--x"),
         ("bench", "--x"),
         ("check",),
+        ("check", ""),
         ("compile", "--x"),
         ("keys",),
         ("train",),

@@ -113,3 +113,20 @@ def test_as_many_windows_as_no_memory_has_are_refused(capsys: pytest.CaptureFixt
 def test_flags_are_read_before_torch_is_imported() -> None:
     program = "import sys, model.train.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("flag", ["--out", "--data", "--pairs", "--unseen", "--init", "--about"])
+def test_an_empty_path_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A variable that is not set: the model went into the working directory, or --init was left out without a word."""
+    with pytest.raises(SystemExit) as caught:
+        parse(["--data", "x", "--out", "y", "--steps", "1", flag, ""])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: argument {flag}: is empty: name a file or folder")
+
+
+def test_a_vocabulary_that_no_memory_holds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """tokenizers ended the process with SIGABRT and its stack."""
+    with pytest.raises(SystemExit) as caught:
+        parse(["--data", "x", "--out", "y", "--steps", "1", "--vocab-size", "999999999"])
+    assert caught.value.code == 2
+    assert "'999999999' is not a whole number from 1 to 1048576" in capsys.readouterr().err

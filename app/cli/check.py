@@ -25,8 +25,11 @@ from model.transformer import Decoder
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 fine, 2 not; one line then names the file and the reason."""
     parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
-    parser.add_argument("directory", type=Path, metavar="DIR")
-    directory: Path = parser.parse_args(argv).directory
+    parser.add_argument("directory", metavar="DIR")
+    given = parser.parse_args(argv).directory
+    if not given:
+        parser.error("DIR is empty; . is the directory that you are in")
+    directory = Path(given)
     try:
         lines = _check(directory)
     except ValueError as error:  # CheckpointError, TokenizerError, sampling defaults: all name their file

@@ -67,15 +67,15 @@ class Flag:
 
 FLAGS = {
     "what to learn from": [
-        Flag("--data PATH...", ".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)"),
-        Flag("--pairs FILE.tsv...", "source<TAB>target lines, for presets with an encoder"),
+        Flag("--data PATH...", ".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)", values.path),
+        Flag("--pairs FILE.tsv...", "source<TAB>target lines, for presets with an encoder", values.path),
         Flag("--per-line", "every line is a text by itself", argparse.BooleanOptionalAction, False, {"toy": True}),
         Flag("--tokenizer", "what tokens are", KINDS, "bpe", {"toy": "words"}),
         Flag("--end-token TEXT", "the special token that ends a text", None, SEPARATOR, {"toy": "<EOS>"}),
         Flag(
             "--vocab-size N",
             "tokens of the vocabulary",
-            values.count,
+            values.vocabulary,
             more="the preset's, fewer where the text supports no more; words: all",
         ),
         Flag("--straighten SHARE", "texts given ASCII quotes", values.share, more="0.5; --init: 0"),
@@ -86,7 +86,7 @@ FLAGS = {
             0.01,
             more="; of fewer than 100 the last 5 %% of all text",
         ),
-        Flag("--unseen PATH...", "texts never trained on, each measured by itself in the end"),
+        Flag("--unseen PATH...", "texts never trained on, each measured by itself in the end", values.path),
         Flag("--text-key KEY", "under which .jsonl has its texts", more=USUAL_KEY),
     ],
     "the model": [
@@ -97,7 +97,9 @@ FLAGS = {
             "small",
         ),
         Flag("--arch", "another layout in the size of a preset", ARCHS, more=_OF_PRESET),
-        Flag("--init DIR", "go on from these weights: ours, or a Hugging Face directory with its tokenizer"),
+        Flag(
+            "--init DIR", "go on from these weights: ours, or a Hugging Face directory with its tokenizer", values.path
+        ),
         Flag(
             "--context N",
             f"longest sequence in tokens (default: {_OF_PRESET}); with --init of training (default: up to 512)",
@@ -169,7 +171,7 @@ FLAGS = {
             {"toy": "float32", "--init": None},
             "; --init: as they were",
         ),
-        Flag("--about FILE", "text for the model card: corpus, licence, intended use"),
+        Flag("--about FILE", "text for the model card: corpus, licence, intended use", values.path),
         Flag("--license ID", "of the model, for the card's head: mit, cc0-1.0, ...", values.license_id),
         Flag("--language CODE", "of the text, for the card's head: en, pt-BR, ...", values.language),
     ],
@@ -184,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
         description="Train a model on text, and leave a directory that serves.",
         allow_abbrev=False,
     )
-    p.add_argument("--out", required=True, metavar="DIR", help="where the weights directory goes")
+    p.add_argument("--out", required=True, type=values.path, metavar="DIR", help="where the weights directory goes")
     for title, flags in FLAGS.items():
         group = p.add_argument_group(title)
         for flag in flags:

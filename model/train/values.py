@@ -28,6 +28,13 @@ def preset_name(name: str) -> str:
     raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
 
 
+def path(text: str) -> str:
+    """Of a file or folder. An empty one, of a variable that is not set, would be the working directory, or none."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name a file or folder, . for the one that you are in")
+    return text
+
+
 def _word(pattern: str, what: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -55,6 +62,8 @@ def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what
 
 
 count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
+vocabulary = _number(int, lambda x: 1 <= x <= 2**20, "a whole number from 1 to 1048576")
+"""tokenizers makes room for all of it at once, and ends the process, without a word to us, where there is none."""
 windows = _number(int, lambda x: 1 <= x <= 2**16, "a whole number from 1 to 65536")
 whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
 positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
