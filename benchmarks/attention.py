@@ -10,7 +10,6 @@ one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from app.engine.sampler import TorchSampler
 from app.engine.scheduler import Scheduler
 from app.engine.types import Request
 from benchmarks.result import Machine, this_machine
+from model.arguments import OneLineParser
 from model.attention import CausalAttend, PerHeadAttend
 from model.config import ModelConfig
 from model.presets import PRESET_NAMES, preset
@@ -91,7 +91,7 @@ class AttentionResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.attention", description=__doc__.partition("\n")[0])
     parser.add_argument("--preset", choices=_presets(), default="gpt", help="the decoder's shape (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few sizes, to see that it works")
     flags = parser.parse_args(argv)

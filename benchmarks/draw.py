@@ -7,7 +7,6 @@ JSON object.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -23,12 +22,13 @@ from app.engine.native.sampler import NativeSampler
 from app.engine.sampler import sample
 from app.engine.sampling_row import SamplingRow
 from benchmarks.sampling import WAYS
+from model.arguments import OneLineParser
 
 _PROMPT, _LENGTH = 200, 264
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.draw", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.draw", description=__doc__.partition("\n")[0])
     parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 50257], help="vocabulary sizes (%(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="rows of a step (%(default)s)")
     parser.add_argument("--turns", type=int, default=30, help="steps to take the median of (%(default)s)")

@@ -7,7 +7,6 @@ request, is told apart. The last line of stdout is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -29,8 +28,10 @@ from app.engine.types import Sequence as EngineSequence
 from app.guide import guide_of
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
+from model.arguments import OneLineParser
 from model.checkpoint import load
 from model.device import choose_dtype
+from model.files import one_line
 from model.tokenizer import Tokenizer
 
 _BLOCK = 16
@@ -73,20 +74,23 @@ class GuidedResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.guided", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.guided", description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     parser.add_argument("--kernels", choices=KERNELS, default="native", help="what computes (%(default)s)")
     parser.add_argument("--streams", type=int, default=8, help="requests at once (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per request (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="pairs of runs (%(default)s)")
     flags = parser.parse_args(argv)
-    result = measure(
-        flags.weights,
-        kernels=flags.kernels,
-        streams=flags.streams,
-        max_tokens=flags.max_tokens,
-        repeats=flags.repeats,
-    )
+    try:
+        result = measure(
+            flags.weights,
+            kernels=flags.kernels,
+            streams=flags.streams,
+            max_tokens=flags.max_tokens,
+            repeats=flags.repeats,
+        )
+    except ValueError as error:  # of weights or compiler: each names what it is about
+        parser.exit(2, one_line(f"error: {error}") + "\n")
     print(msgspec.json.encode({"benchmark": "guided", **msgspec.to_builtins(result)}).decode(), flush=True)
     return 0
 

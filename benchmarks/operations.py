@@ -6,7 +6,6 @@ one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -24,6 +23,7 @@ from app.engine.types import Sequence as Text
 from benchmarks.engine_alone import native_compute
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.result import this_machine
+from model.arguments import OneLineParser
 from model.config import ModelConfig
 from model.presets import preset
 from model.transformer import Decoder
@@ -44,7 +44,7 @@ class Profile:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.operations", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.operations", description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=("default", *SHAPES), default="default", help="of the decoder (%(default)s)")
     parser.add_argument("--int8", action="store_true", help="weights of 8 bits")
     parser.add_argument("--steps", type=int, default=100, help="to take the medians of (%(default)s)")

@@ -29,6 +29,7 @@ from benchmarks.peers.shapes import find_model
 from benchmarks.prefix_load import Pair, PrefixPlan, RequestFailed, Window, drive
 from benchmarks.result import this_machine
 from benchmarks.running import NotStarted, running
+from model.arguments import OneLineParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +168,7 @@ def _show(plan: PrefixPlan, sharing: Sharing, found: Disturbance) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.prefix", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.prefix", description=__doc__.partition("\n")[0])
     add, default = parser.add_argument, PrefixPlan()
     add("--weights", type=Path, help="a weights directory (shape C of benchmarks/peers, random)")
     add("--kernels", default="auto", help="what computes: auto, native or torch (%(default)s)")

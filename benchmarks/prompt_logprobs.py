@@ -30,6 +30,7 @@ from app.engine.params import SamplingParams
 from app.engine.types import Request, StepReport
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
+from model.arguments import OneLineParser
 from model.checkpoint import load
 from model.device import choose_dtype
 from model.presets import preset
@@ -73,9 +74,7 @@ class ScoresRow:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prompt_logprobs", description=__doc__.partition("\n")[0]
-    )
+    parser = OneLineParser(prog="python -m benchmarks.prompt_logprobs", description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--repeats", type=int, default=3, help="processes for each figure (%(default)s)")
     parser.add_argument("--only", choices=_MODELS, help="this model and no other")

@@ -7,7 +7,6 @@ emulated on the CPU. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +25,16 @@ from app.engine.native.build import find_or_build
 from app.engine.params import SamplingParams
 from app.engine.types import Request
 from benchmarks.emulated_fp8 import EmulatedFp8
+from model.arguments import OneLineParser
+from model.files import one_line
+from model.presence import check_layout
 from model.tokenizer import Tokenizer
 
 Window = tuple[int, ...]
 Reader = Callable[[Sequence[Window]], Iterable[float]]
 """Windows to the log-probability of each token but a window's first, in any order."""
+_FEWEST_TOKENS = 2
+"""The first one of a window is not foretold."""
 EMULATED_FP8 = "emulated bfloat16 fp8"
 _QUANTIZE: tuple[Literal["none", "int8"], ...] = ("none", "int8")
 _KERNELS: tuple[Literal["torch", "native"], ...] = ("torch", "native")
@@ -48,22 +52,45 @@ class Quality:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks.quality", description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="text that the model was not trained on")
     parser.add_argument("--tokens", type=int, default=100_000, help="how many tokens to read")
     options = parser.parse_args(arguments)
-    tokenizer = Tokenizer.load(options.weights)
-    text = "\n".join(path.read_text() for path in options.text)
+    try:
+        results = _measure(options.weights, options.text, options.tokens)
+    except ValueError as error:  # of weights, text, compiler: each names what it is about
+        parser.exit(2, one_line(f"error: {error}") + "\n")
+    print(msgspec.json.encode({"benchmark": "quality", "tokens": options.tokens, "ways": results}).decode())
+    return 0
+
+
+def _measure(weights: Path, files: Sequence[Path], n_tokens: int) -> list[Quality]:
+    """Prints each way as it is measured. Raises ValueError."""
+    if n_tokens < _FEWEST_TOKENS:
+        raise ValueError(f"--tokens must be at least {_FEWEST_TOKENS}, not {n_tokens}")
+    check_layout(weights)
+    tokenizer = Tokenizer.load(weights)
+    text = "\n".join(map(_read, files))
+    if len(tokenizer.encode(text[: 1 << 16])) < _FEWEST_TOKENS:
+        raise ValueError(f"--text {', '.join(map(str, files))}: is too short: {_FEWEST_TOKENS} tokens are the least")
     results: list[Quality] = []
     print(f"{'way':24} {'bits per byte':>14} {'more':>9}")
-    for way, context, read in _ways(options.weights):
-        bits = bits_per_byte(read, context, tokenizer, text, options.tokens)
+    for way, context, read in _ways(weights):
+        bits = bits_per_byte(read, context, tokenizer, text, n_tokens)
         first = results[0].bits_per_byte if results else bits
         results.append(Quality(way=way, bits_per_byte=bits, percent=100 * (bits / first - 1)))
         print(f"{way:24} {bits:14.5f} {results[-1].percent:+8.3f} %", flush=True)
-    print(msgspec.json.encode({"benchmark": "quality", "tokens": options.tokens, "ways": results}).decode())
-    return 0
+    return results
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--text {file}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--text {file}: is not UTF-8; convert it (iconv -t utf-8)") from None
 
 
 def bits_per_byte(read: Reader, context: int, tokenizer: Tokenizer, text: str, n_tokens: int) -> float:

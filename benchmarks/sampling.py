@@ -8,7 +8,6 @@ medians over rounds of the medians over steps. The last line of stdout is one JS
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -27,8 +26,10 @@ from app.engine.params import SamplingParams
 from app.engine.types import Request
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
+from model.arguments import OneLineParser
 from model.checkpoint import Checkpoint, load
 from model.device import choose_device, choose_dtype
+from model.files import one_line
 
 _BLOCK = 16
 _FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "typical_p": 0.95, "top_p": 0.95, "min_p": 0.02}
@@ -95,13 +96,16 @@ class SamplingResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.sampling", description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     parser.add_argument("--kernels", choices=KERNELS, default="native", help="what computes (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few steps, to see that it works")
     flags = parser.parse_args(argv)
     sizes = replace(_QUICK if flags.quick else Sizes(), kernels=flags.kernels)
-    result = measure(flags.weights, sizes)
+    try:
+        result = measure(flags.weights, sizes)
+    except ValueError as error:  # of weights or compiler: each names what it is about
+        parser.exit(2, one_line(f"error: {error}") + "\n")
     print(msgspec.json.encode({"benchmark": "sampling", **msgspec.to_builtins(result)}).decode(), flush=True)
     return 0
 

@@ -7,7 +7,6 @@ token, and the gaps between reads. Linux only: CPU time is read from /proc. The 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from app import event_loop
 from benchmarks.crowd import Crowd, Door
 from benchmarks.statistics import percentile
+from model.arguments import OneLineParser
 
 _START_SECONDS = 30.0
 
@@ -46,7 +46,7 @@ class Cost:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0; 1 where the service does not start or does not answer."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.service", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks.service", description=__doc__)
     add = parser.add_argument
     add("--weights", default="weights", help="whose tokenizer is used (%(default)s)")
     add("--streams", default="1,8,32", help="numbers of streams (%(default)s)")

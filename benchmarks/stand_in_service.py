@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from app import logs
 from app.engine.admission import QueueLimits
 from app.engine.client import EngineClient
 from app.engine.fleet import Fleet
 from app.engine.frames import WorkerConfig
 from app.engine.waiting_line import WaitingLine
-from app.server import serve
+from app.server import StartError, serve
 from app.settings import Settings
+from model.files import one_line
 
 
 def main(weights: str, step_ms: str) -> int:
@@ -25,7 +27,11 @@ def main(weights: str, step_ms: str) -> int:
         limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
         return Fleet([EngineClient(WorkerConfig(weights=weights), WaitingLine(limits), command=command)])
 
-    return serve(Settings(**settings), stand_in)
+    try:
+        return serve(Settings(**settings), stand_in)
+    except StartError as error:
+        logs.tell(one_line(f"error: {error}"))
+    return 2
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ stdout is one JSON object. Exit status: 0; 1 where the service does not start or
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -24,6 +23,7 @@ from benchmarks.http_client import Connection, explain
 from benchmarks.result import this_machine
 from benchmarks.running import NotStarted, Running, running
 from benchmarks.timeline import Failed
+from model.arguments import OneLineParser
 
 _REQUEST = CompletionRequest(prompt="Once upon a time", max_tokens=4, temperature=0.8, seed=1)
 
@@ -59,7 +59,7 @@ class Starts:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: see above."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m benchmarks.start", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
     add("--kernels", default="native,torch", metavar="KIND,KIND", help="what computes (%(default)s)")

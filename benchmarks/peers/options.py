@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.peers.plan import PARTS, PEERS, PRECISIONS, Sizes
 from benchmarks.peers.shapes import MODELS
+from model.arguments import OneLineParser
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -37,7 +38,7 @@ class Options:
 
 def parse_options(argv: Sequence[str] | None) -> Options:
     """Ends the process with a usage line and status 2 where the flags are wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Ours beside other engines.")
+    parser = OneLineParser(prog="python -m benchmarks.peers", description="Ours beside other engines.")
     add = parser.add_argument
     add("--models", type=_some_of(MODELS), default=("default", "C"), metavar="NAMES", help="of default, A, B, C")
     add("--what", type=_some_of(PARTS), default=PARTS, metavar="PARTS", help=f"of {', '.join(PARTS)}; default all")

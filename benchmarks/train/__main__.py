@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.result import this_machine
 from benchmarks.train.plain import PlainLoop
+from model.arguments import OneLineParser
 from model.device import choose_device, choose_dtype
 from model.presets import preset
 from model.train.computing import computing_for
@@ -35,7 +36,7 @@ from model.transformer import Decoder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__.partition("\n")[0])
+    p = OneLineParser(prog="python -m benchmarks.train", description=__doc__.partition("\n")[0])
     p.add_argument("--preset", choices=("nano", "small", "base"), default="small", help="the shape (%(default)s)")
     p.add_argument("--rounds", type=int, default=5, help="steps of each that count (%(default)s)")
     p.add_argument("--windows", type=int, default=16, help="of a step (%(default)s)")
