@@ -29,6 +29,7 @@ LOCK ?= requirements.lock requirements-dev.lock
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+FAILED = || { echo "error: packages could not be installed, pip says why above; PIP_ARGS names another index or a folder (make help)"; exit 2; }
 # The torch that was asked for last stays; asking for another one installs again.
 TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 
@@ -49,15 +50,16 @@ $(VENV)/torch: FORCE
 
 # Everything but torch, whose build is the reader's choice, comes by its hash and without a look at what it asks for: the
 # pins are complete. The last line then finds all of it there; without isolation it builds with the setuptools of the lock.
+# An environment whose making was interrupted has a Python and no pip yet: it is made to its end.
 $(VENV)/installed: pyproject.toml constraints.txt $(LOCK) $(VENV)/torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: inkstream needs Python 3.11 or newer; point to one with PYTHON=python3.11"; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "error: $(PYTHON) cannot make a virtual environment (Debian: apt install python3-venv)"; exit 2; }
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(if $(LOCK),$(PIP) --require-hashes --no-deps $(addprefix -r ,$(LOCK)))
-	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)"
-	$(PIP) -c $(VENV)/constraints.txt $(if $(LOCK),--no-build-isolation) -e ".[dev]"
+	$(if $(LOCK),$(PIP) --require-hashes --no-deps $(addprefix -r ,$(LOCK)) $(FAILED))
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" $(FAILED)
+	$(PIP) -c $(VENV)/constraints.txt $(if $(LOCK),--no-build-isolation) -e ".[dev]" $(FAILED)
 	@touch $@
 
 serve: install
