@@ -106,7 +106,7 @@ class Reloader:
                 _log.info("new weights wait until the answers of the weights before the last have ended")
             await asyncio.gather(self._retiring, return_exceptions=True)
         seen = await asyncio.to_thread(look, self._weights)
-        _log.info("new weights are loaded from %s", seen.place)
+        _log.info("loading new weights from %s", seen.place)
         try:
             served = await self._loaded()
         except LoadFailed as error:

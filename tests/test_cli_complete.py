@@ -291,6 +291,13 @@ def test_a_refusal_says_when_to_come_back(played: Played, run: Run) -> None:
     assert run("a", "--url", played.url) == (1, "", "error: the queue is full (it may work again in 7 s)\n")
 
 
+def test_whoever_lacks_a_key_is_told_where_it_goes(played: Played, run: Run) -> None:
+    played.answers(401, {"error": {"message": "this service asks for a key: send the header"}})
+    code, _, error = run("a", "--url", played.url)
+    assert (code, error.count("\n")) == (1, 1)
+    assert error.endswith("; here it goes into the variable INKSTREAM_API_KEY, or --api-key\n")
+
+
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_somebody_elses_server_is_not_taken_for_a_service(played: Played, run: Run, more: tuple[str, ...]) -> None:
     played.headers, played.parts = {"content-type": "text/html"}, [b"<html>"]

@@ -104,5 +104,7 @@ def _message(response: http.client.HTTPResponse, body: bytes) -> str:
     except ValueError:
         message = None
     told = message or f"status {response.status} {response.reason}"
+    if response.status == 401:
+        return f"{told}; here it goes into the variable {CLIENT_KEY}, or --api-key"
     again = response.headers.get("Retry-After")
     return f"{told} (it may work again in {again} s)" if again else told

@@ -75,7 +75,8 @@ def run(command: Sequence[str], folder: Path, seconds: float) -> str:
     try:
         out, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{command[0]} took more than {seconds:g} seconds") from None
+        more = "inkstream compile --time-limit gives it more"
+        raise BuildError(f"{command[0]} took more than {seconds:g} seconds; {more}") from None
     finally:
         os.close(leash)
         process.communicate()
