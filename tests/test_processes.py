@@ -244,7 +244,7 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--kv-blocks", "-1"], "--kv-blocks"),
         (["--device", "tpu"], "--device"),
         (["--max-running", "0"], "--max-running"),
-        (["--tokens-per-step", "8"], "max_running"),
+        (["--tokens-per-step", "8"], "--max-running"),
         (["--kv-blocks", "2000000000"], "does not fit"),
         (["--host", "0.0.0.0"], "--insecure-no-auth"),
         (["--host", "no.such.host.invalid"], "--insecure-no-auth"),
