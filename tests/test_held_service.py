@@ -47,6 +47,7 @@ def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
         connection.settimeout(60)
         connection.sendall(post(body, "/complete", "Connection: close"))
         if server.wait_for(lambda: server.metric("held_streams_total") > before, 10) and is_clean(server, 60):
+            assert server.metric("held_streams_total") == before + 1
             return connection
         connection.close()
     raise AssertionError("no stream was held")

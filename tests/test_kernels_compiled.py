@@ -79,7 +79,8 @@ def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(compi
     prefill = compiled["attention prefill"]
     assert prefill["units"]
     for decode in (compiled["attention decode"], compiled["attention short"]):
-        assert [prefill[fact] == decode[fact] for fact in ("units", "layouts", "threads")] == [True] * 3
+        for fact in ("units", "layouts", "threads"):
+            assert prefill[fact] == decode[fact], fact
 
 
 def test_nothing_is_fused_where_two_variants_of_a_kernel_must_agree(compiled: dict[str, Any]) -> None:

@@ -120,11 +120,6 @@ class Rows:
             if len(rows_N):
                 target_R.index_copy_(0, rows_N.long(), values_N)
 
-    def slots(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
-        """[T] where in the cache a token's keys and values lie."""
-        blocks_T = self.block_table_RB[rows_T.long(), (positions_T // self.block_size).long()]
-        return blocks_T * self.block_size + positions_T % self.block_size
-
     def _make_room(self, count: int, present: set[Sequence]) -> None:
         """Rows for `count` newcomers: of those who do not run, then of anybody who is not in this step.
 

@@ -15,6 +15,7 @@ from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.rows import Rows
 from app.engine.kernels.face import AttentionBatch, Kernels
 from app.engine.kernels.sampling_table import SampleOut
+from app.engine.kernels.twin_rows import slots
 
 
 class Told(NamedTuple):
@@ -98,7 +99,7 @@ class Steps:
             max_splits=splits,
         )
         tokens_T = told.tokens_T.where(told.tokens_T >= 0, rows.last_token_R[told.rows_T.long()])
-        slots_T = rows.slots(told.rows_T, told.positions_T)
+        slots_T = slots(told.rows_T, told.positions_T, rows.state)
         self._hidden_TD = self.decoder(self.cache, tokens_T, told.positions_T, slots_T, batch)
 
     def logits(self, places_S: Tensor) -> Tensor:

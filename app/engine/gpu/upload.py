@@ -8,15 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_ALIGNED = 4
-"""Numbers in 16 bytes."""
+from app.engine.kernels.tiling import ALIGNED
 
 
 class Upload:
     """Sections of int32 behind one another; nobody waits for their way to the device.
 
-    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for every other set of its pointers that do,
-    and where a section began by chance would be a second's pause in the middle of serving.
+    Each begins at a multiple of 16 bytes, as kernels want their pointers.
     The host's side is pinned memory out of torch's own pool, which gives it to nobody else before the copy is done.
     """
 
@@ -25,7 +23,7 @@ class Upload:
 
     def add(self, numbers: Iterable[int]) -> slice:
         """One more section; where it will lie."""
-        self._numbers.extend([0] * (-len(self._numbers) % _ALIGNED))
+        self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
         start = len(self._numbers)
         self._numbers.extend(numbers)
         return slice(start, len(self._numbers))

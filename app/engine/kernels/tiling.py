@@ -19,6 +19,9 @@ SHARED_BYTES = 227 << 10
 """Most of a multiprocessor's memory that a program may have on Hopper; 99 to 163 KiB on the kinds before it."""
 HEADS = 8
 """Heads of a token that one program prepares, or merges."""
+ALIGNED = 4
+"""Numbers of four bytes in 16, at multiples of which every pointer to a kernel begins: Triton compiles a kernel anew
+for every other set of its pointers that do, and that would be a second's pause in the middle of serving."""
 STATES = 128
 """Rows of a step that one program looks up, or advances."""
 COLUMNS = 1024

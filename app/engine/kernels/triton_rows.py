@@ -10,10 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from app.engine.kernels.face import Places, RowState
-from app.engine.kernels.tiling import ROW_LAUNCH, STATES
-
-_ALIGNED = 4
-"""Numbers in 16 bytes, at which every pointer to a kernel is to begin (app/engine/gpu/upload.py)."""
+from app.engine.kernels.tiling import ALIGNED, ROW_LAUNCH, STATES
 
 
 @triton.jit(do_not_specialize=["n_rows", "stride"])
@@ -50,7 +47,7 @@ def look_up(rows_S: Tensor, state: RowState) -> Places:
     """See Kernels.look_up."""
     assert state.block_table_RB.is_contiguous()
     n_rows = len(rows_S)
-    out_XS = rows_S.new_empty(len(Places._fields), -(-n_rows // _ALIGNED) * _ALIGNED)
+    out_XS = rows_S.new_empty(len(Places._fields), -(-n_rows // ALIGNED) * ALIGNED)
     look_up_kernel[(triton.cdiv(n_rows, STATES),)](
         rows_S, state.block_table_RB, state.kv_length_R, state.last_token_R, out_XS, n_rows, out_XS.stride(0),
         NOBODY=len(state.kv_length_R) - 1, TABLE=state.block_table_RB.shape[1], BLOCK=state.block_size, STATES=STATES,
