@@ -84,6 +84,8 @@ def _expand(source: str, without: Path | None) -> list[Path]:
             raise DataError(f"{source}: no {', '.join(SUFFIXES)} file (or .gz of one) in this folder")
         return found
     if path.exists():  # also a pipe: --data <(zcat a.gz)
+        if suffix(path) == ".json":
+            raise DataError(f"{source}: JSON is no text: write an object on each line of a .jsonl, or call it .txt")
         return [path]
     matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 (patterns may be absolute)
     if not matches:
