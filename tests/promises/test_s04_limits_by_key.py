@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
+import msgspec
 import open_loop
 import pytest
 from conftest import Server, start_server
@@ -53,18 +54,19 @@ def _visit(server: Server, seconds: float, name: str) -> list[float]:
 def _flood(server: Server, name: str, requests: int, seconds: float) -> AbstractContextManager[open_loop.Load]:
     """All at once."""
     header = (("X-Caller", name),)
-    plan = Plan(url=server.url, bodies=(_FLOOD,), headers=header, rate=400, seconds=10, most=requests, patience=seconds)
-    return open_loop.started(plan)
+    at_once = Plan(url=server.url, bodies=(_FLOOD,), rate=1000, seconds=10, most=requests)
+    return open_loop.started(msgspec.structs.replace(at_once, headers=header, patience=seconds))
 
 
 def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(server: Server, promise: Promise) -> None:
     seconds = promise.size(4, 20)
 
     def measure() -> tuple[float, int]:
-        assert server.wait_for(lambda: server.metric("requests_waiting") == 0, 30)
+        assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
         alone = open_loop.spread(_visit(server, seconds, "guest"))
-        with _flood(server, "flood", 1000, seconds + 20):
-            assert server.wait_for(lambda: server.metric("requests_waiting") > 900, 15)
+        # 32 are served each second, also while a slow machine still sends: with 1,300 it has ten seconds for it.
+        with _flood(server, "flood", 1300, seconds + 60):
+            assert server.wait_for(lambda: server.metric("requests_waiting") > 1000)
             beside = open_loop.spread(_visit(server, seconds, "guest"))
             assert server.metric("requests_waiting") > 500
         # What a fifth of a second does is the machine's doing, and a first token takes two steps in any case.
@@ -76,16 +78,16 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
 
 def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:
     """Positive control: the same flood by the same caller."""
-    assert server.wait_for(lambda: server.metric("requests_waiting") == 0, 15)
-    with _flood(server, "", 400, 20):
-        assert server.wait_for(lambda: server.metric("requests_waiting") > 300, 15)
+    assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
+    with _flood(server, "", 800, 60):
+        assert server.wait_for(lambda: server.metric("requests_waiting") > 300)
         plan = Plan(url=server.url, bodies=(_GUEST,), rate=_RATE, seconds=1, patience=2)
         waited = [o.first_token or 99 for o in open_loop.run(plan)]
     assert open_loop.spread(waited).p50 > 0.5
 
 
 def test_requests_at_a_time_are_never_more_than_the_key_may_have(server: Server, promise: Promise) -> None:
-    assert server.wait_for(lambda: server.metric("requests_waiting") + server.metric("requests_running") == 0, 15)
+    assert server.wait_for(lambda: server.metric("requests_waiting") + server.metric("requests_running") == 0)
     with _flood(server, "limited", 60, 5) as load:
         most, end = 0.0, time.monotonic() + 1.5
         while time.monotonic() < end:
