@@ -26,7 +26,7 @@ import pytest
 import torch
 from fake_compiler import compiled
 from hypothesis import HealthCheck, settings
-from longest import LONGEST
+from longest import LONGEST, TIMED
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
 from promise import Promise
@@ -63,11 +63,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--nightly: the tests that repeat something run many times as long."""
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
     parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
+    parser.addoption("--timed", choices=("no", "only"), help="files that measure seconds, which want no others beside")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+def _is_left_out(path: Path, config: pytest.Config) -> bool:
+    timed = config.getoption("--timed")
+    return timed is not None and (path.stem in TIMED) != (timed == "only")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that --timed leaves out are not even read."""
+    return True if collection_path.suffix == ".py" and _is_left_out(collection_path, config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first. pytest ignores no file that it was given by name, so that it is left out here."""
     places = {name: place for place, name in enumerate(LONGEST)}
+    items[:] = [item for item in items if not _is_left_out(item.path, config)]
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
