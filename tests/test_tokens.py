@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +159,18 @@ def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
         return done
 
     assert asyncio.run(run()) == ["short", "a", "b"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nice values of threads are Linux's")
+def test_the_event_loop_comes_before_long_work_where_both_want_a_core() -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def run() -> tuple[int, int]:
+        texts = LongTexts()
+        short, long = await texts.run(10, nice), await texts.run(10**6, nice)
+        texts.close()
+        return short, long
+
+    before = nice()
+    assert asyncio.run(run()) == (before, before + 5)
