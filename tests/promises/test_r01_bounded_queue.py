@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import open_loop
 import pytest
-from conftest import Server, start_server, stop_server
+from conftest import Server, is_clean, start_server, stop_server
 from open_loop import Plan
 from promise import Promise
 
@@ -21,7 +21,7 @@ _SLOTS, _TOKENS, _STEP, _QUEUE = 8, 160, 0.005, 24
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 """Requests a second; more than there can be, as a step takes a little longer."""
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
-_QUOTAS = {"ann": {"requests_per_minute": 5}, "bob": {"tokens_per_minute": 300}, "cyd": {"concurrency": 1}}
+_QUOTAS = {"ann": {"requests_per_minute": 5}, "bob": {"tokens_per_minute": 3000}, "cyd": {"concurrency": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def _deepest(server: Server, load: open_loop.Load) -> tuple[float, int]:
 
 def _overloaded(server: Server, seconds: float) -> tuple[float, int, list[open_loop.Outcome]]:
     """What waited at most, at how many looks, and what came of the requests."""
-    with open_loop.started(Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds)) as load:
+    # What was let in is written to its end, however slow the machine is: it takes 3 s where it is quick.
+    plan = Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds, patience=60)
+    with open_loop.started(plan) as load:
         deepest, looks = _deepest(server, load)
         return deepest, looks, load.outcomes()
 
@@ -97,7 +99,7 @@ def test_long_texts_are_refused_before_they_are_read_where_the_queue_is_full_of_
     with ThreadPoolExecutor(16) as threads:
         statuses = list(threads.map(ask, range(48)))
     assert set(statuses) == {400, 503}, statuses
-    assert httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert httpx.post(f"{server.url}/complete", json={"prompt": "a", "max_tokens": 1}, timeout=60).status_code == 200
 
 
 def _ask(server: Server, name: str, **body: Any) -> httpx.Response:
@@ -105,26 +107,28 @@ def _ask(server: Server, name: str, **body: Any) -> httpx.Response:
         f"{server.url}/complete",
         json={"prompt": "a", "max_tokens": 1, "stream": False, "ignore_eos": True, **body},
         headers={"X-Caller": name},
-        timeout=30,
+        timeout=60,
     )
 
 
 def test_over_a_quota_of_requests_a_key_is_told_429(server: Server) -> None:
+    began = time.monotonic()
     answers = [_ask(server, "ann") for _ in range(7)]
+    took = time.monotonic() - began
     assert [a.status_code for a in answers] == [200] * 5 + [429] * 2
     error = answers[-1].json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "5 requests a minute" in error["message"]
-    assert 50 <= int(answers[-1].headers["retry-after"]) <= 61
+    assert 60 - took <= int(answers[-1].headers["retry-after"]) <= 61
     assert _ask(server, "").status_code == 200
 
 
 def test_over_a_quota_of_tokens_a_key_is_told_429_and_never_fits_is_400(server: Server) -> None:
-    assert _ask(server, "bob", max_tokens=301).status_code == 400
-    # The text ends at its deadline: what was not written is given back.
-    assert _ask(server, "bob", max_tokens=290, deadline_ms=300).json()["choices"][0]["finish_reason"] == "timeout"
+    assert _ask(server, "bob", max_tokens=3001).status_code == 400
+    # The text ends at its deadline, long before its end: what was not written is given back.
+    assert _ask(server, "bob", max_tokens=2900, deadline_ms=1000).json()["choices"][0]["finish_reason"] == "timeout"
     assert _ask(server, "bob", max_tokens=150).status_code == 200
-    refused = _ask(server, "bob", max_tokens=200)
+    refused = _ask(server, "bob", max_tokens=2900)
     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
 
 
@@ -134,11 +138,14 @@ def _begin_and_leave(server: Server, *, stream: bool) -> None:
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /complete HTTP/1.1\r\nHost: {host}\r\nX-Caller: cyd\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        refused = server.wait_for(lambda: _ask(server, "cyd").status_code == 429, 2)
-        assert refused and _ask(server, "cyd").headers["retry-after"] == "1"
+        # Before that we would have its place, and it would be the one that is refused.
+        assert server.wait_for(lambda: server.metric("requests_running") == 1)
+        refused = _ask(server, "cyd")
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
 
 
 def test_requests_at_a_time_are_let_go_when_a_client_leaves(server: Server) -> None:
     for stream in (True, False, True):
-        _begin_and_leave(server, stream=stream)
-        assert server.wait_for(lambda: _ask(server, "cyd").status_code == 200, 2)
+        _begin_and_leave(server, stream=stream)  # a text of 40 s
+        assert server.wait_for(lambda: _ask(server, "cyd").status_code == 200, 20)
+        assert is_clean(server, 20)

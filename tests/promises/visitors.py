@@ -150,8 +150,15 @@ def engine_pid(server: Server) -> int:
 
 def engine_pids(server: Server) -> list[int]:
     """None while one is being started."""
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(server)}
+    commands = {pid: _command(pid) for pid in children(server)}
     return [pid for pid, words in commands.items() if b"app.engine.worker" in words or b"fake_engine.py" in words]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return b""
 
 
 def is_gone(pid: int) -> bool:
@@ -174,6 +181,6 @@ def is_live(server: Server) -> bool:
 
 def _status(url: str) -> int:
     try:
-        return httpx.get(url, timeout=5).status_code
+        return httpx.get(url, timeout=60).status_code
     except httpx.TransportError:
         return 0
