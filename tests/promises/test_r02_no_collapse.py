@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import open_loop
@@ -11,12 +12,16 @@ from conftest import Server, start_server, stop_server
 from open_loop import Outcome, Plan
 from promise import Promise
 
-_SLOTS, _TOKENS, _STEP = 8, 120, 0.005
+_SLOTS, _TOKENS, _STEP = 4, 60, 0.005
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 _PATIENCE = 3.0
-"""Seconds after which nobody wants the answer any more: what ends later is no goodput."""
+"""Seconds after which nobody wants the answer any more: what ends later is no goodput.
+
+Whoever is let in last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it should: a
+machine may be three times as slow and still answers in time.
+"""
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
-_BOUNDED = ("--max-waiting", "16")
+_BOUNDED = ("--max-waiting", "8")
 _UNBOUNDED = ("--max-waiting", "1000000", "--queue-timeout", "86400")
 
 
@@ -40,28 +45,47 @@ def _first_token(outcomes: list[Outcome]) -> float:
     return open_loop.summary(outcomes).first_token.p50
 
 
+@dataclass(frozen=True, slots=True)
+class _Overloaded:
+    """What was seen of one overload, and beside it of what the service can."""
+
+    peak: float
+    goodput: float
+    calm_after: float
+    n: int
+
+
+def _seconds_until_calm(server: Server, quiet: float) -> float:
+    """From an overload to the last of those few requests of which half had their first token as soon as before it.
+
+    The overload's generator has waited for the last answers: what came in then is done with when this begins.
+    """
+    began = time.monotonic()
+    while time.monotonic() - began < 5:
+        few = _offer(server, 0.3, 1)
+        if all(o.is_good for o in few) and _first_token(few) <= 2 * quiet + 0.01:
+            return few[-1].due - began  # and not until its generator has ended
+    return float("inf")
+
+
 def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(
     tmp_path: Path, weights: Path, promise: Promise
 ) -> None:
     server = _start(tmp_path, weights, *_BOUNDED)
     seconds = promise.size(3, 30)
-    quiet = _first_token(_offer(server, 0.3, 1.5))
 
-    def measure() -> tuple[float, float, list[Outcome]]:
+    def measure() -> _Overloaded:
+        quiet = _first_token(_offer(server, 0.3, 1.5))
         peak = _goodput(_offer(server, 1.2, seconds + 1), since=1)
         overload = _offer(server, 10, seconds + 1)
-        return peak, _goodput(overload, since=1), overload
+        return _Overloaded(peak, _goodput(overload, since=1), _seconds_until_calm(server, quiet), len(overload))
 
-    peak, tenfold, overload = promise.measured(measure, lambda found: found[1] / found[0] >= 0.8)
-    promise.at_least("R2", "goodput at 10x load", tenfold / peak, target=0.9, floor=0.8, n=len(overload))
+    found = promise.measured(measure, lambda found: 0 < 0.8 * found.peak <= found.goodput and found.calm_after <= 5)
+    promise.at_least("R2", "goodput at 10x load", found.goodput / found.peak, target=0.9, floor=0.8, n=found.n)
     if promise.full:
         more = _offer(server, 50, seconds)
-        promise.at_least("R2", "goodput at 50x load", _goodput(more, since=1) / peak, target=0.7, n=len(more))
-    # The generator waited for the last answers: what came in during the overload is done with by now.
-    end, calm = time.monotonic(), False
-    while not calm and time.monotonic() - end < 5:
-        calm = _first_token(_offer(server, 0.3, 1)) <= 2 * quiet + 0.01
-    promise.at_most("R2", "until p50 is back", time.monotonic() - end, target=5, unit="s", n=len(overload))
+        promise.at_least("R2", "goodput at 50x load", _goodput(more, since=1) / found.peak, target=0.7, n=len(more))
+    promise.at_most("R2", "until p50 is back", found.calm_after, target=5, unit="s", n=found.n)
     assert stop_server(server) == 0
 
 
@@ -79,17 +103,23 @@ def test_a_queue_without_bound_collapses(tmp_path: Path, weights: Path, promise:
         server.process.wait()
 
 
-def test_nobody_is_let_in_who_could_not_write_much(tmp_path: Path, weights: Path) -> None:
+def _share_of_useful(outcomes: list[Outcome], since: float) -> float:
+    """Of what the engine can write, at the pace that it wrote at: the share that came whole and in time."""
+    writing = [o.end - o.first_token for o in outcomes if o.is_good and o.end and o.first_token and o.end <= _PATIENCE]
+    return _goodput(outcomes, since) * sum(writing) / len(writing) / _SLOTS if writing else 0.0
+
+
+def test_nobody_is_let_in_who_could_not_write_much(tmp_path: Path, weights: Path, promise: Promise) -> None:
     """A long queue and short deadlines: whoever would begin after half of its time is refused at once."""
     server = _start(tmp_path, weights, *_UNBOUNDED)
     try:
         body = _BODY[:-1] + b', "deadline_ms": 3000}'
         plan = Plan(url=server.url, bodies=(body,), rate=10 * _CAPACITY, seconds=7.5, patience=_PATIENCE + 1)
-        outcomes = open_loop.run(plan)
+        outcomes = promise.measured(lambda: open_loop.run(plan), lambda found: _share_of_useful(found, since=5) > 0.5)
         assert sum(o.is_refused for o in outcomes) > len(outcomes) / 2
         assert {o.retry_after is not None and 1 <= o.retry_after <= 120 for o in outcomes if o.is_refused} == {True}
         # Those of the first second came before there was a pace to judge by; they are gone by then.
-        assert _goodput(outcomes, since=5) / _CAPACITY > 0.5
+        assert _share_of_useful(outcomes, since=5) > 0.5
     finally:
         server.process.kill()
         server.process.wait()
