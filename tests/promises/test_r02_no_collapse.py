@@ -17,8 +17,8 @@ _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 _PATIENCE = 3.0
 """Seconds after which nobody wants the answer any more: what ends later is no goodput.
 
-Whoever is let in last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it should: a
-machine may be three times as slow and still answers in time.
+Whoever is let in last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it should:
+a machine may be three times as slow and still answers in time.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 _BOUNDED = ("--max-waiting", "8")

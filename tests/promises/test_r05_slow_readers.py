@@ -49,9 +49,7 @@ def _stalled(server: Server, n: int, body: dict[str, Any] = STALLED) -> Iterator
             connection.sendall(post({**body, "seed": i}))
         # Running it may be for a moment only; that it has begun can be seen, and nothing is read by it, ever after.
         assert server.wait_for(lambda: all(map(_has_begun, connections)), 60)
-        assert server.wait_for(
-            lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, 300
-        )
+        assert server.wait_for(lambda: server.metric("requests_running") + server.metric("requests_waiting") == 0, 300)
         yield connections
 
 
