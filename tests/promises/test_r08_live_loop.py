@@ -46,7 +46,7 @@ def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
 
 def _lags(server: Server) -> dict[float, float]:
     """How often a timer of the event loop was at most so late, by the bound."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
     found = re.findall(r'^inkstream_event_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
     return {float(bound): float(count) for bound, count in found}
 
@@ -66,8 +66,8 @@ def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, 
     def send(number: int) -> int:
         # Of a prompt only the end is read, where it may be cut; the other route reads all of it.
         if number % 2:
-            return httpx.post(f"{server.url}/complete", json=_LONG, timeout=60).status_code
-        return httpx.post(f"{server.url}/tokenize", json={"prompt": _LONG["prompt"]}, timeout=60).status_code
+            return httpx.post(f"{server.url}/complete", json=_LONG, timeout=300).status_code
+        return httpx.post(f"{server.url}/tokenize", json={"prompt": _LONG["prompt"]}, timeout=300).status_code
 
     with open_loop.started(batch), ThreadPoolExecutor(16) as threads:
         time.sleep(1)

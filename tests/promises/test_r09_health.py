@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ _HANGS: dict[str, Callable[[Server, Faults], None]] = {
 }
 
 
+_SILENT = ("sleeps", "holds the GIL", "is stopped")
+
+
 def _seconds_until(condition: Callable[[], bool], limit: float) -> float:
     started = time.monotonic()
     while not condition():
@@ -61,36 +65,65 @@ def _seconds_until(condition: Callable[[], bool], limit: float) -> float:
     return time.monotonic() - started
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What came of one hang."""
+
+    seconds: float
+    """Until it was found."""
+    restarts: float
+    log: str
+
+
+def _hung(server: Server, faults: Faults, hang: Callable[[Server, Faults], None], expected: list[Any]) -> _Found:
+    restarts, since = server.metric("engine_restarts_total"), len(server.told())
+
+    def is_found() -> bool:
+        # A fake engine is back after half a second, which may go by unseen.
+        return not is_ready(server) or server.metric("engine_restarts_total") > restarts
+
+    faults.arm("engine.step", "sleep", seconds=0.05)  # the texts take 6 s, and so may what follows
+    with crowd(server, _ASKS) as answers:
+        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
+        hung = engine_pid(server)
+        hang(server, faults)
+        seconds = _seconds_until(is_found, 30)
+        phase = httpx.get(f"{server.url}/health/ready", timeout=60).json()
+        assert phase["status"] == "ready" or phase["phase"], phase
+        assert is_live(server)
+        faults.disarm("engine.idle")
+        faults.disarm("engine.step")
+        assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
+        assert is_gone(hung) and engine_pid(server) != hung
+    assert [answer.told() for answer in answers] == expected, "a hang is a pause"
+    assert server.tells("ready: ", since=since)  # and so all that was said before it
+    return _Found(seconds, server.metric("engine_restarts_total") - restarts, server.told()[since:])
+
+
 def test_six_ways_to_hang_are_found_and_the_engine_comes_back(tmp_path: Path, weights: Path, promise: Promise) -> None:
     faults = Faults(tmp_path / "faults")
     flags = ("--engine-silence", f"{_SILENCE}")
     server = start_server(tmp_path, weights, *flags, fake_ms=5, environment=faults.environment)
-    found: dict[str, float] = {}
+    found: dict[str, _Found] = {}
     try:
         expected = [answer.told() for answer in visit(server, _ASKS)]
         for name, hang in _HANGS.items():
-            with crowd(server, _ASKS) as answers:
-                assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
-                hung = engine_pid(server)
-                hang(server, faults)
-                found[name] = _seconds_until(lambda: not is_ready(server), 3 * _SILENCE + 5)
-                phase = httpx.get(f"{server.url}/health/ready").json()
-                assert phase["status"] == "ready" or phase["phase"], phase
-                assert is_live(server)
-                faults.disarm("engine.idle")
-                faults.disarm("engine.step")
-                assert server.wait_for(lambda: is_ready(server), 30), server.log.read_text()
-                assert is_gone(hung) and engine_pid(server) != hung
-            assert [answer.told() for answer in answers] == expected, f"an engine that {name} is a pause"
-        assert server.metric("engine_restarts_total") == len(_HANGS)
+            # An engine that gets no core for a second is silent, too: it comes back once more than it hung.
+            found[name] = promise.measured(
+                lambda hang=hang: _hung(server, faults, hang, expected),  # type: ignore[misc]
+                lambda found: found.seconds <= _SILENCE + 1 and found.restarts == 1,
+            )
+            assert found[name].restarts == 1
+            assert ("it was silent for" in found[name].log) == (name in _SILENT), name
+            assert ("its steps did nothing for" in found[name].log) == (name == "makes empty steps")
     finally:
         assert stop_server(server) == 0
     log = server.log.read_text()
-    assert log.count("it was silent for") == 3 and log.count("its steps did nothing for") == 1
     assert "Timeout (" in log and "_hold_gil" in log, "the log says where it hung, also with the GIL held"
-    good = sum(seconds <= _SILENCE + 1 for seconds in found.values())
+    seconds = [one.seconds for one in found.values()]
+    good = sum(one <= _SILENCE + 1 for one in seconds)
     promise.all_of("R9", "ways to hang that are found within watchdog + 1 s", good, len(_HANGS))
-    promise.at_most("R9", "slowest to be found", max(found.values()), target=_SILENCE + 1, n=len(_HANGS), unit="s")
+    promise.at_most("R9", "slowest to be found", max(seconds), target=_SILENCE + 1, n=len(_HANGS), unit="s")
 
 
 def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path) -> None:
@@ -104,15 +137,23 @@ def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path)
         assert stop_server(server) == 0
 
 
-def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path) -> None:
+def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path, promise: Promise) -> None:
     """It is prepared beside the steps, and bounded by its own limits."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, "--engine-silence", "1", fake_ms=5, environment=faults.environment)
-    try:
+    lengths = iter(range(5, 8))  # a guide that was prepared already would take no time
+
+    def restarts() -> float:
+        before = server.metric("engine_restarts_total")
         faults.arm("engine.guide", "sleep", seconds=2.5, times=1)
-        body = {"prompt": "a", "regex": "[ab]{5}", "max_tokens": 8, "stream": False}
-        assert httpx.post(f"{server.url}/complete", json=body, timeout=30).status_code == 200
-        assert server.metric("engine_restarts_total") == 0
+        body = {"prompt": "a", "regex": f"[ab]{{{next(lengths)}}}", "max_tokens": 8, "stream": False}
+        assert httpx.post(f"{server.url}/complete", json=body, timeout=60).status_code == 200
+        assert not faults.is_armed("engine.guide")
+        return server.metric("engine_restarts_total") - before
+
+    try:
+        # Who gets no core for a second is silent.
+        assert promise.measured(restarts, lambda restarts: restarts == 0) == 0
     finally:
         assert stop_server(server) == 0
 
@@ -122,23 +163,31 @@ def test_no_load_makes_health_flip(tmp_path: Path, weights: Path, promise: Promi
     flags = ("--engine-silence", "1", "--max-running", "16")
     server = start_server(tmp_path, weights, *flags, fake_ms=5)
     seconds = promise.size(6, 600)
-    deadline = time.monotonic() + seconds
     try:
-        flips, looks = [], 0
-        loaders = [threading.Thread(target=_load, args=(server, lane, deadline)) for lane in range(2)]
-        for loader in loaders:
-            loader.start()
-        while time.monotonic() < deadline:
-            looks += 1
-            if not is_ready(server):
-                flips.append(time.monotonic())
-            time.sleep(0.05)
-        for loader in loaders:
-            loader.join()
-        assert server.metric("engine_restarts_total") == 0, server.log.read_text()
-        promise.at_most("R9", f"false flips in {seconds} s at ten times the load", len(flips), target=0, n=looks)
+        # An engine that others keep from any core for a second is silent: not by this load.
+        flips, looks, restarts = promise.measured(
+            lambda: _flips(server, seconds), lambda found: found[0] == found[2] == 0
+        )
+        assert restarts == 0, server.log.read_text()
+        promise.at_most("R9", f"false flips in {seconds} s at ten times the load", flips, target=0, n=looks)
     finally:
         assert stop_server(server) == 0
+
+
+def _flips(server: Server, seconds: float) -> tuple[int, int, float]:
+    """How often it was not ready, at how many looks, and how many engines ended."""
+    before, deadline = server.metric("engine_restarts_total"), time.monotonic() + seconds
+    flips = looks = 0
+    loaders = [threading.Thread(target=_load, args=(server, lane, deadline)) for lane in range(2)]
+    for loader in loaders:
+        loader.start()
+    while time.monotonic() < deadline:
+        looks += 1
+        flips += not is_ready(server)
+        time.sleep(0.05)
+    for loader in loaders:
+        loader.join()
+    return flips, looks, server.metric("engine_restarts_total") - before
 
 
 def _load(server: Server, lane: int, deadline: float) -> None:
@@ -160,6 +209,6 @@ def test_the_log_names_the_signal_that_ended_an_engine(tmp_path: Path, weights: 
         os.kill(engine_pid(server), signal.SIGSEGV)
         assert server.tells("was ended by SIGSEGV")
         assert server.tells("Fatal Python error"), "and where it was then"
-        assert server.wait_for(lambda: is_ready(server), 30)
+        assert server.wait_for(lambda: is_ready(server), 60)
     finally:
         assert stop_server(server) == 0
