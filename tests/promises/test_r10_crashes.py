@@ -58,8 +58,10 @@ def _mixed(max_tokens: int) -> list[Ask]:
 
 
 def _kill(server: Server) -> None:
+    """Until the service knows. That it is not ready can go by unseen: a fake engine is back after half a second."""
+    before = server.metric("engine_restarts_total")
     os.kill(engine_pid(server), signal.SIGKILL)
-    assert server.wait_for(lambda: not is_ready(server), 5)
+    assert server.wait_for(lambda: server.metric("engine_restarts_total") > before)
 
 
 def _all_move(answers: list[Answer], seconds: float = 60.0) -> bool:
@@ -158,10 +160,10 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
         )
         assert server.metric("engine_restarts_total") == 2
         for _ in range(2):  # whole, and again: it ends itself, not the service
-            assert server.wait_for(lambda: is_ready(server), 30)
+            assert server.wait_for(lambda: is_ready(server), 60)
             (answer,) = visit(server, [Ask(body={**poison.body, "stream": False})])
             assert answer.status == 500 and answer.told()["error"]["code"] == "engine_failed"
-            assert server.wait_for(lambda: is_ready(server), 30)
+            assert server.wait_for(lambda: is_ready(server), 60)
             assert _count_same(visit(server, asks[:1]), expected[:1]) == 1
     finally:
         assert stop_server(server) == 0
@@ -177,14 +179,14 @@ def test_requests_that_kill_the_engine_do_not_end_a_service_where_nobody_else_co
     try:
         faults.arm("engine.step", "kill", match="max_tokens=119,")
         for number in range(3):
-            assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 30)
+            assert server.wait_for(lambda: server.metric("requests_suspect") == 0 and is_ready(server), 60)
             (answer,) = visit(server, [Ask(body={**_TEXT, "max_tokens": 119, "seed": number})])
             assert answer.told()["end"]["error"]["code"] == "engine_failed"
-        assert server.wait_for(lambda: is_ready(server), 30)
+        assert server.wait_for(lambda: is_ready(server), 60)
         (answer,) = visit(server, _streams(1, max_tokens=5))
         assert b"event: done" in answer.body
         promise.all_of("R10", f"poisoned requests in a row outlived, {engines} engines", 3, 3)
-        assert server.metric("engine_restarts_total") == 6 and is_clean(server, 5.0)
+        assert server.metric("engine_restarts_total") == 6 and is_clean(server, 30)
         assert "given up" not in server.log.read_text()
     finally:
         assert stop_server(server) == 0
@@ -212,12 +214,12 @@ def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: P
     """An engine that dies at every step, whoever asks: streams are told so, and the exit code is not 0."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
-    with crowd(server, _streams(8, max_tokens=400)) as answers:
+    with crowd(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
         faults.arm("engine.step", "exit", code=3)
     ends = [answer.told()["end"]["error"]["code"] for answer in answers]
     assert ends == ["engine_failed"] * 8
-    code = server.process.wait(30)
+    code = server.process.wait(60)
     log = server.log.read_text()
     assert log.count("ended with exit code 3") == 4, "one of them is the refused request's"
     assert "error: the engine stopped 3 times in ten minutes" in log
@@ -228,9 +230,9 @@ def test_a_service_that_ends_while_its_engine_restarts_ends(tmp_path: Path, weig
     """Once with an engine that comes back in time, once with one that does not."""
     faults = Faults(tmp_path / "faults")
     for comes_back in (True, False):
-        drain = "20" if comes_back else "1"
+        drain, max_tokens = ("60", 400) if comes_back else ("1", 8000)
         server = start_server(tmp_path, weights, "--drain-timeout", drain, fake_ms=5, environment=faults.environment)
-        with crowd(server, _streams(4, max_tokens=400)) as answers:
+        with crowd(server, _streams(4, max_tokens=max_tokens)) as answers:
             assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
             if not comes_back:
                 faults.arm("engine.load", "sleep", seconds=60)
@@ -253,14 +255,16 @@ def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_
             parts = leaver.iter_raw()  # an iterator that nobody holds would close the response
             next(parts)
             assert server.wait_for(lambda: all(answer.n_events > 5 for answer in answers))
+            faults.arm("engine.step", "sleep", seconds=0.1)  # until the engine is killed the texts hardly go on
             with crowd(server, asks[3:]) as waiting:
                 assert server.wait_for(lambda: all(answer.n_events for answer in waiting))
                 faults.arm("engine.load", "sleep", seconds=3, times=1)
                 _kill(server)
+                faults.disarm("engine.step")
                 leaver.close()
-                refused = httpx.post(f"{server.url}/complete", json=_TEXT)
+                refused = httpx.post(f"{server.url}/complete", json=_TEXT, timeout=60)
                 assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-                assert httpx.delete(f"{server.url}/complete/{answers[0].name}").status_code == 200
+                assert httpx.delete(f"{server.url}/complete/{answers[0].name}", timeout=60).status_code == 200
                 resumed = httpx.get(f"{server.url}/complete/{answers[1].name}/events", timeout=60)
         assert answers[0].told()["end"]["choices"][0]["finish_reason"] == "cancelled"
         assert answers[3].told()["end"]["choices"][0]["finish_reason"] == "timeout"
@@ -268,7 +272,7 @@ def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_
         assert _count_same([*answers[1:3], *waiting], expected[1:]) == 4
         told = [answer.body.count(b"event: queue") for answer in waiting]
         assert min(told) >= 3, "whoever waits is told where it stands, also while there is no engine"
-        assert is_clean(server, 2.0)
+        assert is_clean(server, 30)
     finally:
         assert stop_server(server) == 0
 
