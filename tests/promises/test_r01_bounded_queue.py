@@ -17,16 +17,19 @@ from conftest import Server, is_clean, start_server, stop_server
 from open_loop import Plan
 from promise import Promise
 
-_SLOTS, _TOKENS, _STEP, _QUEUE = 8, 160, 0.005, 24
+_SLOTS, _TOKENS, _STEP, _QUEUE = 4, 160, 0.005, 12
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
-"""Requests a second; more than there can be, as a step takes a little longer."""
+"""Requests a second; more than there can be, as a step takes a little longer.
+
+Few, for ten times as many must not be more than the cores can take beside others: the queue is to be too small.
+"""
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 _QUOTAS = {"ann": {"requests_per_minute": 5}, "bob": {"tokens_per_minute": 3000}, "cyd": {"concurrency": 1}}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    """Eight texts at a time, 24 that wait."""
+    """Four texts at a time, twelve that wait."""
     running = start_server(
         tmp_path_factory.mktemp("r1"),
         weights,
