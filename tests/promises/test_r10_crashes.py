@@ -151,9 +151,14 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
     try:
         expected = _told(visit(server, asks))
         faults.arm(point, "kill", match="max_tokens=119,")
+        faults.arm("engine.forward", "sleep", seconds=0.05)  # whoever came behind the crash would be sent away
         poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
-        answers = visit(server, [*asks[:20], poison, *asks[20:]])
-        refused = answers.pop(20).told()["end"]["error"]
+        with crowd(server, asks) as answers:
+            assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
+            with crowd(server, [poison]) as poisoned:
+                assert server.wait_for(lambda: server.metric("engine_restarts_total") > 0)
+                faults.disarm("engine.forward")
+        refused = poisoned[0].told()["end"]["error"]
         assert refused["code"] == "engine_failed" and "crashed twice" in refused["message"]
         promise.all_of(
             "R10", f"others identical beside a poisoned request ({point})", _count_same(answers, expected), 31
@@ -198,8 +203,11 @@ def test_a_lost_device_is_a_pause_for_all_and_nobodys_fault(tmp_path: Path, weig
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
     try:
         expected = _told(visit(server, asks))
-        faults.arm("engine.forward", "lose device", after=20, times=1)
-        answers = visit(server, asks)
+        faults.arm("engine.step", "sleep", seconds=0.05)  # whoever came behind the crash would be sent away
+        with crowd(server, asks) as answers:
+            assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
+            faults.arm("engine.forward", "lose device", times=1)
+            faults.disarm("engine.step")
         same = _count_same(answers, expected)
         promise.all_of("R10", "streams identical through a device that is lost", same, len(asks))
         assert server.metric("engine_restarts_total") == 1 and not faults.is_armed("engine.forward")
