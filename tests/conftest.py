@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import inspect
 import logging
 import os
 import re
@@ -47,6 +48,11 @@ pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
 # No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+
+# httpx gives up after 5 s of silence where nobody says otherwise. That is no promise of the service, and a machine that
+# has something else to do may be silent for as long.
+for _kind in ("connect", "read", "write", "pool"):
+    setattr(inspect.signature(httpx.get).parameters["timeout"].default, _kind, 60.0)
 
 # What the test files import and what becomes of them stays; looking for garbage in it took half of the collection's CPU
 # time in each test process, and then a part of every test's.
@@ -164,7 +170,7 @@ class Server:
         """Whether all these words come to the log behind so many characters: a thread of its own writes it, later."""
         return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
         """Polls until `condition` holds or the time is over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -235,9 +241,12 @@ def start_server(
 
 def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:
     """As soon as it listens; with `wait`, as soon as it completes texts."""
-    deadline = time.monotonic() + 60
-    while not (found := re.search(r"listening on (http://[^\s\"]+)", _whole_lines(log))):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+    deadline = time.monotonic() + 120
+    while True:
+        has_ended = process.poll() is not None  # looked at first: all that it has said before is in the log
+        if found := re.search(r"listening on (http://[^\s\"]+)", _whole_lines(log)):
+            break
+        assert not has_ended and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
     server = Server(found.group(1), process, log)
     asked_next = 0.0
@@ -268,7 +277,7 @@ def stop_server(server: Server) -> int:
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
     try:
-        return server.process.wait(timeout=60)
+        return server.process.wait(timeout=120)
     except subprocess.TimeoutExpired:
         _kill(server.process)
         raise
@@ -277,8 +286,7 @@ def stop_server(server: Server) -> int:
 def _kill(process: subprocess.Popen[str]) -> None:
     """With its engines, of which one may be stopped."""
     if process.poll() is None:
-        tasks = Path(f"/proc/{process.pid}/task").iterdir()
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        children = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in _children_of(task)]
         process.kill()
         for child in children:
             with contextlib.suppress(ProcessLookupError):
@@ -287,7 +295,13 @@ def _kill(process: subprocess.Popen[str]) -> None:
     _STARTED.remove(process)
 
 
-def is_clean(server: Server, seconds: float) -> bool:
+def _children_of(task: Path) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while we look
+        return [int(child) for child in (task / "children").read_text().split()]
+    return []
+
+
+def is_clean(server: Server, seconds: float = 60.0) -> bool:
     """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
     names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
     return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)
