@@ -178,7 +178,7 @@ class World:
 
 
 async def _text(stream: Stream) -> list[int] | str:
-    arrivals = await asyncio.wait_for(stream.receive(), 5)
+    arrivals = await asyncio.wait_for(stream.receive(), 60)
     errors = [type(a.item).__name__ for a in arrivals if isinstance(a.item, Exception)]
     tokens = [a.item for a in arrivals if isinstance(a.item, TokenEvent) and a.choice == 0]
     assert [token.index for token in tokens] == list(range(len(tokens))), "each token once, in order"
@@ -205,7 +205,7 @@ def test_a_start_is_over_when_all_engines_have_loaded_the_same() -> None:
         with pytest.raises(NotReady, match="loading weights"):
             world.submit((1,))
         world.engines[1].load()
-        await asyncio.wait_for(world.fleet.wait_ready(), 1)
+        await asyncio.wait_for(world.fleet.wait_ready(), 60)
         assert world.fleet.ready and world.fleet.ready.device == "2 x a CPU" and world.fleet.phase == "ready"
 
     in_loop(scenario)
@@ -218,7 +218,7 @@ def test_engines_that_differ_from_the_start_do_not_serve(other: str) -> None:
         world.engines[0].load()
         world.engines[1].load(**{other: "another"})
         assert world.fleet.ready is None
-        gone = await asyncio.wait_for(world.fleet.wait_gone(), 1)
+        gone = await asyncio.wait_for(world.fleet.wait_gone(), 60)
         assert gone.exit_code == 1 and other in str(gone)
 
     in_loop(scenario)
@@ -229,7 +229,7 @@ def test_an_engine_that_cannot_start_ends_the_start() -> None:
         world = World(3, load=False)
         world.engines[0].load()
         world.engines[2].give_up(EngineGone("--replicas 3: each takes a GPU, and there are 2", 2))
-        gone = await asyncio.wait_for(world.fleet.wait_gone(), 1)
+        gone = await asyncio.wait_for(world.fleet.wait_gone(), 60)
         assert gone.exit_code == 2 and "there are 2" in str(gone)
 
     in_loop(scenario)
@@ -246,7 +246,7 @@ def test_one_engine_is_as_without_a_fleet() -> None:
         assert world.fleet.ready and world.fleet.ready.numerics == "another"
         assert await world.texts() == [alone(stream)]
         world.engines[0].give_up(EngineGone("three times", 1))
-        assert (await asyncio.wait_for(world.fleet.wait_gone(), 1)).exit_code == 1
+        assert (await asyncio.wait_for(world.fleet.wait_gone(), 60)).exit_code == 1
 
     in_loop(scenario)
 
@@ -363,7 +363,7 @@ def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
         assert world.home(stream) == 1
         world.engines[1].give_up(EngineGone("so did this one", 1))
         assert await _text(stream) == "EngineFailed"
-        assert str(await asyncio.wait_for(world.fleet.wait_gone(), 1)) == "so did this one"
+        assert str(await asyncio.wait_for(world.fleet.wait_gone(), 60)) == "so did this one"
         with pytest.raises(NotReady):
             world.submit((1,))
 
@@ -394,7 +394,7 @@ def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about()
         await world.fleet.stop()
         assert [await _text(stream) for stream in world.streams] == ["NotReady"] * 6
         assert [world.home(stream) for stream in world.streams] == homes
-        assert (await asyncio.wait_for(world.fleet.wait_gone(), 1)).exit_code == 0
+        assert (await asyncio.wait_for(world.fleet.wait_gone(), 60)).exit_code == 0
 
     in_loop(scenario)
 

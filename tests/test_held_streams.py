@@ -101,7 +101,7 @@ def _tokens(items: list[Any], choice: int = 0) -> list[int]:
 async def _read_to_the_end(world: _World, stream: Stream) -> list[Any]:
     got: list[Any] = []
     while stream.is_open or not got or stream._arrivals:
-        got += await asyncio.wait_for(stream.receive(), 5)
+        got += await asyncio.wait_for(stream.receive(), 60)
         world.run()
     return got
 
@@ -122,7 +122,7 @@ def test_a_stream_that_nobody_reads_is_dropped_and_goes_on_when_it_is_read(n: in
         assert not world.client.queue.position("r0~2")
         got: list[Any] = []
         while stream.is_open or stream._arrivals:
-            got += await asyncio.wait_for(stream.receive(), 5)
+            got += await asyncio.wait_for(stream.receive(), 60)
             world.run(top=top)
         for choice in range(n):
             assert _tokens(got, choice) == list(range(900 if top else 3 * MOST_WAITING)), "each token once, in order"
