@@ -23,10 +23,11 @@ async def main():
     # One that comes while another is being taken in, which wakes the loop: its handler runs right there.
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
     add(loop, signal.SIGTERM, lambda: taken.append("term"))
-    for _ in range(5):
+    for number in range(5):
         first = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
         first.start()
-        await asyncio.sleep(0.05)
+        while first.is_alive() or len(taken) <= number:
+            await asyncio.sleep(0.05)
     print(len(taken))
 
 event_loop.run(main())
@@ -35,7 +36,7 @@ event_loop.run(main())
 
 def _taken(way: str) -> int:
     command = [sys.executable, "-c", _PROGRAM, way]
-    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout)
+    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout)
 
 
 def test_a_signal_that_comes_while_another_is_taken_in_is_one_signal() -> None:

@@ -205,8 +205,11 @@ def test_a_request_that_fails_is_counted_and_the_first_message_is_kept(wire: byt
 
 
 def test_what_the_time_limit_cuts_is_no_error_if_something_finished() -> None:
-    result = load(FakeServer(answer_two_then_never), seconds=0.4)
-    level = result.levels[0]
+    for seconds in (0.4, 10.0):  # a machine that is busy may finish nothing in the first
+        result = load(FakeServer(answer_two_then_never), seconds=seconds)
+        level = result.levels[0]
+        if level.completed == 2:
+            break
     assert (level.requests, level.completed, level.errors, level.unfinished) == (4, 2, 0, 2)
     assert not result.failed
 
@@ -261,7 +264,7 @@ def test_ctrl_c_prints_what_there_is_and_ends_with_130() -> None:
         command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--streams", "2", "--requests", "4"]
         root, pipe = Path(__file__).parent.parent, asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=pipe, stderr=pipe)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await all_sent.wait()
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
