@@ -163,9 +163,9 @@ def test_a_config_cannot_ask_for_what_the_file_does_not_hold(
     config = json.loads((directory / "config.json").read_text())
     qwen = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
     (directory / "config.json").write_text(json.dumps(config | qwen | {"model_type": family} | change))
-    started = time.monotonic()
+    started = time.process_time()
     _refused(directory, words)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

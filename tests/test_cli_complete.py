@@ -72,7 +72,7 @@ def played() -> Iterator[Played]:
             for part in service.parts:
                 self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             if service.waits:
-                service.waits.wait(20)
+                service.waits.wait(120)
             self.close_connection = True
             if not service.breaks_off:
                 self.wfile.write(b"0\r\n\r\n")

@@ -26,7 +26,7 @@ KEYS = {"message", "type", "param", "code", "request_id"}
 def _post(server: Server, body: Any, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(
-        f"{server.url}/complete", content=content, headers={"content-type": "application/json", **headers}, timeout=30
+        f"{server.url}/complete", content=content, headers={"content-type": "application/json", **headers}, timeout=60
     )
 
 

@@ -116,7 +116,7 @@ def test_every_manifest_is_applied_and_validated() -> None:
 
 def test_every_metric_that_is_looked_at_is_there(server: Server) -> None:
     """In the dashboard, the alerts and the autoscaler; and the dashboard leaves none out."""
-    text = httpx.get(f"{server.url}/metrics", timeout=10).text
+    text = httpx.get(f"{server.url}/metrics").text
     there = set(re.findall(r"^# TYPE (inkstream_\w+) ", text, re.M))
     there = {name for name in there if not name.endswith("_created")}
     shown = _metrics((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())

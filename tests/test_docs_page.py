@@ -14,7 +14,7 @@ from wire import parse_events
 def page(browser, server):
     """A reader of /docs. At the end: no console error, no CSP violation, no request to anybody else."""
     context = browser.new_context(base_url=server.url)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)
     page = context.new_page()
     trouble, asked = watch(page), []
     page.on("request", lambda request: asked.append(request.url))
@@ -99,7 +99,7 @@ def test_the_command_for_the_shell_does_the_same(page):
     route = _open(page, "tokenize")
     route.locator("textarea").fill('{"prompt": "it\'s \\"$HOME\\""}')
     command = route.locator(".curl").inner_text()
-    result = subprocess.run(command + " -s", shell=True, capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run(command + " -s", shell=True, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(result.stdout) == json.loads(_sent(route))
 
 

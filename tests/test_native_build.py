@@ -225,8 +225,12 @@ def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
     tmp_path: Path, shelf: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = _use(monkeypatch, tmp_path, stub_library, f'sleep 60 & echo $! >> "{tmp_path / "calls"}"; wait')
-    with pytest.raises(BuildError, match="more than 2 seconds"):
-        build(Recipe(level=this_level()), shelf, seconds=2.0)
+    for seconds in (2, 20):  # on a machine that is busy it may not have begun in the first
+        fake.calls.unlink(missing_ok=True)
+        with pytest.raises(BuildError, match=f"more than {seconds} seconds"):
+            build(Recipe(level=this_level()), shelf, seconds=float(seconds))
+        if len(fake.pids) == 2:
+            break
     assert len(fake.pids) == 2 and all(map(_is_gone, fake.pids))
     assert _left(shelf) == set()
 

@@ -31,7 +31,8 @@ def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _wait_for(condition: Callable[[], object], server: Server) -> None:
-    deadline = time.monotonic() + 60
+    """For minutes: what builds has the lowest priority, and others may have both cores."""
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, server.log.read_text()
         time.sleep(0.05)
@@ -95,7 +96,7 @@ def test_a_build_ends_with_the_service_and_leaves_nothing(tmp_path: Path, weight
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
     _wait_for(lambda: slow.pids, server)
     assert stop_server(server) == 0
-    assert server.wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [])
+    _wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [], server)
     assert "Traceback" not in server.log.read_text()
 
 
@@ -105,7 +106,7 @@ def test_a_build_ends_with_a_service_that_is_killed(tmp_path: Path, weights: Pat
     _wait_for(lambda: slow.pids, server)
     server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [])
+    _wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [], server)
 
 
 def test_a_failed_build_is_one_line_in_the_log(
@@ -161,7 +162,7 @@ def test_native_kernels_that_cannot_be_built_end_the_service(
     monkeypatch.setenv("CXX", str(fake.path))
     flags = ("--kernels", "native", "--cache-dir", str(tmp_path / "cache"))
     server = start_server(tmp_path, weights, *flags, wait=False)
-    assert server.process.wait(60) == 2
+    assert server.process.wait(300) == 2
     last = server.log.read_text().strip().splitlines()[-1]
     assert last.startswith("error: --kernels native cannot be: ") and "a.h:1: error: bad" in last
     assert "Traceback" not in server.log.read_text()

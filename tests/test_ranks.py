@@ -78,7 +78,7 @@ def _fork(work: Callable[[int, Path], int], number: int, log: Path) -> Rank:
 
 
 def _wait_for_snapshot(out: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not any((out / ".training").glob("step-*")):
         assert time.monotonic() < deadline
         time.sleep(0.01)

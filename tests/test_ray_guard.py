@@ -28,7 +28,7 @@ def test_an_interrupt_ends_what_hangs_and_its_orphans(number: signal.Signals) ->
         assert guard.stdout
         orphan = int(guard.stdout.readline())
         guard.send_signal(number)
-        assert guard.wait(timeout=30) == 130
+        assert guard.wait(timeout=60) == 130
     assert not psutil.pid_exists(orphan)
 
 

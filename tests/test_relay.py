@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -162,7 +161,15 @@ def test_nobody_waits_for_ever_for_a_replica(monkeypatch: pytest.MonkeyPatch) ->
 def test_whoever_asks_for_health_is_answered_by_another_replica_where_one_hangs(
     monkeypatch: pytest.MonkeyPatch, hung: Any
 ) -> None:
+    class Hangs(asyncio.Event):
+        """From then on nobody else is to be late, on a machine that is busy."""
+
+        async def wait(self) -> Literal[True]:
+            monkeypatch.setattr(front_module, "_QUICK_SECONDS", 60.0)
+            return await super().wait()
+
     monkeypatch.setattr(front_module, "_QUICK_SECONDS", 0.02)
+    hung = [Hangs() if part is Silent else part for part in hung]
     replicas = Played(hung, taken(JSON, b'{"status": "ready"}'))
     response = ask(front_of(replicas), "/health/ready", "GET")
     assert (response.status_code, response.json()) == (200, {"status": "ready"})
@@ -222,7 +229,7 @@ def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm()
 
     async def visits() -> None:
         call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
-        asking = Asking(replicas, call, Counts(), resends=0, patience=1)
+        asking = Asking(replicas, call, Counts(), resends=0, patience=60)
         stream = RelayedStream(asking, owner="o", journal_bytes=1000)
         old = stream.attach()
         old_frames = stream.frames(old, await asking.begin())
@@ -325,15 +332,21 @@ def test_a_body_is_read_as_far_as_a_replica_needs_it_to_refuse_it() -> None:
 
 
 def test_a_silence_is_filled() -> None:
-    async def slow() -> Any:
-        yield b"a"
-        await asyncio.sleep(0.05)
-        yield b"b"
+    async def gather() -> list[bytes]:
+        go_on, frames = asyncio.Event(), list[bytes]()
 
-    async def gather(make: Callable[[], Any]) -> list[bytes]:
-        return [frame async for frame in with_heartbeat(make(), 0.01)]
+        async def slow() -> Any:
+            yield b"a"
+            await go_on.wait()
+            yield b"b"
 
-    frames = asyncio.run(gather(slow))
+        async for frame in with_heartbeat(slow(), 0.01):
+            frames.append(frame)
+            if len(frames) == 4:
+                go_on.set()
+        return frames
+
+    frames = asyncio.run(gather())
     assert frames[0] == b"a"
     assert frames[-1] == b"b"
     assert set(frames[1:-1]) == {b": ping\n\n"}

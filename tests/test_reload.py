@@ -129,11 +129,11 @@ async def _serving(house: House) -> AsyncIterator[House]:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within ten seconds")
+    raise AssertionError("it did not happen within a minute")
 
 
 async def _new_engine(house: House) -> FakeEngine:
