@@ -5,7 +5,7 @@ import subprocess
 
 import httpx
 import pytest
-from hand import watch
+from hand import PATIENCE_MS, watch
 from tiny import VOCAB
 from wire import parse_events
 
@@ -14,7 +14,7 @@ from wire import parse_events
 def page(browser, server):
     """A reader of /docs. At the end: no console error, no CSP violation, no request to anybody else."""
     context = browser.new_context(base_url=server.url)
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     trouble, asked = watch(page), []
     page.on("request", lambda request: asked.append(request.url))

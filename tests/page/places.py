@@ -64,20 +64,25 @@ def stream(page, words, prompt="It is"):
     page.locator(".token").nth(len(words) - (prompt == "")).wait_for()
 
 
-def trickle(page, count):
-    """From now on so many events of an answer come with each frame."""
+def trickle(page, count, frames=1):
+    """From now on so many events of an answer come with each so many frames; with each one when `window.hurries`."""
     page.evaluate(
-        """(count) => {
+        """([count, frames]) => {
         const fetch = window.fetch;
         window.fetch = async (...request) => {
             const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
             const pull = async (controller) => {
-                await new Promise(requestAnimationFrame);
+                for (let i = 0; i < (window.hurries ? 1 : frames); i += 1) await new Promise(requestAnimationFrame);
                 if (!events.length) return controller.close();
                 controller.enqueue(new TextEncoder().encode(events.splice(0, count).join("")));
             };
             return new Response(new ReadableStream({ pull }));
         };
     }""",
-        count,
+        [count, frames],
     )
+
+
+def shows(page, words):
+    """Waits until the inspect view shows this text and no other: it draws a frame later."""
+    page.wait_for_function("(words) => document.querySelector('.tokens').textContent === words", arg=words)

@@ -65,7 +65,10 @@ def test_the_next_token_is_asked_for_when_the_hand_rests_and_taken_by_a_click(pa
         new MutationObserver(() => seen.push(bars.ariaBusy)).observe(bars, { attributeFilter: ["aria-busy"] });
         return seen;
     }""")
-    page.locator("#document").press_sequentially(" there")
+    # Key after key, and in one go: a busy machine would let the hand rest between two of them.
+    page.locator("#document").focus()
+    page.evaluate("() => { for (const key of ' there') document.execCommand('insertText', false, key); }")
+    page.wait_for_function("seen => seen.length > 1", arg=busy)
     page.locator("#bars[aria-busy=false]").wait_for()
     assert busy.evaluate("seen => seen.shift()") == "true"
     assert prompts == [PROMPT + " there"]

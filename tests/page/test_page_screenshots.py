@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from hand import answer_with, generate, play, set_fields, start, wait_for
+from hand import PATIENCE_MS, answer_with, generate, play, set_fields, start, wait_for
 from story import BEGINNING, ENDS, MIDDLE, MODEL, placed, run, scored
 
 FOLDER = Path(os.environ.get("INKSTREAM_SCREENSHOTS") or ROOT / "build/screenshots")
@@ -21,6 +21,7 @@ FEWEST_COLOURS = 40  # text has some hundred, since its edges are smoothed
 def written(browser, server):
     """A beginning by hand, and a middle by a model that has a name."""
     context = browser.new_context(base_url=server.url, viewport=WIDE)
+    context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     facts = page.request.get("/v1/models").json()
     facts["data"][0] |= MODEL

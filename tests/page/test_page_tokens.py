@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from hand import DONE, PROMPT, generate, play, text, wait_for
-from places import WORDS, inspect, played, stream, token, trickle
+from places import WORDS, inspect, played, shows, stream, token, trickle
 
 COLOUR = "(e, name) => getComputedStyle(e)[name].match(/\\d+/g).slice(0, 3).map(Number)"
 
@@ -31,12 +31,12 @@ def test_what_a_run_told_is_not_asked_again(page):
     assert asked == ["tokenize", "score", "complete"]
     page.locator("#view-write").click()
     page.locator("#view-inspect").click()
-    assert page.locator(".tokens").text_content() == "It is a fine day"
+    shows(page, "It is a fine day")
     page.locator("#view-write").click()
     page.locator("#document").press("End")
     page.locator("#document").press_sequentially("s")
-    page.locator("#view-inspect").click()
-    page.wait_for_timeout(200)
+    with page.expect_response("**/score"):
+        page.locator("#view-inspect").click()
     assert asked[3:] == ["tokenize", "score"], "what was typed was not told by anybody"
 
 
@@ -56,8 +56,10 @@ def test_the_text_does_not_move_when_the_view_changes(page, width):
     page.locator("#document").fill(f"{paragraph}.\n\n  {paragraph}\n{'w' * 200}\n\n{paragraph}")
     page.locator("#paper").evaluate("paper => { paper.scrollTop = 200 }")
     before = places(page, "#mirror")
-    inspect(page)
-    page.wait_for_timeout(300)
+    with page.expect_response("**/score"):
+        inspect(page)
+    page.locator(".token[class*=tint]").nth(100).wait_for()  # it was measured, and that is drawn
+    two_frames(page)
     after = places(page, ".tokens")
     assert len(before) == len(after) > 600
     assert max(abs(a - b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True)) < 0.6
@@ -74,6 +76,11 @@ def test_the_sheet_stays_in_its_place_when_the_service_tells_what_it_serves(page
     told[0].continue_()
     page.locator("#weights", has_text="weights").wait_for()
     assert page.locator("#paper").bounding_box() == before
+
+
+def two_frames(page):
+    """What was to be drawn has been drawn."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def places(page, selector):
@@ -106,7 +113,7 @@ def test_a_long_paragraph_looks_the_same_streamed_or_whole_and_at_every_width(pa
     page.set_viewport_size({"width": 1000, "height": 800})
     page.wait_for_function("() => !document.querySelector('.fold')")
     page.set_viewport_size({"width": 1280, "height": 800})
-    page.wait_for_timeout(100)
+    two_frames(page)
     assert page.locator(".tokens > div").count() == 1
     moved = [max(abs(a - c), abs(b - d)) for (a, b), (c, d) in zip(folded, places(page, ".tokens"), strict=True)]
     assert max(moved) < 0.6
@@ -137,10 +144,12 @@ def luminance(colour):
 def test_the_view_can_be_opened_in_the_middle_of_a_run(page):
     page.locator("#document").fill("It is")
     play(page, ("start", {"seed": 1}), *played([f" {WORDS[i % len(WORDS)]}" for i in range(60)]), DONE)
-    trickle(page, 1)
+    trickle(page, 1, frames=10)  # ten seconds, until we have seen it
     page.locator("#document").press("Control+Enter")
     page.locator('#status[data-state="streaming"]').wait_for()
     page.keyboard.press("Control+i")
+    page.locator(".token").nth(5).wait_for()
+    page.evaluate("() => { window.hurries = true; }")
     wait_for(page, "done")
     page.locator(".token").nth(60).wait_for()
     assert page.locator(".tokens").text_content() == text(page)
