@@ -10,8 +10,6 @@ A_FRAME = 8  # tokens that come with each: 480 tokens/s
 STORY = " The harbour lay quiet under a low sky, and the boats turned on their chains."
 PARAGRAPH = 120  # tokens
 BUSY = 4_000_000  # square roots: some 30 ms
-QUIET_MS = 2.3
-"""What an eighth of them takes on a quiet machine, for which the budget is made."""
 
 
 def tokens():
@@ -43,24 +41,6 @@ def stream_by_frames(page, busy=0):
         }""",
         [A_FRAME, busy],
     )
-    # On a busy machine frames come when they can; their cost is what counts.
-
-
-def slowness(page):
-    """How often as long as on the quiet machine a core takes now, at its best: two threads share one, or its clock."""
-    least_ms = page.evaluate(
-        """(count) => Math.min(...Array.from({ length: 20 }, () => {
-            const begun = performance.now();
-            for (let i = 0; i < count; i += 1) window.root = Math.sqrt(i);
-            return performance.now() - begun;
-        }))""",
-        BUSY // 8,
-    )
-    return max(1.0, least_ms / QUIET_MS)
-
-
-def budget_ms(page, before):
-    return BUDGET_MS * min(before, slowness(page))
 
 
 def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(browser, page, promise):
@@ -70,16 +50,15 @@ def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(brow
         page.reload()
         page.locator("#document").fill(PROMPT)
         stream_by_frames(page)
-        before = slowness(page)
         with measured(browser, page) as frames:
             generate(page)
-        return frames, budget_ms(page, before)
+        return frames
 
-    frames, budget = promise.measured(measure, lambda found: found[0].median < found[1])
-    print(f"\nwriting: {frames}, of {budget:.1f} ms")
+    frames = promise.measured(measure, lambda found: found.median < BUDGET_MS)
+    print(f"\nwriting: {frames}")
     assert len(text(page)) > len(PROMPT) + 3 * TOKENS
     assert len(frames.costs) >= TOKENS / A_FRAME, "they did not come all at once"
-    assert frames.median < budget, str(frames)
+    assert frames.median < BUDGET_MS, str(frames)
 
 
 def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_within_half_a_frame_each(
@@ -93,24 +72,22 @@ def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_withi
         page.locator("#document").fill(PROMPT)
         inspect(page)
         stream_by_frames(page)
-        before = slowness(page)
         with measured(browser, page) as frames:
             generate(page)
             page.wait_for_function(f"() => document.querySelectorAll('.token').length > {TOKENS}")
-        return frames, budget_ms(page, before)
+        return frames
 
-    frames, budget = promise.measured(measure, lambda found: found[0].median < found[1])
-    print(f"\ninspecting: {frames}, of {budget:.1f} ms")
+    frames = promise.measured(measure, lambda found: found.median < BUDGET_MS)
+    print(f"\ninspecting: {frames}")
     assert len(frames.costs) >= TOKENS / A_FRAME, "they did not come all at once"
-    assert frames.median < budget, str(frames)
+    assert frames.median < BUDGET_MS, str(frames)
 
 
 def test_the_measurement_sees_a_page_that_stutters(browser, page):
     """The control: the same stream, shorter, with work in each frame that nobody asked for."""
     play(page, ("start", {"seed": 1}), *list(tokens())[:200], DONE)
     stream_by_frames(page, busy=BUSY)
-    before = slowness(page)
     with measured(browser, page) as frames:
         generate(page)
     print(f"\nwith {BUSY:,} square roots a frame: {frames}")
-    assert frames.median > budget_ms(page, before), str(frames)
+    assert frames.median > BUDGET_MS, str(frames)
