@@ -52,7 +52,7 @@ def keyed_server(folder: Path, weights: Path, ring: Keyring, *flags: str, **othe
     return start_server(folder, weights, "--keys-file", str(ring.file), *flags, **others)
 
 
-def exchange(url: str, request: bytes, *, seconds: float = 10.0) -> bytes:
+def exchange(url: str, request: bytes, *, seconds: float = 60.0) -> bytes:
     """All that a service answers to these bytes until it closes, or is silent for that long."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:

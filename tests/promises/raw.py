@@ -11,14 +11,16 @@ from urllib.parse import urlsplit
 from conftest import Server
 
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+PATIENCE = 60.0
+"""Seconds for what only has to happen."""
 
 
 def connect(server: Server, *, receive_buffer: int | None = None) -> socket.socket:
-    """A connection with patience of ten seconds; one with a small buffer fills up soon when it is not read."""
+    """A connection with patience of a minute; one with a small buffer fills up soon when it is not read."""
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE)
     parts = urlsplit(server.url)
     connection.connect((parts.hostname, parts.port))
     return connection
@@ -90,12 +92,12 @@ def dribble(connection: socket.socket, data: bytes, pause: float) -> bytes:
         try:
             connection.sendall(data[i : i + 1])
             if said := connection.recv(1):
-                connection.settimeout(10)
+                connection.settimeout(PATIENCE)
                 return said + read_all(connection)
             return b""
         except TimeoutError:
             continue
         except ConnectionError:
             return b""
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE)
     return read_all(connection)
