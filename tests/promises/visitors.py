@@ -55,19 +55,22 @@ class Answer:
 
 @contextmanager
 def crowd(
-    server: Server, asks: Sequence[Ask], *, pause: float = 0.0, leave_after: float | None = None
+    server: Server, asks: Sequence[Ask], *, pause: float = 0.0, leave: threading.Event | None = None
 ) -> Iterator[list[Answer]]:
     """All of them at once; the answers fill while the test goes on, and are complete at the end.
 
-    pause: seconds that a client takes after each piece it reads. leave_after: seconds after which all hang up.
+    pause: seconds that a client takes after each piece it reads. leave: all hang up as soon as it is set, which the end
+    of the block does too.
     """
     answers = [Answer() for _ in asks]
-    work = asyncio.wait_for(_visit(server.url, asks, answers, pause), leave_after)
-    thread = threading.Thread(target=_run, args=(work,))
+    work = _until(leave, _visit(server.url, asks, answers, pause))
+    thread = threading.Thread(target=asyncio.run, args=(work,))
     thread.start()
     try:
         yield answers
     finally:
+        if leave:
+            leave.set()
         thread.join()
 
 
@@ -78,9 +81,14 @@ def visit(server: Server, asks: Sequence[Ask]) -> list[Answer]:
     return answers
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    with suppress(TimeoutError):
-        asyncio.run(work)
+async def _until(leave: threading.Event | None, work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    while leave and not task.done() and not leave.is_set():
+        await asyncio.wait([task], timeout=0.01)
+    if leave:
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 async def _visit(url: str, asks: Sequence[Ask], answers: list[Answer], pause: float) -> None:
