@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from arming import Faults
 from conftest import Server, start_server, stop_server
 from promise import Promise
 from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
@@ -94,9 +95,10 @@ def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: 
     ]
     flags = ("--max-context", str(LENGTH), "--kv-blocks")
     texts = []
+    faults = Faults(tmp_path / "faults")
     for blocks in (str(CLIENTS * LENGTH), str(4 * LENGTH // BLOCK)):
-        server = start_server(tmp_path, weights, *flags, blocks, fake_ms=1)
-        texts.append(_all_at_once(server, bodies))
+        server = start_server(tmp_path, weights, *flags, blocks, fake_ms=1, environment=faults.environment)
+        texts.append(_all_at_once(server, faults, bodies))
         preemptions = server.metric("preemptions_total")
         assert server.metric("block_violations_total") == 0
         assert server.wait_for(lambda running=server: running.metric("kv_cache_usage_ratio") == 0)  # type: ignore[misc]
@@ -106,15 +108,22 @@ def test_64_clients_over_http_share_blocks_for_four(promise: Promise, tmp_path: 
     promise.all_of("R15", "answers over HTTP as without pressure", good, CLIENTS)
 
 
-def _all_at_once(server: Server, bodies: list[dict[str, object]]) -> list[str]:
+def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]) -> list[str]:
+    """Steps are slow until all have come: there is no pressure where clients are slower than the service."""
+
     def ask(body: dict[str, object]) -> str:
         answer = client.post(f"{server.url}/complete", json=body)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"])
 
+    faults.arm("engine.forward", "sleep", seconds=0.25)
     limits = httpx.Limits(max_connections=CLIENTS)
     with httpx.Client(limits=limits, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as threads:
-        return list(threads.map(ask, bodies))
+        answers = threads.map(ask, bodies)
+        there = ("requests_running", "requests_waiting")
+        assert server.wait_for(lambda: sum(server.metric(name) for name in there) == CLIENTS)
+        faults.disarm("engine.forward")
+        return list(answers)
 
 
 def test_blocks_that_are_not_given_back_show(monkeypatch: pytest.MonkeyPatch) -> None:
