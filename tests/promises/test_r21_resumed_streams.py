@@ -105,7 +105,7 @@ def test_streams_cut_anywhere_are_whole_in_the_end(server: Server, promise: Prom
     plan = [(number % n_seeds, cut) for number, cut in enumerate(cuts)]
     streams = asyncio.run(_cut_all(server, plan))
     good = sum(_is_whole(one, text_of(expected[seed])) for (seed, _), one in zip(plan, streams, strict=True))
-    assert is_clean(server, 2.0)
+    assert is_clean(server, 30.0)
     promise.all_of("R21", "cut streams that are whole in the end", good, n_cuts)
 
 
@@ -130,8 +130,10 @@ def test_a_stream_that_lost_client_and_engine_goes_on(server: Server, promise: P
             for _ in range(n):
                 request = client.build_request("POST", "/complete", json={**body, "seed": 5})
                 name, events = await _receive(client, request, n_events=10)
+                ended = server.metric("engine_restarts_total")
                 os.kill(engine_pids(server)[0], signal.SIGKILL)
-                assert server.wait_for(lambda: not is_ready(server))
+                # Half a second later the next one may be ready.
+                assert server.wait_for(lambda: not is_ready(server) or server.metric("engine_restarts_total") > ended)  # noqa: B023
                 good += _is_whole(await _resume(client, name, events), expected)
                 assert server.wait_for(lambda: is_ready(server), 30)
         return good
