@@ -112,7 +112,7 @@ def test_no_request_of_a_stranger_reaches_a_route(
     """Every route x {no, malformed, wrong, revoked key}; each kind x spellings of the path and Host forgeries."""
     # Revoked while the service runs, and asked only after it may be a second late.
     key = ring.revoke("revoked")
-    assert keyed.wait_for(lambda: httpx.get(f"{keyed.url}/v1/models", headers=bearer(key)).status_code == 401, 5)
+    assert keyed.wait_for(lambda: httpx.get(f"{keyed.url}/v1/models", headers=bearer(key)).status_code == 401)
     ring.keys["revoked"] = key
     sent, leaks = 0, []
     for path, method, target, headers in _requests(keyed, ring, _routes(_app(ring, tmp_path))):
@@ -203,9 +203,9 @@ def test_a_new_route_asks_for_a_key_whatever_kind_it_is(ring: Keyring, tmp_path:
 
 
 def test_the_key_is_asked_for_before_the_body_is_read(keyed: Server) -> None:
-    """A stranger is answered although the megabyte that was announced never comes."""
+    """A stranger is answered although the megabyte that was announced never comes, long before it is late (30 s)."""
     announced = raw("POST", "/complete", "Host: localhost", "Content-Type: application/json", "Content-Length: 1000000")
-    answer = exchange(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=2)
+    answer = exchange(keyed.url, announced.replace(b"Connection: close\r\n", b""), seconds=20)
     assert status_of(answer) == 401
 
 

@@ -97,6 +97,6 @@ def test_a_file_without_keys_lets_nobody_in(tmp_path: Path, weights: Path) -> No
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
         ring.add("alice")
         headers = ring.headers("alice")
-        assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200, 5)
+        assert server.wait_for(lambda: httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200)
     finally:
         assert stop_server(server) == 0
