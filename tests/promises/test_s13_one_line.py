@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from arming import Faults
 from conftest import Server, start_server, stop_server
 from keyed import Keyring, exchange, keyed_server, line_of, log_lines, raw, request_lines
 from promise import Promise
@@ -25,7 +26,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[
     folder = tmp_path_factory.mktemp("logged")
     ring = Keyring(folder / "keys.json")
     ring.add("alice")
-    running = keyed_server(folder, weights, ring, "--log-format", "json", fake_ms=1)
+    faults = Faults(folder / "faults")
+    running = keyed_server(folder, weights, ring, "--log-format", "json", fake_ms=1, environment=faults.environment)
     yield running, ring
     assert stop_server(running) == 0
     assert all(line["level"] in ("debug", "info", "warning") for line in log_lines(running))
@@ -89,7 +91,7 @@ def test_a_body_that_breaks_off_in_nonsense_is_one_line_with_the_id_of_its_answe
     server, ring = logged
     key, before = f"Authorization: Bearer {ring.keys['alice']}", len(request_lines(server))
     head = raw("POST", "/complete", "Host: x", key, "Content-Type: application/json", "Transfer-Encoding: chunked")
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60) as client:
         client.sendall(head if pause else head + b"no chunk\r\n")
         time.sleep(pause)
         client.sendall(b"no chunk\r\n" if pause else b"")
@@ -116,16 +118,19 @@ def test_the_numbers_are_those_of_the_answer(logged: tuple[Server, Keyring]) -> 
 
 def test_a_client_that_leaves_and_comes_back_makes_two_lines(logged: tuple[Server, Keyring]) -> None:
     server, ring = logged
+    faults = Faults(server.log.parent / "faults")
+    faults.arm("engine.forward", "sleep", seconds=0.5, after=5)  # the text is not there before the client has left
     with httpx.stream(
-        "POST", f"{server.url}/complete", headers=ring.headers("alice"), json={"prompt": "x", "max_tokens": 2000}
+        "POST", f"{server.url}/complete", headers=ring.headers("alice"), json={"prompt": "x", "max_tokens": 500}
     ) as answer:
         name = answer.headers["x-request-id"]
         next(answer.iter_lines())
     line = line_of(server, answer)
+    faults.disarm("engine.forward")
     assert (line["status"], line["outcome"]) == (200, "disconnected")
     again = httpx.get(f"{server.url}/complete/{name}/events?after=0", headers=ring.headers("alice"), timeout=60)
     line = line_of(server, again)
-    assert line["stream"] == name and line["outcome"] == "length" and line["completion_tokens"] == 2000
+    assert line["stream"] == name and line["outcome"] == "length" and line["completion_tokens"] == 500
 
 
 def test_a_thousand_at_once_are_a_thousand_lines(logged: tuple[Server, Keyring], promise: Promise) -> None:
