@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def _family(pid: int) -> list[int]:
     while queue:
         found.append(queue.pop())
         for task in Path(f"/proc/{found[-1]}/task").iterdir():
-            queue += [int(child) for child in (task / "children").read_text().split()]
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+                queue += [int(child) for child in (task / "children").read_text().split()]
     return found
 
 

@@ -146,8 +146,11 @@ def _told_by_chunks(text: str) -> Any:
 
 def children(server: Server) -> list[int]:
     """Processes of the service beside its first."""
-    tasks = Path(f"/proc/{server.process.pid}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    found = []
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
 
 
 def engine_pid(server: Server) -> int:
