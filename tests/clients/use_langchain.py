@@ -10,7 +10,7 @@ from langchain_openai import OpenAI
 
 URL = f"{sys.argv[1]}/v1"
 PROMPT = "Once upon a time"
-MODEL = httpx.get(f"{URL}/models").json()["data"][0]["id"]
+MODEL = httpx.get(f"{URL}/models", timeout=60).json()["data"][0]["id"]
 WISH = {"model": MODEL, "base_url": URL, "api_key": "none", "max_retries": 0, "max_tokens": 12, "seed": 7}
 llm = OpenAI(**WISH)
 

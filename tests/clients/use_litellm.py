@@ -16,7 +16,7 @@ litellm.suppress_debug_info = True
 
 URL = f"{sys.argv[1]}/v1"
 PROMPT = "Once upon a time"
-MODEL = httpx.get(f"{URL}/models").json()["data"][0]["id"]
+MODEL = httpx.get(f"{URL}/models", timeout=60).json()["data"][0]["id"]
 WISH = {
     "model": f"text-completion-openai/{MODEL}",
     "api_base": URL,

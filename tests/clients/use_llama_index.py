@@ -11,7 +11,7 @@ from llama_index.llms.openai_like import OpenAILike
 
 URL = f"{sys.argv[1]}/v1"
 PROMPT = "Once upon a time"
-MODEL = httpx.get(f"{URL}/models").json()["data"][0]["id"]
+MODEL = httpx.get(f"{URL}/models", timeout=60).json()["data"][0]["id"]
 WISH = {"model": MODEL, "api_base": URL, "api_key": "none", "is_chat_model": False, "max_retries": 0, "max_tokens": 12}
 llm = OpenAILike(**WISH, temperature=0)
 

@@ -7,10 +7,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import openai
 from checks import raises, run_checks
 
@@ -240,8 +241,8 @@ def check_a_full_service_refuses_and_is_tried_again() -> None:
             refused.completions.create(**wish, max_tokens=1)
         assert caught[0].status_code == 503 and caught[0].type == "unavailable_error"
         assert 1 <= int(caught[0].response.headers["retry-after"]) <= 120
-        threading.Timer(0.2, end).start()
-        patient = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=4)
+        told = httpx.Client(event_hooks={"response": [lambda answer: end() if answer.status_code == 503 else None]})
+        patient = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=4, http_client=told)
         raw = patient.completions.with_raw_response.create(**wish, max_tokens=1)
         assert raw.parse().choices and raw.retries_taken >= 1
 
@@ -255,7 +256,7 @@ def check_a_quota_is_tried_again_when_it_says() -> None:
 
 
 @contextmanager
-def busy_streams() -> Iterator[object]:
+def busy_streams() -> Iterator[Callable[[], object]]:
     """The busy service has one request running and one waiting; gives what ends both."""
     filling = openai.OpenAI(base_url=f"{BUSY}/v1", api_key="none", max_retries=0)
     wish = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "stream": True, "extra_body": {"ignore_eos": True}}
