@@ -132,7 +132,9 @@ class Services:
     def url(self, flags: str) -> str:
         """The address of the service with these flags."""
         if flags not in self._running:
-            self._running[flags] = start_server(Path(self._folder.name), self._weights, *flags.split())
+            fake, _, others = flags.rpartition(" ms a step: ")
+            step = float(fake) if fake else None
+            self._running[flags] = start_server(Path(self._folder.name), self._weights, *others.split(), fake_ms=step)
         return self._running[flags].url
 
 
