@@ -37,7 +37,6 @@ LONGEST = (
     "test_r04_leaving_clients",
     "test_r24_clock_jumps",
     "test_r18_disk_full",
-    "test_s06_cost_of_a_request",
     "test_cli_compile",
     "test_clients",
     "test_native_compute",
@@ -61,6 +60,7 @@ TIMED = (
     "test_r22_nginx",
     "test_r26_start",
     "test_s04_limits_by_key",
+    "test_s06_cost_of_a_request",
     "test_page_frames",
 )
 """Files that hold seconds against a floor. Other tests beside them make the service slower than the floor allows,

@@ -6,6 +6,7 @@ take longer, in a thread, one at a time and in pieces; their figures stand besid
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -19,9 +20,6 @@ from conftest import Server, start_server, stop_server
 from promise import Promise
 
 _MEGABYTE = (1 << 20) - 200
-_WORK = json.dumps({f"f{i}": [i, str(i), None, 1.5 * i] for i in range(2000)})
-_QUIET = 0.008
-"""Seconds of CPU that ten times json.loads(_WORK) takes where nobody else is on the cores: the machine of the page."""
 _SLACK = 6 << 20
 """Bytes by which a process grows whatever it is asked: arenas, buffers of connections, a scrape of the metrics."""
 
@@ -105,22 +103,6 @@ def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple
     return status, sorted(cpu)[1], memory
 
 
-def _slowness() -> float:
-    """How many times longer than there work takes here and now; 1 where it does not."""
-    began = time.thread_time()
-    for _ in range(10):
-        json.loads(_WORK)
-    return max(1.0, (time.thread_time() - began) / _QUIET)
-
-
-def _fair_cost(
-    server: Server, client: httpx.Client, promise: Promise, path: str, body: bytes, most: float
-) -> tuple[int, float, int]:
-    """_cost() in a moment in which others let the caches be; on slower cores, in seconds of the page's machine."""
-    status, cpu, memory = promise.measured(lambda: _cost(server, client, path, body), lambda cost: cost[1] <= most)
-    return status, cpu if cpu <= most or promise.full else cpu / _slowness(), memory
-
-
 def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) -> None:
     if not os.access(f"/proc/{server.process.pid}/clear_refs", os.W_OK):
         pytest.skip("this machine does not let us count memory from a moment on")
@@ -130,7 +112,8 @@ def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) 
         _cost(server, client, "/complete", _body())
         for name, (path, body) in (_NASTY | _LONG_ANSWERS).items():
             most = 2 if name in _LONG_ANSWERS else 0.1
-            status, cpu, memory = _fair_cost(server, client, promise, path, body, most)
+            cost = functools.partial(_cost, server, client, path, body)
+            status, cpu, memory = promise.measured(cost, lambda found, most=most: found[1] <= most)
             assert status in (200, 400, 404, 413, 503), (name, status)
             costs[name] = (
                 f"{status} {cpu * 1e3:.0f} ms {memory / 2**20:.1f} MiB {max(0, memory - _SLACK) / len(body):.0f}x"
