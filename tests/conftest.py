@@ -27,7 +27,7 @@ import pytest
 import torch
 from fake_compiler import compiled
 from hypothesis import HealthCheck, settings
-from longest import LONGEST, TIMED
+from longest import LONGEST
 from native import Sample, native_sample
 from native import compiled as compiled_sampler
 from promise import Promise
@@ -69,24 +69,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--nightly: the tests that repeat something run many times as long."""
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
     parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
-    parser.addoption("--timed", choices=("no", "only"), help="files that measure seconds, which want no others beside")
+    parser.addoption("--timed", choices=("no", "only"), help="tests marked timed, which want no others beside them")
 
 
-def _is_left_out(path: Path, config: pytest.Config) -> bool:
-    timed = config.getoption("--timed")
-    return timed is not None and (path.stem in TIMED) != (timed == "only")
+def pytest_configure(config: pytest.Config) -> None:
+    """The one marker of ours."""
+    config.addinivalue_line("markers", "timed: holds seconds against a floor, and is run when all others have ended")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that --timed leaves out are not even read."""
-    return True if collection_path.suffix == ".py" and _is_left_out(collection_path, config) else None
+    """Files without timed tests need not be read for them."""
+    if config.getoption("--timed") != "only" or not collection_path.match("test_*.py"):
+        return None
+    return None if "pytest.mark.timed" in collection_path.read_text() else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first. pytest ignores no file that it was given by name, so that it is left out here."""
+    """The longest files first; timed tests only, or all others, where that is asked for."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    items[:] = [item for item in items if not _is_left_out(item.path, config)]
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    timed = config.getoption("--timed")
+    others = [item for item in items if timed and (timed == "only") != bool(item.get_closest_marker("timed"))]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:

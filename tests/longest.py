@@ -1,18 +1,21 @@
-"""In which order `make test` runs the test files, and which of them it runs when all others are done.
+"""The test files that take longest: they are begun first, so that no core waits for the other one at the end.
 
-The longest are begun first, so that no core waits for the other one at the end: by `--durations=0`; the order need not
-be exact. All others follow in the order of their names.
+By `--durations=0`; the order need not be exact. All others follow in the order of their names.
 """
 
 LONGEST = (
     "test_r19_new_weights",
     "test_r10_crashes",
+    "test_r02_no_collapse",
     "test_r11_drain",
     "test_r09_health",
     "test_r16_stream_contract",
     "test_r12_kill_everything",
     "test_replicas",
     "test_r20_soak",
+    "test_r22_nginx",
+    "test_r01_bounded_queue",
+    "test_r05_slow_readers",
     "test_r17_hostile_files",
     "test_native_service",
     "test_native_build",
@@ -51,17 +54,3 @@ LONGEST = (
     "test_guided_service",
     "test_train_signals",
 )
-
-TIMED = (
-    "test_r01_bounded_queue",
-    "test_r02_no_collapse",
-    "test_r05_slow_readers",
-    "test_r08_live_loop",
-    "test_r22_nginx",
-    "test_r26_start",
-    "test_s04_limits_by_key",
-    "test_s06_cost_of_a_request",
-    "test_page_frames",
-)
-"""Files that hold seconds against a floor. Other tests beside them make the service slower than the floor allows,
-however good it is; so they have the machine to themselves."""

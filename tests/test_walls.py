@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from longest import LONGEST, TIMED
+from longest import LONGEST
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in (ROOT / folder).rglob("*.py"))
@@ -213,7 +213,6 @@ def test_every_public_thing_says_what_it_does() -> None:
                 assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
 
 
-def test_the_files_that_are_begun_first_or_run_alone_are_there_once() -> None:
+def test_the_files_that_are_begun_first_are_there_once() -> None:
     names = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
-    named = (*LONGEST, *TIMED)
-    assert [names.count(name) for name in named] == [1] * len(set(named))
+    assert [names.count(name) for name in LONGEST] == [1] * len(set(LONGEST))

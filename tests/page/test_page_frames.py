@@ -1,5 +1,6 @@
 """2,000 tokens without a stutter: what the page does for one frame while text streams in."""
 
+import pytest
 from frames import measured
 from hand import DONE, PROMPT, generate, play, text
 from places import WORDS, inspect, played
@@ -43,6 +44,7 @@ def stream_by_frames(page, busy=0):
     )
 
 
+@pytest.mark.timed
 def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(browser, page, promise):
     play(page, ("start", {"seed": 1}), *tokens(), DONE)
 
@@ -61,6 +63,7 @@ def test_two_thousand_tokens_stream_into_the_sheet_within_half_a_frame_each(brow
     assert frames.median < BUDGET_MS, str(frames)
 
 
+@pytest.mark.timed
 def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_within_half_a_frame_each(
     browser, page, promise
 ):

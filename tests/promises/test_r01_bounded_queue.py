@@ -60,6 +60,7 @@ def _overloaded(server: Server, seconds: float) -> tuple[float, int, list[open_l
         return deepest, looks, load.outcomes()
 
 
+@pytest.mark.timed
 def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(server: Server, promise: Promise) -> None:
     seconds = promise.size(4, 60)
     deepest, looks, outcomes = promise.measured(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import open_loop
+import pytest
 from conftest import Server, start_server, stop_server
 from open_loop import Outcome, Plan
 from promise import Promise
@@ -68,6 +69,7 @@ def _seconds_until_calm(server: Server, quiet: float) -> float:
     return float("inf")
 
 
+@pytest.mark.timed
 def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(
     tmp_path: Path, weights: Path, promise: Promise
 ) -> None:

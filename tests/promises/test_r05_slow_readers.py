@@ -89,6 +89,7 @@ def _beside_stalled(server: Server, n: int) -> _Beside:
     return _Beside(beside / alone, held, blocks)
 
 
+@pytest.mark.timed
 def test_stalled_readers_cost_others_nothing_and_little_memory(tmp_path: Path, weights: Path, promise: Promise) -> None:
     n = promise.size(60, 200)
     flags = ("--max-running", str(n + N_NORMAL), "--write-timeout", "600", "--kv-blocks", "40000")

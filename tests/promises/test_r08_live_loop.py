@@ -81,6 +81,7 @@ def _measure(server: Server, prompts: int, seconds: float) -> tuple[float, int, 
     return *_p99(before, after), open_loop.spread(o.end for o in answers if o.end)
 
 
+@pytest.mark.timed
 def test_long_prompts_and_a_full_batch_leave_the_loop_live(server: Server, promise: Promise) -> None:
     lag, n, health = promise.measured(
         lambda: _measure(server, promise.size(10, 64), promise.size(4, 30)),

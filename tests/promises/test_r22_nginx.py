@@ -88,6 +88,7 @@ def _first_token(url: str) -> tuple[float, list[float]]:
     return at[0], at
 
 
+@pytest.mark.timed
 def test_the_first_byte_comes_at_once_and_tokens_one_by_one(tmp_path: Path, weights: Path, promise: Promise) -> None:
     server = start_server(tmp_path, weights, fake_ms=30)
     try:

@@ -58,6 +58,7 @@ def _flood(server: Server, name: str, requests: int, seconds: float) -> Abstract
     return open_loop.started(msgspec.structs.replace(at_once, headers=header, patience=seconds))
 
 
+@pytest.mark.timed
 def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(server: Server, promise: Promise) -> None:
     seconds = promise.size(4, 20)
 

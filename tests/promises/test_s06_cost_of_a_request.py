@@ -103,6 +103,7 @@ def _cost(server: Server, client: httpx.Client, path: str, body: bytes) -> tuple
     return status, sorted(cpu)[1], memory
 
 
+@pytest.mark.timed
 def test_no_request_costs_more_than_its_share(server: Server, promise: Promise) -> None:
     if not os.access(f"/proc/{server.process.pid}/clear_refs", os.W_OK):
         pytest.skip("this machine does not let us count memory from a moment on")
