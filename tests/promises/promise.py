@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Literal, TypeVar
 RESULTS = Path(os.environ.get("PROMISES_RESULTS", Path(__file__).parents[2] / "build" / "promises"))
 
 T = TypeVar("T")
+_PAUSES = (1, 5, 15)
+"""Seconds between measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +57,16 @@ class Promise:
         return full if self.full else ci
 
     def measured(self, measure: Callable[[], T], is_good: Callable[[T], bool]) -> T:
-        """The first of at most three measurements that is good, else the last; at full size the only one.
+        """The first of at most four measurements that is good, else the last; at full size the only one.
 
         For what others on the same cores can only make worse: one quiet moment shows what the service does by itself,
-        and a service that is slow by itself is slow each time. Controls measure once.
+        and a service that is slow by itself is slow each time. Controls measure once. The machine may be shared with
+        strangers, who take half of it for some seconds: hence the pauses.
         """
-        for _ in range(0 if self.full else 2):
+        for pause in () if self.full else _PAUSES:
             if is_good(found := measure()):
                 return found
+            time.sleep(pause)
         return measure()
 
     def at_most(

@@ -23,7 +23,7 @@ a machine may be three times as slow and still answers in time.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 _BOUNDED = ("--max-waiting", "8")
-_UNBOUNDED = ("--max-waiting", "1000000", "--queue-timeout", "86400")
+_UNBOUNDED = ("--max-waiting", "1000000", "--queue-timeout", "86400", "--max-connections", "10000")
 
 
 def _start(folder: Path, weights: Path, *flags: str) -> Server:
