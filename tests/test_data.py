@@ -66,7 +66,7 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rows.jsonl", b'{"body": "x"}', '"text"'),
         ("rows.jsonl", b"x", '"text"'),
         ("rows.json", b'[{"text": "x"}]', ".jsonl"),
-        ("rows.json.gz", gzip.compress(b"[]"), ".jsonl"),
+        ("rows.json.gz", gzip.compress(b"[]", mtime=0), ".jsonl"),
         ("broken.txt.gz", b"not gzip", "cannot be read"),
         ("damaged.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:30] + b"damage", "cannot be read"),
         ("rows.jsonl", b'{"text": "\\ud800"}', "whole characters"),
