@@ -65,7 +65,9 @@ def test_a_log_that_nobody_reads_holds_neither_requests_nor_the_end(weights: Pat
         answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
         assert answer.status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        began = time.monotonic()
+        assert process.wait(timeout=60) == 0
+        assert time.monotonic() - began < 5
 
 
 def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, weights: Path) -> None:
@@ -143,7 +145,9 @@ def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int
     logger, n = _logger(writer), MOST_LINES + 1000
     for number in range(n):
         logger.info("%s %d", "x" * 100, number)
-    writer.flush()  # comes back
+    began = time.monotonic()
+    writer.flush()
+    assert time.monotonic() - began < 5
     dropped = writer.dropped
     assert 0 < dropped < 1000  # what the pipe took is not lost
     text = b""
