@@ -127,7 +127,7 @@ def test_no_descriptor_at_all_is_survived(tmp_path: Path, weights: Path, promise
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
     for connection in connections:
         connection.close()
-    assert server.wait_for(lambda: _is_well(server))
+    assert server.wait_for(lambda: _is_well(server), 5)
     assert stop_server(server) == 0
     log = server.log.read_text()
     assert "Traceback" not in log

@@ -105,7 +105,7 @@ def test_the_engine_dies_with_a_killed_service_whatever_it_does(
         assert server.wait_for(lambda: not faults.is_armed(point)), "it does not do it"
         server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: is_gone(engine))
+    assert server.wait_for(lambda: is_gone(engine), 3)
 
 
 def test_the_process_that_checks_guides_dies_with_a_killed_service(tmp_path: Path, weights: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_process_that_checks_guides_dies_with_a_killed_service(tmp_path: Pat
     os.kill(checker[0], signal.SIGSTOP)
     server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: all(map(is_gone, pids)))
+    assert server.wait_for(lambda: all(map(is_gone, pids)), 3)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_the_engines_own_build_of_kernels_dies_with_a_killed_service(
     pids = [*children(server), *slow.pids]
     server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: all(map(is_gone, pids)))
+    assert server.wait_for(lambda: all(map(is_gone, pids)), 10)
 
 
 def _wait_long(server: Server, condition: Callable[[], bool]) -> None:

@@ -112,6 +112,7 @@ def test_the_first_byte_comes_at_once_and_tokens_one_by_one(tmp_path: Path, weig
         assert stop_server(server) == 0
 
 
+@pytest.mark.timed
 def test_a_client_that_leaves_nginx_is_noticed(tmp_path: Path, weights: Path) -> None:
     server = start_server(tmp_path, weights, fake_ms=5)
     try:
@@ -120,7 +121,7 @@ def test_a_client_that_leaves_nginx_is_noticed(tmp_path: Path, weights: Path) ->
                 with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
                     client.sendall(post({**SHORT, "max_tokens": 8000, "stream": stream}))
                     assert server.wait_for(lambda: server.metric("requests_running") == 1)
-                assert server.wait_for(lambda: server.metric("requests_running") == 0, 30)
+                assert server.wait_for(lambda: server.metric("requests_running") == 0, 2)
     finally:
         assert stop_server(server) == 0
 
