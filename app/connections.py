@@ -20,7 +20,7 @@ _FILES = 64
 _LEAST_FILES = 128
 """With fewer it is not a service for a few, but one that fails here and there."""
 _TOO_MANY = ("full", "address", "made_room")
-_TOO_SLOW = ("head_timeout", "body_timeout", "write_stalled")
+_TOO_SLOW = ("head_timeout", "body_timeout", "write_stalled", "answer_timeout")
 _TOO_MUCH = ("bad_request", "url_too_long", "headers_too_large", "pipelined")
 
 
@@ -37,6 +37,8 @@ class Limits:
     body_seconds: float
     write_seconds: float
     idle_seconds: float
+    answer_seconds: float
+    """For a request from its headers to the last byte of its answer, however slowly its client sends and reads."""
     linger_seconds: float = 2.0
     """For the rest of a request that was refused, so that the answer is not lost in a reset."""
     reserve_seconds: float = 2.0

@@ -1,14 +1,15 @@
-"""One HTTP connection with deadlines and limits: uvicorn's protocol, which has none. Knows requests, not routes.
+"""One HTTP connection: uvicorn's protocol with deadlines, limits and a strict parser.
 
-A deadline holds in HEAD and BODY (app/intake.py) while we wait for the client, and in DONE once it idles. While we
-have bytes that it does not take, another one holds. There is one timer for all of them, set per request and per stall.
-A request that breaks a limit is answered in the shape of all errors and the connection is closed, reading on for a
-moment: closing with unread bytes would reset it, and the answer would be lost. Half-closed: a GET is answered; with
-any other method FIN means that the client has left, which cannot be told from it, and what it asked for is stopped.
+One timer, set per request and per stall, covers the head, the body, the time between requests, a client that does not
+read, and the answer as a whole. A request that breaks a limit or the rules of framing gets an error in the shape of all
+errors, and the connection closes; it reads on for a moment, as closing with unread bytes would reset it and lose the
+answer. A GET on a half-closed connection is answered. With any other method a FIN means that the client has left, and
+its work stops.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import httptools
@@ -25,6 +26,7 @@ from app.connections import Connections
 from app.crowd import Wait
 from app.flow import Flow
 from app.intake import Intake, Phase
+from app.request_parser import RequestParser
 from app.watch import Watch
 
 
@@ -37,13 +39,14 @@ class Connection(HttpToolsProtocol):
         self, connections: Connections, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = RequestParser(self)  # type: ignore[assignment]
         self.address = ""
         self._connections = connections
         self._limits = connections.limits
         self._is_guest = True
         self._intake = Intake(connections.limits)
         self._running: RequestResponseCycle | None = None
-        self._is_last = False
+        self._is_last, self._answer_due = False, 0.0
 
     def connection_made(self, transport: Any) -> None:
         """Counts it; the head must come in time."""
@@ -57,13 +60,17 @@ class Connection(HttpToolsProtocol):
         self._watch.expect(self._limits.head_seconds if self._is_guest else self._limits.reserve_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The application hears of it, and nothing rings any more."""
+        """Tells the application and stops all timers."""
+        self.parser.close()  # type: ignore[attr-defined]
         super().connection_lost(exc)
+        if self._is_busy:  # uvicorn tells only the request that was parsed last, which may wait behind this one
+            self._running.disconnected = True  # type: ignore[union-attr]
+            self._running.message_event.set()  # type: ignore[union-attr]
         self._watch.end()
         self._connections.leave(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether it may still read."""
+        """The client sends no more; whether it may still read, as it may after GET and HEAD alone."""
         asked = [cycle.scope["method"] in ("GET", "HEAD") for cycle in (self._running, self.cycle) if cycle]
         if self._intake.phase is not Phase.DONE or not self._is_busy or not all(asked):
             return False
@@ -78,7 +85,7 @@ class Connection(HttpToolsProtocol):
             self._begin_head()
         try:
             self._intake.before(len(data))
-            self._feed(data)
+            self.parser.feed_data(data)
             self._intake.after(len(data))
             if self._intake.phase is Phase.HEAD and not self._is_busy:
                 self._connections.rest(self, Wait.HEAD)
@@ -104,18 +111,23 @@ class Connection(HttpToolsProtocol):
         """More of the URL."""
         super().on_url(url)
         self._intake.url(len(self.url))
+        head.check_method(self.parser.get_method())
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer: those count, and nobody reads them."""
+        """A header field, or a trailer field: the limits include trailers, and the application never sees them."""
         self._intake.header(len(name) + len(value) + 4)
         if self._intake.phase is Phase.HEAD:
             super().on_header(name, value)
+        else:
+            head.check_trailer(name)
 
     def on_headers_complete(self) -> None:
         """The request is given to the application, which may have to wait for its body."""
         if len(self.pipeline) >= self._limits.pipelined:
             raise ApiError(400, "too many requests wait on this connection", code="pipelined")
-        head.check(cast(Scope, self.scope), self.parser.get_http_version(), self.url)
+        version = self.parser.get_http_version()
+        head.check(cast(Scope, self.scope), self.parser.get_method(), version, self.url)
+        self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: 1.0 knows no interim answers
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves
         self._connections.wake(self)
@@ -132,8 +144,9 @@ class Connection(HttpToolsProtocol):
             self.flow.hold()
 
     def on_message_complete(self) -> None:
-        """The client has sent all; now it is our turn."""
+        """The request is complete."""
         super().on_message_complete()
+        self.cycle.waiting_for_100_continue = False
         self._intake.phase = Phase.DONE
         self.cycle.keep_alive = not self._is_last
         self._wait_for_client()
@@ -165,15 +178,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        self._answer_due = time.monotonic() + self._limits.answer_seconds
         super()._start_asgi_task(cycle, app)
-
-    def _feed(self, data: bytes) -> None:
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:  # we stay with HTTP/1.1: what follows is another request
-                data = data[max(1, upgrade.args[0]) :]
 
     @property
     def _is_busy(self) -> bool:
@@ -195,7 +201,7 @@ class Connection(HttpToolsProtocol):
             is_over = self.cycle.response_complete
             self._watch.expect(self._limits.linger_seconds if is_over else self._limits.body_seconds)
         elif self._is_busy:
-            self._watch.expect(None)
+            self._watch.expect(max(0.0, self._answer_due - time.monotonic()))
         elif self._intake.phase is Phase.HEAD:
             self._connections.rest(self, Wait.HEAD)
             self._watch.expect(self._limits.head_seconds)
@@ -203,8 +209,8 @@ class Connection(HttpToolsProtocol):
             self._connections.rest(self, Wait.NEXT)
             self._watch.expect(self._limits.idle_seconds)
 
-    def _on_stalled_client(self) -> None:
-        self._connections.cut["write_stalled"] += 1
+    def _on_stalled_client(self, reason: str = "write_stalled") -> None:
+        self._connections.cut[reason] += 1
         self.flow.forget_unsent()
         self.send_off()
 
@@ -212,6 +218,8 @@ class Connection(HttpToolsProtocol):
         phase = self._intake.phase
         if phase is Phase.LINGER:
             self.transport.abort()
+        elif self._is_busy and not self._reads_on:
+            self._on_stalled_client("answer_timeout")
         elif phase is Phase.DONE or (phase is Phase.HEAD and not self._intake.head_bytes):
             self.transport.close()  # it has asked for nothing
         else:
@@ -222,7 +230,7 @@ class Connection(HttpToolsProtocol):
         """Answers what is being received with an error, if nothing else is on its way, and closes."""
         assert error.code
         self._connections.cut[error.code] += 1
-        if self._reads_on and self.cycle.response_started:
+        if self.transport.is_closing() or (self._reads_on and self.cycle.response_started):
             self.transport.close()
         elif self._is_busy and not self._reads_on:
             # Earlier requests are still being answered: the one that runs may end, all others are forgotten.
@@ -236,8 +244,9 @@ class Connection(HttpToolsProtocol):
     def _answer(self, error: ApiError) -> None:
         scope = cast(Scope, self.cycle.scope) if self._is_busy else None
         self.transport.write(refusal.as_bytes(error, scope, self.server_state.default_headers))
-        if self._is_busy:  # the application waits for the body: to it the client has left
+        if self._is_busy:  # the application hears of a disconnect, and its next receive() writes no 100 Continue
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         self._linger()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from conftest import ROOT, Server
+from framing import Harness
 from raw import connect, error_of, get, post, read_all, status_of
+
+from app.protocol import Connection
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/web/main.js", "/health", "/health/live", "/health/ready", "/metrics"])
@@ -96,3 +101,23 @@ def test_ctrl_c_in_the_imports_leaves_no_traceback(tmp_path: Path, weights: Path
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(60) in (0, 130)
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> None:
+    """uvicorn tells the request that was parsed last, whose turn may never come; the one being answered went on."""
+    request = b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+    async def run() -> list[bool]:
+        released = asyncio.Event()
+
+        async def leave(connection: Connection) -> None:
+            connection.transport.abort()
+            connection.connection_lost(ConnectionResetError())
+            released.set()
+
+        with Harness(before_reading=released.wait) as harness:
+            served = await harness.serve((2 * request,), then=leave)
+        assert not served.log
+        return [bool(asked and asked.is_complete) for asked in served.requests]
+
+    assert uvloop.run(run()) == [False], "one request was begun, and it was told of the disconnect"

@@ -59,7 +59,9 @@ class HostNames:
 
 
 def _bad_host() -> ApiError:
-    return ApiError(400, "a request must have one header Host with the name of this service", code="bad_host")
+    message = "a request must have one header Host with the name of this service"
+    # A proxy may have read another host: the connection ends, as nothing behind this request can be trusted.
+    return ApiError(400, message, code="bad_host", headers={"Connection": "close"})
 
 
 def _name_in(header: bytes) -> str | None:

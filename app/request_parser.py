@@ -1,0 +1,111 @@
+"""HTTP/1.1 request parser: llhttp, as httptools wraps it, without the switch to another protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import httptools
+
+
+class _Events(Protocol):
+    """What the parser calls, in this order for each request; any of them may raise to stop the parser."""
+
+    def on_message_begin(self) -> None: ...
+    def on_url(self, url: bytes) -> None: ...
+    def on_header(self, name: bytes, value: bytes) -> None: ...
+    def on_headers_complete(self) -> None: ...
+    def on_body(self, body: bytes) -> None: ...
+    def on_message_complete(self) -> None: ...
+
+
+class RequestParser:
+    """Drop-in for httptools.HttpRequestParser that ignores every offer to upgrade (RFC 9110, 7.8).
+
+    llhttp ends a request that offers an upgrade with its headers: httptools reports the end of the message and raises
+    HttpParserUpgrade with the position of the first byte behind the head. Those bytes are the body of the request. This
+    class drops the early end and gives a new llhttp parser the same head without the Upgrade field. The new parser
+    therefore applies the same framing (Content-Length, Transfer-Encoding, Connection), and reads the body and all
+    requests after it. The events of the repeated head are dropped, as the first parser has sent them.
+    """
+
+    def __init__(self, events: _Events) -> None:
+        self._events = events
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._is_repeating_head = False
+        self.on_body = events.on_body
+        self._parser = self._new_parser()
+
+    def feed_data(self, data: bytes) -> None:
+        """Parses the next bytes of the connection, however they are split. Raises httptools.HttpParserError."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                self._repeat_head()
+                data = data[offer.args[0] :]
+
+    def close(self) -> None:
+        """Releases the parser, which refers to this object and through it to the connection."""
+        del self._parser, self._events, self.on_body
+
+    def get_method(self) -> bytes:
+        """Method of the current request."""
+        return self._parser.get_method()
+
+    def get_http_version(self) -> str:
+        """Version of the current request, as "1.1"."""
+        return self._parser.get_http_version()
+
+    def should_keep_alive(self) -> bool:
+        """Whether another request may follow the current one."""
+        return self._parser.should_keep_alive()
+
+    def should_upgrade(self) -> bool:
+        """Never: the connection keeps speaking HTTP/1.1."""
+        return False
+
+    def on_message_begin(self) -> None:
+        """llhttp: first byte of a request."""
+        if not self._is_repeating_head:
+            self._headers.clear()
+            self._events.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """llhttp: part of the request target."""
+        if not self._is_repeating_head:
+            self._events.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """llhttp: a header or trailer field. llhttp leaves the whitespace behind the value (RFC 9110, 5.5) on it."""
+        if not self._is_repeating_head:
+            value = value.rstrip(b" \t")
+            self._headers.append((name, value))
+            self._events.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """llhttp: end of the head."""
+        if not self._is_repeating_head:
+            self._events.on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """llhttp: end of the request, or of its head where it offers an upgrade."""
+        if not self._parser.should_upgrade():
+            self._events.on_message_complete()
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # Bytes after the last request of a connection are dropped: an error would cost that request its answer.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _repeat_head(self) -> None:
+        """Continues with a parser that has seen the same head without the offer."""
+        request_line = b"%b / HTTP/%b\r\n" % (self.get_method(), self.get_http_version().encode())
+        fields = [b"%b: %b\r\n" % field for field in self._headers if field[0].lower() != b"upgrade"]
+        self._parser = self._new_parser()
+        self._is_repeating_head = True
+        try:
+            self._parser.feed_data(b"".join([request_line, *fields, b"\r\n"]))
+        finally:
+            self._is_repeating_head = False

@@ -1,0 +1,311 @@
+"""S25: One request, one answer: the framing of requests agrees with an independent HTTP/1.1 parser, or refuses.
+
+The service must not see a request that h11 does not see in the same bytes, nor a different one: a proxy in front may
+read them as h11 does. It may refuse what h11 accepts. The three leniencies of llhttp that remain are in
+framing._normalized(), and a limit of h11's own is lifted there; none of them moves the end of a request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httptools
+import pytest
+import uvloop
+from conftest import Server, stop_server
+from framing import Harness, Served, compare, difference, read_with_h11, shrunk
+from http_messages import KINDS, Message, generate
+from keyed import Keyring, exchange, keyed_server
+from promise import Promise
+
+from app.protocol import Connection
+from app.request_parser import RequestParser
+
+SEED = os.environ.get("FRAMING_SEED", "S25")
+"""Another seed tests other messages; a failure names the seed and the index of the message."""
+HOST = b"Host: x\r\n"
+OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+NEXT = b"GET /next HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class _Tally:
+    """What the messages were, and what became of them."""
+
+    def __init__(self) -> None:
+        self.accepted: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.leniencies: Counter[str] = Counter()
+        self.bodies_that_are_requests = 0
+
+    def add(self, message: Message, served: Served, leniencies: Counter[str]) -> None:
+        kind = message.kind.partition(",")[0]
+        complete = [request for request in served.requests if request and request.is_complete]
+        self.accepted[kind] += bool(complete)
+        self.refused[kind] += served.is_closed
+        self.leniencies += leniencies
+        self.bodies_that_are_requests += any(b"/smuggled HTTP" in request.body for request in complete)
+
+
+async def _first_difference(harness: Harness, n: int, tally: _Tally) -> str | None:
+    """The first of n messages on which the service and h11 differ, as small as it can be made."""
+    for index in range(n):
+        message = generate(SEED, index)
+        found, served, reference = await compare(harness, message)
+        tally.add(message, served, reference.leniencies)
+        if found:
+
+            async def fails(packets: tuple[bytes, ...]) -> object:
+                return (await compare(harness, Message("", packets)))[0]
+
+            packets = await shrunk(message.packets, fails)
+            return f"seed {SEED!r}, message {index} ({message.kind}): {packets}\n{await fails(packets)}"
+    return None
+
+
+def _serve(*packets: bytes) -> Served:
+    with Harness() as harness:
+        return uvloop.run(harness.serve(packets))
+
+
+def test_the_service_sees_the_requests_that_h11_sees_or_refuses(promise: Promise) -> None:
+    n = promise.size(2_000, 1_000_000)
+    tally = _Tally()
+    with Harness() as harness:
+        found = uvloop.run(_first_difference(harness, n, tally))
+    assert found is None, found
+    print(f"seed {SEED!r}: {n} messages, accepted {dict(tally.accepted)}, refused {dict(tally.refused)}")
+    print(f"leniencies {dict(tally.leniencies)}, bodies that are requests {tally.bodies_that_are_requests}")
+    assert all(tally.accepted[kind] and tally.refused[kind] for kind in KINDS), "a kind of message tests nothing"
+    assert tally.bodies_that_are_requests > n / 20
+    promise.all_of("S25", "random messages in which our framing agrees with h11 or refuses", n, n)
+
+
+class _SmugglingParser(RequestParser):
+    """The fault of issue 19: what follows the head of a request with an offer is parsed as another request."""
+
+    def feed_data(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[max(1, offer.args[0]) :]
+
+    def on_message_complete(self) -> None:
+        self._events.on_message_complete()
+
+
+def _lenient_parser(**leniencies: bool) -> type[RequestParser]:
+    class Lenient(RequestParser):
+        def _new_parser(self) -> httptools.HttpRequestParser:
+            parser = super()._new_parser()
+            parser.set_dangerous_leniencies(**leniencies)
+            return parser
+
+    return Lenient
+
+
+@pytest.mark.parametrize(
+    "parser",
+    [
+        _SmugglingParser,
+        _lenient_parser(lenient_chunked_length=True),
+        _lenient_parser(lenient_headers=True),
+        _lenient_parser(lenient_optional_crlf_after_chunk=True),
+        _lenient_parser(lenient_optional_lf_after_cr=True),
+    ],
+    ids=["smuggling", "both framings", "fields", "chunk ends", "line ends"],
+)
+def test_the_comparison_finds_planted_faults(parser: type[RequestParser]) -> None:
+    class Faulty(Connection):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.parser = parser(self)  # type: ignore[assignment]
+
+    with Harness(Faulty) as harness:
+        found = uvloop.run(_first_difference(harness, 4_000, _Tally()))
+    assert found is not None
+
+
+def test_the_comparison_finds_a_missing_request_and_a_missing_answer() -> None:
+    data = NEXT + b"POST /b HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab"
+    served = _serve(data)
+    assert difference(served, read_with_h11(data)) is None
+    assert difference(served, read_with_h11(data + NEXT))
+    assert difference(served, read_with_h11(data.replace(b"ab", b"ac")))
+    served.requests.pop()
+    assert difference(served, read_with_h11(data))
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"Content-Length: %d\r\n\r\n%b" % (len(NEXT), NEXT),
+        b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (len(NEXT), NEXT),
+        b"\r\n",
+    ],
+    ids=["length", "chunked", "no body"],
+)
+def test_the_body_of_a_request_that_offers_an_upgrade_is_its_body_however_it_is_split(
+    framed: bytes, version: bytes
+) -> None:
+    data = b"POST /complete HTTP/" + version + b"\r\n" + HOST + OFFER + framed
+    body = NEXT if NEXT in framed else b""
+    has_chunks = b"chunked" in framed
+    expected = [] if has_chunks and version == b"1.0" else [body, b""] if version == b"1.1" else [body]
+    data += NEXT
+    splits = [(data[:at], data[at:]) for at in range(1, len(data))]
+    splits += [tuple(data[at : at + size] for at in range(0, len(data), size)) for size in (1, 2, 3, 5)]
+    for packets in [(data,), *splits]:
+        served = _serve(*packets)
+        assert [request.body for request in served.requests if request] == expected, packets
+        assert served.statuses == ([200] * len(expected) or [400]) and not served.log
+
+
+_CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\n\r\n"
+_REFUSED = (
+    {
+        "HTTP/1.0 with Transfer-Encoding": b"POST / HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "both framings": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+        "differing lengths": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        "repeated length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5, 5\r\n\r\nhello",
+        "signed length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: +5\r\n\r\nhello",
+        "overflowing length": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 18446744073709551621\r\n\r\nhello",
+        "bare LF": b"POST / HTTP/1.1\nHost: x\nContent-Length: 5\n\nhello",
+        "bare CR in a field": b"POST / HTTP/1.1\r\nHost: x\r\nX: a\rContent-Length: 5\r\n\r\nhello",
+        "folded field": b"POST / HTTP/1.1\r\nHost: x\r\nX: a\r\n Content-Length: 5\r\n\r\n",
+        "space before the colon": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length : 5\r\n\r\nhello",
+        "no Host": b"GET / HTTP/1.1\r\n\r\n",
+        "two Hosts": b"GET / HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        "CONNECT": b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+        "CONNECT with a body": b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(NEXT),
+        "asterisk": b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+        "authority": b"GET x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+        "fragment": b"GET /a#b HTTP/1.1\r\nHost: x\r\n\r\n",
+        "URL without a path": b"GET http://x HTTP/1.1\r\nHost: x\r\n\r\n",
+    }
+    | {
+        f"chunk size {size!r}": _CHUNKED % (size + b"\r\nhello\r\n0")
+        for size in (b"0x5", b"+5", b"-5", b" 5", b"5 ", b"10000000000000005", b"5\n", b'5;a="', b"5;a\rb", b"", b"g")
+    }
+    | {
+        f"trailer {line!r}": _CHUNKED % (b"0\r\n" + line)
+        for line in (
+            b"Content-Length: 5",
+            b"Transfer-Encoding: chunked",
+            b"connection: close",
+            b"Upgrade: x",
+            b"Host: y",
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("kind", _REFUSED)
+def test_ambiguous_framing_is_refused_and_the_connection_closed(kind: str) -> None:
+    served = _serve(_REFUSED[kind] + NEXT)
+    assert (served.statuses, served.is_closed, served.log) == ([400], True, [])
+    assert not [request for request in served.requests if request and request.is_complete]
+
+
+@pytest.mark.parametrize(
+    ("data", "target"),
+    [
+        (b"GET http://x:8000/a?b HTTP/1.1\r\nHost: x\r\n\r\n", (b"x", b"/a", b"b")),
+        (b"GET http://[::1]:8000/ HTTP/1.1\r\nHost: x\r\n\r\n", (b"[::1]", b"/", b"")),
+        (b"\r\n\r\nGET //y/a?? HTTP/1.1\r\nHost: x\r\n\r\n", (None, b"//y/a", b"?")),
+    ],
+)
+def test_unusual_targets_mean_what_they_mean_to_h11(data: bytes, target: object) -> None:
+    served = _serve(data)
+    assert [request.target for request in served.requests if request] == [target]
+    assert difference(served, read_with_h11(data)) is None
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    found = Keyring(tmp_path / "keys.json")
+    found.add("attacker")
+    found.add("victim")
+    return found
+
+
+@pytest.fixture
+def served(tmp_path: Path, weights: Path, ring: Keyring) -> Iterator[Server]:
+    running = keyed_server(tmp_path, weights, ring, fake_ms=1)
+    yield running
+    assert stop_server(running) == 0
+    log = running.log.read_text()
+    assert "Traceback" not in log and " ERROR " not in log, log[-3000:]
+
+
+def _completion(ring: Keyring, key: str, *headers: str, prompt: str = "a") -> bytes:
+    body = json.dumps({"prompt": prompt, "max_tokens": 2, "stream": False})
+    lines = ["POST /complete HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, f"Authorization: Bearer {ring.keys[key]}", *headers, "", body]).encode()
+
+
+def test_a_request_hidden_in_the_body_of_another_is_never_answered(
+    promise: Promise, served: Server, ring: Keyring
+) -> None:
+    hidden = _completion(ring, "victim", "Connection: close")
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(hidden), hidden)
+    attacks = []
+    for method in ("GET", "POST", "PUT", "CONNECT"):
+        for protocol in ("h2c", "websocket", "x"):
+            for key in (f"Authorization: Bearer {ring.keys['attacker']}\r\n", ""):
+                head = f"{method} /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{key}"
+                head += f"Connection: Upgrade\r\nUpgrade: {protocol}\r\n"
+                for framed in (b"Content-Length: %d\r\n\r\n%b" % (len(hidden), hidden), chunked):
+                    attacks.append(head.encode() + framed)
+    last = NEXT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    good = []
+    for attack in attacks:
+        said = exchange(served.url, attack + last)
+        statuses = [int(part[:3]) for part in said.split(b"HTTP/1.1 ")[1:]]
+        expected = 1 if attack.startswith(b"CONNECT") else 2  # the attack, and the request after it, which has no key
+        good += [attack] if len(statuses) == expected and all(400 <= status < 500 for status in statuses) else []
+    promise.all_of(
+        "S25",
+        "requests with a request of another key as body, after an offer to upgrade: one answer",
+        len(good),
+        len(attacks),
+    )
+
+
+def test_an_offer_of_http2_with_a_body_gets_the_answer_of_the_request(
+    tmp_path: Path, served: Server, ring: Keyring
+) -> None:
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+    said = exchange(
+        served.url, _completion(ring, "attacker", *offer) + NEXT.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    )
+    assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"401"]
+    if not (curl := shutil.which("curl")):
+        return
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": False})
+    headers = [f"Authorization: Bearer {ring.keys['attacker']}", "Content-Type: application/json"]
+    flags = [flag for header in headers for flag in ("-H", header)]
+    command = [
+        curl,
+        "-sS",
+        "--max-time",
+        "30",
+        "--http2",
+        "-d",
+        body,
+        *flags,
+        "-w",
+        " %{http_code}",
+        f"{served.url}/complete",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout.endswith(" 200"), done
