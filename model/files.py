@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from model.file_snapshot import names_in, opened_path
+
 MOST_JSON_BYTES = 4 << 20
 """Parsed, a byte of JSON may take 35 bytes of memory; a layer of a model takes about 1,000 bytes of header."""
 _MOST_LEVELS = 32
@@ -37,15 +39,20 @@ def one_line(text: str) -> str:
 
 def is_there(path: Path) -> bool:
     """Whether the directory has an entry of this name, be it a link to nothing."""
+    if (names := names_in(path.parent)) is not None:
+        return path.name in names
     return path.is_symlink() or path.exists()
 
 
 def regular_file(path: Path) -> Path:
-    """`path` where it is a regular file of its own directory. Raises CheckpointError.
+    """Where to open `path`: itself, or its opened file in a snapshot (model/file_snapshot.py). Raises CheckpointError.
 
-    Links must stay inside, but for the Hugging Face cache's: snapshots/REVISION/name -> ../../blobs/HASH.
+    It must be a regular file of its own directory. Links must stay inside, except those of the Hugging Face cache:
+    snapshots/REVISION/name -> ../../blobs/HASH.
     """
     try:
+        if opened := opened_path(path):
+            return opened
         real, home = path.resolve(strict=True), path.parent.resolve(strict=True)
         mode = real.stat().st_mode
     except OSError as error:
@@ -106,7 +113,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
 def sha256(path: Path) -> str:
     """Of the content, hexadecimal. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
+        with (opened_path(path) or path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from model.file_snapshot import names_in
 from model.files import CheckpointError, is_there
 
 WEIGHTS_FILE = "model.safetensors"
@@ -14,16 +15,22 @@ _BRING = "docs/bring-your-model.md tells how to make it"
 
 def check_layout(directory: Path, *, with_tokenizer: bool = True) -> None:
     """Raises CheckpointError for what can be seen at once."""
+    if (names := names_in(directory)) is None:
+        names = _listed(directory)
+    for needed in (("config.json",), (WEIGHTS_FILE, INDEX_FILE), *[("tokenizer.json",)] * with_tokenizer):
+        if not any(is_there(directory / name) for name in needed):
+            raise CheckpointError(f"{directory / needed[0]}: no such file{_instead(needed[0], names)}")
+
+
+def _listed(directory: Path) -> set[str]:
+    """The names in the directory. Raises CheckpointError."""
     if not os.path.isdir(directory):  # noqa: PTH112 (pathlib raises for names too long and folders not to be entered)
         kind = "is not a directory" if os.path.exists(directory) else "no such directory"  # noqa: PTH110
         raise CheckpointError(f"{directory}: {kind}; train a model with inkstream train, or bring one")
     try:
-        names = set(os.listdir(directory))  # noqa: PTH208
+        return set(os.listdir(directory))  # noqa: PTH208
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from None
-    for needed in (("config.json",), (WEIGHTS_FILE, INDEX_FILE), *[("tokenizer.json",)] * with_tokenizer):
-        if not any(is_there(directory / name) for name in needed):
-            raise CheckpointError(f"{directory / needed[0]}: no such file{_instead(needed[0], names)}")
 
 
 def _instead(needed: str, names: set[str]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.families.layout import Family, Shape
-from model.files import CheckpointError
+from model.files import CheckpointError, regular_file
 from model.finite import FiniteCheck
 from model.shards import Stock
 
@@ -106,7 +106,7 @@ def _open(path: Path, device: torch.device, stack: contextlib.ExitStack) -> Any:
     """For a GPU safetensors hands the bytes on itself (0.8 through a pinned buffer as large as one tensor)."""
     where = str(device) if device.type == "cuda" else "cpu"
     try:
-        return stack.enter_context(safe_open(path, framework="pt", device=where))
+        return stack.enter_context(safe_open(regular_file(path), framework="pt", device=where))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 

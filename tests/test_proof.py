@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from bad_weights import bad_weights, good_weights
 from tiny import tiny_config, tiny_decoder, tiny_engine
 from torch import dtype as torch_dtype
 from torch import float32
@@ -15,11 +16,12 @@ from torch import float32
 from app.engine.assembly import assemble
 from app.engine.engine import Engine
 from app.engine.frames import WorkerConfig
-from app.engine.proof import prove
+from app.engine.proof import prove, prove_finite, trial_prompts
 from app.engine.start import StartError
 from app.engine.types import Request, Started
+from model.checkpoint import weights_files
 from model.config import ModelConfig
-from model.files import CheckpointError
+from model.files import CheckpointError, write_files
 from model.golden import GOLDEN_FILE, golden_file
 from model.manifest import MANIFEST_FILE, manifest_file
 
@@ -119,3 +121,49 @@ def test_logits_that_are_not_finite_are_no_proof(tmp_path: Path) -> None:
     spoilt.embedding[PROMPT[3]] = float("nan")
     with pytest.raises(CheckpointError, match=r"golden\.json: .*(not finite)"):
         prove(tiny_engine(spoilt), tmp_path, tiny_config(), context=256, number="float32")
+
+
+@pytest.fixture
+def exploding(tmp_path: Path) -> Path:
+    """Finite numbers without a golden.json; what the model makes of them is not finite."""
+    return bad_weights(tmp_path / "bad", good_weights(tmp_path / "good", 0), "numbers that explode")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_weights_that_explode_are_refused_in_every_number_format(
+    exploding: Path, number: str, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("native_library") if kernels == "native" else None
+    with pytest.raises(StartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
+        assemble(_config(exploding, number, kernels, library))
+    assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
+
+
+def test_a_number_too_large_for_the_served_format_is_refused_with_advice(directory: Path) -> None:
+    decoder = tiny_decoder(tiny_config(tied_head=False))
+    decoder.embedding[5] = 3.4e38  # of a token that is in no trial prompt
+    write_files(directory, weights_files(decoder, dtype=float32, eos_id=0, generation={}))
+    (directory / GOLDEN_FILE).unlink()
+    assert assemble(_config(directory, "float32"))
+    with pytest.raises(StartError, match=r"not finite in bfloat16; .*--dtype float32"):
+        assemble(_config(directory, "bfloat16"))
+
+
+@pytest.mark.parametrize(("vocab_size", "length", "start_id"), [(320, 24, 7), (3, 24, None), (320, 1, 0), (1, 2, 0)])
+def test_trial_prompts_are_ids_from_all_over_the_vocabulary(vocab_size: int, length: int, start_id: int | None) -> None:
+    start, spread = trial_prompts(vocab_size, length=length, start_id=start_id)
+    assert start == (start_id or 0,) and len(spread) == length
+    assert all(0 <= token < vocab_size for token in spread)
+    assert spread[0] == 0 and (length == 1 or spread[-1] == vocab_size - 1)
+
+
+@pytest.mark.parametrize(("n_encoder_layers", "context"), [(0, 256), (0, 2), (0, 1), (1, 256), (1, 1)])
+def test_a_trial_leaves_the_engine_idle_and_its_cache_to_itself(
+    tmp_path: Path, n_encoder_layers: int, context: int
+) -> None:
+    shape = tiny_config(n_encoder_layers=n_encoder_layers)
+    engine = tiny_engine(tiny_decoder(shape))
+    prove_finite(engine, tmp_path, shape, context=context, number="float32", start_id=0)
+    assert not engine.has_work and not engine.scheduler.violations()
+    assert engine.scheduler.counters.blocks_active == 0

@@ -46,7 +46,7 @@ class FakeEngine:
         self._ready = asyncio.Event()
         self._gone: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
 
-    def start(self) -> None:
+    def start(self, _files: object) -> None:
         self.is_running = True
 
     async def stop(self) -> None:
@@ -175,7 +175,7 @@ def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_a
         (lambda engine: engine.give_up("config.json: asks for the moon"), "config.json: asks for the moon"),
         (lambda engine: setattr(engine, "restarts", 1), "their engine ended while it was loading (starting)"),
         (lambda engine: (engine.finish(), engine.end()), "their engine ended while it was loading (restarting)"),
-        (lambda engine: engine.finish(vocab_size=319), "the tokenizer has 320 tokens, the model only 319"),
+        (lambda engine: engine.finish(vocab_size=319), "tokenizer.json: has 320 tokens, the model only 319"),
     ],
 )
 def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(

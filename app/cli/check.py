@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from app.cli.try_tokenizer import TriedTokenizer, try_tokenizer
-from app.engine.defaults import sampling_defaults
+from app.engine.assembly import assemble
+from app.engine.frames import Ready, WorkerConfig
+from app.try_tokenizer import TriedTokenizer, check_vocabulary, try_tokenizer
 from model.arguments import OneLineParser
 from model.chat_template import read_chat_template
-from model.checkpoint import Checkpoint, load
+from model.checkpoint import Checkpoint, load, load_config
 from model.describe import Line, memory_lines, shape_lines
-from model.files import CheckpointError, one_line
+from model.files import one_line
 from model.golden import GOLDEN_FILE, verify
 from model.manifest import MANIFEST_FILE, check_manifest
 from model.presence import check_layout
-from model.reference import logits
-from model.transformer import Decoder
+
+_CONTEXT = 512
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,20 +46,22 @@ def main(argv: Sequence[str]) -> int:
 def _check(directory: Path) -> list[Line]:
     """Raises ValueError with the name of the file and the reason."""
     check_layout(directory)
-    checkpoint = load(directory, device=torch.device("cpu"), dtype=torch.float32)
+    template = read_chat_template(directory)
+    checkpoint, ready = _start_engine(directory)
     decoder = checkpoint.decoder
-    tried = try_tokenizer(directory, decoder.config.vocab_size)
-    _try(decoder, tried.sample, directory)
+    with _without_stderr():  # the tokenizers library writes there when it panics
+        tried = try_tokenizer(directory)
+    check_vocabulary(directory, tried.tokenizer, decoder.config.vocab_size)
     difference = verify(decoder, directory)
     is_whole = check_manifest(directory, checkpoint.hashes)
-    defaults = sampling_defaults(checkpoint.generation, directory / "generation_config.json")
+    defaults = ready.sampling_defaults
     golden = f"no {GOLDEN_FILE}" if difference is None else f"met, largest difference {difference:.1e}"
     return [
         ("family", checkpoint.family),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
         *_tokenizer_lines(checkpoint, tried),
-        ("chat", "no template" if read_chat_template(directory) is None else "a template"),
+        ("chat", "no template" if template is None else "a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
         ("golden", golden),
         ("manifest", "met" if is_whole else f"no {MANIFEST_FILE}"),
@@ -65,11 +69,36 @@ def _check(directory: Path) -> list[Line]:
     ]
 
 
-def _try(decoder: Decoder, ids: list[int], directory: Path) -> None:
-    sample = ids[: decoder.config.context]
-    answer = logits(decoder, sample, source=sample if decoder.config.n_encoder_layers else None)
-    if not torch.isfinite(answer).all():
-        raise CheckpointError(f"{directory / 'config.json'}: with these weights it gives logits that are not finite")
+def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
+    """Starts the service's engine in this process, which tries the weights. Raises ValueError.
+
+    It computes in float32 on the CPU. One sequence of a short context is enough, and takes little memory besides the
+    weights.
+    """
+    loaded: list[Checkpoint] = []
+
+    def read(*arguments: Any, **options: Any) -> Checkpoint:
+        loaded.append(load(*arguments, **options))
+        return loaded[0]
+
+    context = min(load_config(directory).context, _CONTEXT)
+    config = WorkerConfig(weights=str(directory), device="cpu", dtype="float32", kernels="torch", max_running=1,
+                          max_context=context)  # fmt: skip
+    ready = assemble(config, read=read).ready
+    return loaded[0], ready
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Descriptor 2 leads nowhere meanwhile."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        for descriptor in (stderr, nowhere):
+            os.close(descriptor)
 
 
 def _tokenizer_lines(checkpoint: Checkpoint, tried: TriedTokenizer) -> list[Line]:

@@ -15,10 +15,16 @@ class Drawn:
     token: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-    complete: bool = False
-    """The request's guide leaves nothing to follow this token: the text ends with it."""
+    is_undecided: bool = False
+    """This may be the last token of a grammar: the sequence's next row tells how its text ends."""
+    finish: FinishReason | None = None
+    """The text ended with the token before, and no other was drawn."""
     failure: str = ""
     """Why there is no token, for the user, where that is not the model's doing."""
+
+
+LATE = Drawn(None)
+"""No token was drawn because the mask of the row's grammar is not there yet: the row is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +40,17 @@ class StepResult:
 
 
 def take_in(sequence: Sequence, drawn: Drawn) -> TokenEvent:
-    """Makes the sequence one token longer, but where none was asked for; what there is to tell of it."""
+    """Makes the sequence one token longer, unless none was asked for or drawn; what there is to tell of it."""
     index, request = sequence.num_generated, sequence.request
     if request.max_tokens == 0:
         return TokenEvent(request.id, 0, None, finish=FinishReason.LENGTH)
+    if drawn.finish:
+        return TokenEvent(request.id, index, None, finish=drawn.finish)
     assert drawn.token is not None
     sequence.tokens.append(drawn.token)
     finish = None
-    if drawn.complete or drawn.token in request.stop_ids:
+    if drawn.token in request.stop_ids:
         finish = FinishReason.STOP
-    elif sequence.num_generated >= request.max_tokens:
+    elif sequence.num_generated >= request.max_tokens and not drawn.is_undecided:
         finish = FinishReason.LENGTH
     return TokenEvent(request.id, index, drawn.token, drawn.logprob, drawn.top, finish)

@@ -35,8 +35,9 @@ class Sampler(Protocol):
 class FollowsGuides(Protocol):
     """app/engine/guides.py, or what stands in for it where nothing is meant."""
 
-    def allowed(self, sequences: Items[Sequence], /) -> list[Tensor | None]:
-        """For each sequence the bitmask of what its guide allows next, on the CPU; None allows everything."""
+    def allowed(self, sequences: Items[Sequence], /) -> list[Tensor | Drawn | None]:
+        """For each sequence the bitmask of what its grammar allows next, on the CPU, None for everything; or what comes
+        of the row without a draw."""
         ...
 
     def follow(self, sequences: Items[Sequence], drawn: list[Drawn], /) -> list[Drawn]:
@@ -79,9 +80,25 @@ class Runner:
         # Kept for as long as a sequence draws in every step: it need not be copied from Python's integers each time.
         self._histories = {sequence: self._history(sequence) for sequence in drawing}
         allowed = self.guides.allowed(drawing) if self.guides else [None] * len(drawing)
+        done = {s.request.id: result for s, result in zip(drawing, allowed, strict=True) if isinstance(result, Drawn)}
+        if done:
+            rows = [row for row, result in enumerate(allowed) if not isinstance(result, Drawn)]
+            drawing, allowed, logits_SV = (
+                [drawing[row] for row in rows],
+                [allowed[row] for row in rows],
+                logits_SV[rows],
+            )
+        return done | self._sample(drawing, allowed, logits_SV)
+
+    def _sample(
+        self, drawing: list[Sequence], allowed: Items[Tensor | Drawn | None], logits_SV: Tensor
+    ) -> dict[str, Drawn]:
+        if not drawing:
+            return {}
         rows = [
             SamplingRow(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, words)
             for s, words in zip(drawing, allowed, strict=True)
+            if not isinstance(words, Drawn)
         ]
         fault("engine.sample", drawing)
         drawn = self.sampler.sample(logits_SV, rows)

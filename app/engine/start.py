@@ -7,6 +7,7 @@ from typing import Protocol
 
 from app.engine.engine import Engine
 from app.engine.frames import Ready
+from app.engine.grammar_workers import Job
 from app.engine.types import Request
 
 
@@ -15,19 +16,23 @@ class StartError(ValueError):
 
 
 class PreparesGuides(Protocol):
-    """What makes ready whatever a guided request needs before its first step; app/engine/guides.py, or a fake one."""
+    """What the loop asks of app/engine/guides.py."""
 
     @property
     def n_prepared(self) -> int:
-        """Guides that are kept for requests that have not begun."""
+        """Grammars that are kept for requests that have not begun."""
         ...
 
-    def prepare(self, request: Request) -> None:
-        """Compiles a request's guide, in any thread."""
+    def prepare(self, request: Request) -> Job:
+        """Starts to compile a request's grammar."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """Nobody needs this request's guide any more."""
+        """Drops a request's grammar; no error where there is none."""
+        ...
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """For StepReport.work."""
         ...
 
 

@@ -16,6 +16,7 @@ from model.files import write_files
 from model.golden import GOLDEN_FILE, golden_file
 from model.manifest import MANIFEST_FILE, manifest_file
 from model.tokenizer import Tokenizer
+from model.transformer import Decoder
 
 _PROMPT = [5, 9, 200, 31, 7, 64, 100, 18]
 
@@ -87,6 +88,28 @@ def _long_context(path: Path) -> None:
     write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
 
 
+def _exploding(path: Path, decoder: Decoder | None = None) -> None:
+    """Every number is finite, and no golden.json says what the model should say: a directory of Hugging Face."""
+    decoder = decoder or tiny_decoder()
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.mul_(1e25 if "mlp" in name else 1)
+    write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
+    (path / GOLDEN_FILE).unlink()
+
+
+def _loud_norms(path: Path) -> None:
+    """One kind of tensor alone makes infinities, and NaN of their differences."""
+    tensors = load_file(path / "model.safetensors")
+    loud = {name: tensor.fill_(1e30) if "norm" in name else tensor for name, tensor in tensors.items()}
+    save_file(loud, path / "model.safetensors")
+    (path / GOLDEN_FILE).unlink()
+
+
+def _exploding_encoder(path: Path) -> None:
+    _exploding(path, tiny_decoder(tiny_config(n_encoder_layers=1)))
+
+
 def _removed(path: Path) -> None:
     shutil.rmtree(path)
 
@@ -110,11 +133,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "numbers that are not finite": (_not_finite, "not finite"),
     "half a set of files": (_half_a_set, "is not the file that manifest.json names"),
     "log-probabilities of another model": (_another_model, "the log-probabilities differ by"),
-    "a tokenizer larger than the model": (_large_tokenizer, "the tokenizer has 320 tokens, the model only 319"),
+    "a tokenizer larger than the model": (_large_tokenizer, "tokenizer.json: has 320 tokens, the model only 319"),
     "a broken tokenizer.json": (_broken_tokenizer, "tokenizer.json"),
     "a broken config.json": (_broken_config, "config.json: not JSON"),
     "an unknown architecture": (_unknown_architecture, "mamba"),
     "a model that does not fit": (_long_context, "does not fit"),
+    "numbers that explode": (_exploding, "the engine's logits are not finite in float32"),
+    "norms of 1e30": (_loud_norms, "the engine's logits are not finite in float32"),
+    "an encoder that explodes": (_exploding_encoder, "the engine's logits are not finite in float32"),
     "a directory that is gone": (_removed, "no such directory"),
     "a broken chat template": (_broken_template, "chat_template.jinja: is not UTF-8"),
 }

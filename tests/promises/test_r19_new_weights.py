@@ -29,7 +29,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _FOX = {"prompt": "The fox", "max_tokens": 60, "temperature": 0, "seed": 3, "ignore_eos": True}
 _IN_EVERY_RUN = (
     "a missing file", "numbers that are not finite", "log-probabilities of another model", "half a set of files",
-    "a tokenizer larger than the model", "a model that does not fit",
+    "a tokenizer larger than the model", "a model that does not fit", "numbers that explode",
 )  # fmt: skip
 """One kind of each way in which a service finds it; all kinds at full size, the others by `check` here."""
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))
@@ -330,9 +330,12 @@ def test_a_hang_up_asks_for_new_weights_and_a_terminal_that_closes_ends_the_serv
 
 
 def test_an_engine_never_comes_back_with_other_weights(tmp_path: Path) -> None:
-    """Files that were overwritten are all there is after a crash: the service says so and ends, and mixes nothing."""
+    """Where no snapshot of the served files can be kept, the service ends after a crash, and mixes nothing."""
     directory, other = good_weights(tmp_path / "one", 0), good_weights(tmp_path / "two", 1)
-    server = start_server(tmp_path, directory, environment=_ONE_THREAD, fake_ms=5)
+    faults = Faults(tmp_path / "faults")
+    faults.arm("weights.no_snapshot", "skip")
+    environment = {**_ONE_THREAD, **faults.environment}
+    server = start_server(tmp_path, directory, environment=environment, fake_ms=5)
     write_files(directory, {path.name: path.read_bytes() for path in other.iterdir()})
     os.kill(_engines(server)[0], signal.SIGKILL)
     assert server.process.wait(timeout=60) == 1

@@ -1,0 +1,70 @@
+"""Tells whether the service fails every request, so that /health/ready can say so.
+
+healthy --every one of the last FAILURES answers failed on the server's side--> suspected --the canary fails--> failing
+   ^                                                                                |                              |
+   +------------------------- any answer succeeds, or the canary does --------------+------------------------------+
+
+Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, which
+no client can choose, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are unexplained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+_log = logging.getLogger("inkstream")
+FAILURES = 8
+RECHECK_SECONDS = 2.0
+_PROBLEM = (
+    "the last answers failed on the server's side, and a request of its own does, too: the log names the reason; load "
+    "good weights (kill -HUP) or start the service again"
+)
+
+
+class FailureMonitor:
+    """Owned by the service; run() is one task."""
+
+    def __init__(
+        self,
+        canary: Callable[[], Awaitable[bool | None]],
+        *,
+        failures: int = FAILURES,
+        recheck_seconds: float = RECHECK_SECONDS,
+    ) -> None:
+        """`canary` runs a request through the service: whether it succeeded, None where that could not be found out."""
+        self.problem = ""
+        """Why the service is not ready; empty while it is healthy."""
+        self._canary = canary
+        self._most_failures = failures
+        self._recheck_seconds = recheck_seconds
+        self._failures = 0
+        self._is_suspected = asyncio.Event()
+
+    def record_success(self) -> None:
+        """An answer came to its end."""
+        self._failures = 0
+        self._is_suspected.clear()
+        if self.problem:
+            self.problem = ""
+            _log.info("answers succeed again: the service is ready")
+
+    def record_failure(self) -> None:
+        """An answer failed, and neither its request nor its client is to blame."""
+        self._failures += 1
+        if self._failures >= self._most_failures:
+            self._is_suspected.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._is_suspected.wait()
+            succeeded = await self._canary()
+            # An answer may have succeeded while the canary ran.
+            if succeeded:
+                self.record_success()
+            elif succeeded is False and self._is_suspected.is_set() and not self.problem:
+                self.problem = _PROBLEM
+                _log.error("not ready: the last %d answers failed, and so does a canary request", self._failures)
+            await asyncio.sleep(self._recheck_seconds)

@@ -1,0 +1,231 @@
+"""A crash between the copy of new weights and their reload changes nothing: engines restart from the version that is
+served, and every stream goes on byte for byte.
+
+New files replace the old ones in each way that people use, one small step after the other, and the engine is killed
+behind one of the steps. Most tests run the fake engine, which starts in half a second.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from arming import Faults
+from bad_weights import good_weights
+from conftest import Server, start_server, stop_server
+from promise import Promise
+from visitors import Answer, Ask, children, crowd, engine_pid, is_ready, visit
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+Copy = Callable[[Path, Path], Iterator[None]]
+"""(new files, weights directory) -> a pause after each step."""
+
+
+def _asks(max_tokens: int) -> list[Ask]:
+    common: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "max_tokens": max_tokens}
+    bodies: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2, "n": 2}, {"seed": 3, "stream": False}]
+    asks = [Ask(body={**common, "prompt": "Once upon a time", **body}) for body in bodies]
+    one = {"prompt": "The moon", "max_tokens": max_tokens, "seed": 4, "stream": True}
+    return [*asks, Ask(path="/v1/completions", body=one)]
+
+
+def _in_place(new: Path, weights: Path) -> Iterator[None]:
+    """cp new/* weights/"""
+    for path in sorted(new.iterdir()):
+        content = path.read_bytes()
+        with (weights / path.name).open("wb", buffering=0) as file:
+            yield
+            for part in (content[: len(content) // 2], content[len(content) // 2 :]):
+                file.write(part)
+                yield
+
+
+def _renamed(new: Path, weights: Path) -> Iterator[None]:
+    """rsync -a new/ weights/"""
+    for path in sorted(new.iterdir()):
+        temporary = weights / f".{path.name}.Xy12"
+        temporary.write_bytes(path.read_bytes()[:100])
+        yield
+        temporary.write_bytes(path.read_bytes())
+        yield
+        temporary.replace(weights / path.name)
+        yield
+
+
+def _removed_first(new: Path, weights: Path) -> Iterator[None]:
+    """rm weights/*; cp new/* weights/"""
+    for path in list(weights.iterdir()):
+        path.unlink()
+        yield
+    for path in sorted(new.iterdir()):
+        (weights / path.name).write_bytes(path.read_bytes())
+        yield
+
+
+def _directory_moved(new: Path, weights: Path) -> Iterator[None]:
+    """mv weights old; cp -r new weights; rm -r old"""
+    old = weights.with_name("old")
+    weights.rename(old)
+    yield
+    weights.mkdir()
+    yield
+    yield from _in_place(new, weights)
+    for path in list(old.iterdir()):
+        path.unlink()
+        yield
+    old.rmdir()
+
+
+def _link_switched(new: Path, weights: Path) -> Iterator[None]:
+    """ln -sfn next weights; rm -r what it led to"""
+    old = weights.resolve()
+    target = weights.with_name(f"next-{os.urandom(4).hex()}")
+    shutil.copytree(new, target)
+    yield
+    link = weights.with_name(".link")
+    link.symlink_to(target)
+    yield
+    if not weights.is_symlink():
+        old = weights.rename(weights.with_name("old"))
+        yield
+    link.replace(weights)
+    yield
+    for path in list(old.iterdir()):
+        path.unlink()
+        yield
+    old.rmdir()
+
+
+WAYS: dict[str, Copy] = {
+    "in place": _in_place,
+    "by rename": _renamed,
+    "removed first": _removed_first,
+    "directory moved": _directory_moved,
+    "link switched": _link_switched,
+}
+
+
+def _moments(way: Copy, tmp_path: Path, sets: list[Path]) -> int:
+    """How many steps the copy has."""
+    weights = tmp_path / "counted"
+    shutil.copytree(sets[0], weights)
+    return sum(1 for _ in way(sets[1], weights))
+
+
+def _sets(folder: Path) -> list[Path]:
+    """Two whole sets of files, which differ in their chat template, too."""
+    sets = [good_weights(folder / name, seed) for seed, name in enumerate(("one", "two"))]
+    for place, directory in enumerate(sets):
+        (directory / "chat_template.jinja").write_text(_TEMPLATE + "x" * place)
+    return sets
+
+
+def _told(answers: list[Answer]) -> list[Any]:
+    return [answer.told() for answer in answers]
+
+
+def _model(server: Server) -> str:
+    return str(httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"])
+
+
+def _reload(server: Server) -> None:
+    before = server.metric('weights_reloads_total{outcome="switched"}')
+    server.process.send_signal(signal.SIGHUP)
+    assert server.wait_for(lambda: server.metric('weights_reloads_total{outcome="switched"}') > before), server.told()
+    assert server.wait_for(lambda: len(children(server)) == 1)
+
+
+def _kill(server: Server, pids: list[int]) -> None:
+    """Kills the engine and others; returns when the engine has restarted."""
+    restarts = server.metric("engine_restarts_total")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert server.wait_for(lambda: server.metric("engine_restarts_total") > restarts and is_ready(server))
+
+
+def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[Ask]) -> list[Any]:
+    """What streams are told that run while the engine is killed behind so many steps of a copy."""
+    with crowd(server, asks) as answers:
+        assert server.wait_for(lambda: all(answer.n_events > 3 for answer in (answers[0], answers[1], answers[3])))
+        for _ in range(steps):
+            next(copy, None)
+        _kill(server, [engine_pid(server)])
+        for _ in copy:
+            pass
+    return _told(answers)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_streams_survive_a_kill_at_every_moment_of_a_copy(tmp_path: Path, way: str, promise: Promise) -> None:
+    sets, asks = _sets(tmp_path), _asks(max_tokens=promise.size(100, 200))
+    weights = tmp_path / "weights"
+    shutil.copytree(sets[0], weights)
+    moments = _moments(WAYS[way], tmp_path, sets)
+    n = promise.size(2 if way == "in place" else 1, max(20, moments))
+    rng, same = random.Random(f"{way}/29"), 0
+    server = start_server(tmp_path, weights, environment=_ENVIRONMENT, fake_ms=5)
+    for attempt in range(n):
+        expected = _told(visit(server, asks))
+        steps = 1 + (attempt % moments if promise.full else rng.randrange(moments))
+        found = _kill_during(server, WAYS[way](sets[(attempt + 1) % 2], weights), steps, asks)
+        same += sum(one == other for one, other in zip(found, expected, strict=True))
+        assert same == (attempt + 1) * len(asks), (steps, server.log.read_text()[-3000:])
+        before = _model(server)
+        _reload(server)
+        assert _model(server) != before
+    assert stop_server(server) == 0, server.log.read_text()
+    promise.all_of("R29", f"answers as undisturbed, kills during a copy {way}", same, n * len(asks))
+
+
+@pytest.mark.parametrize("way", ["in place", "removed first"])
+def test_without_a_snapshot_the_service_ends(tmp_path: Path, way: str) -> None:
+    """The control: the engine starts from whatever is in the directory by then."""
+    sets, faults = _sets(tmp_path), Faults(tmp_path / "faults")
+    weights = tmp_path / "weights"
+    shutil.copytree(sets[0], weights)
+    faults.arm("weights.no_snapshot", "skip")
+    server = start_server(tmp_path, weights, environment={**_ENVIRONMENT, **faults.environment}, fake_ms=5)
+    for _ in WAYS[way](sets[1], weights):
+        pass
+    os.kill(engine_pid(server), signal.SIGKILL)
+    assert server.process.wait(timeout=60) == 1
+    assert "holds other weights than the engine that ended had" in server.log.read_text()
+
+
+def test_real_engines_guides_and_chats_stay_with_the_served_version(tmp_path: Path, promise: Promise) -> None:
+    """All helper processes are killed after the copy, too: those that check guides read the tokenizer again."""
+    sets, weights = _sets(tmp_path), tmp_path / "weights"
+    shutil.copytree(sets[0], weights)
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "seed": 1}
+    chat = {"messages": [{"role": "user", "content": "The fox"}], "temperature": 0, "max_tokens": 20, "seed": 1}
+    asks = [
+        Ask(body={**common, "prompt": "The fox", "ignore_eos": True}),
+        Ask(body={**common, "prompt": "The fox", "regex": "[a-z ]{20,30}", "stream": False}),
+        Ask(path="/v1/chat/completions", body=chat),
+    ]
+    n = promise.size(1, 20)
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "64")
+    server = start_server(tmp_path, weights, *flags, environment=_ENVIRONMENT)
+    same = 0
+    for attempt in range(n):
+        expected = _told(visit(server, asks))
+        for _ in _in_place(sets[(attempt + 1) % 2], weights):
+            pass
+        (weights / "tokenizer.json").write_text("{}")
+        _kill(server, children(server))
+        found = _told(visit(server, asks))
+        same += sum(one == other for one, other in zip(found, expected, strict=True))
+        shutil.copyfile(sets[(attempt + 1) % 2] / "tokenizer.json", weights / "tokenizer.json")
+        before = _model(server)
+        server.process.send_signal(signal.SIGHUP)
+        assert server.wait_for(lambda before=before: _model(server) != before), server.told()
+    assert stop_server(server) == 0, server.log.read_text()
+    promise.all_of("R29", "answers as before the copy, all helper processes killed behind it", same, n * len(asks))
