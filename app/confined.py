@@ -17,13 +17,18 @@ LENGTH = struct.Struct("<I")
 """Stands before every question and answer."""
 
 
+_NICE = 5
+"""A third of the share of the event loop and of the engine where they want the same core."""
+
+
 def serve(answer: Callable[[bytes], bytes], *, seconds: float, most_bytes: int) -> None:
     """Answers until the pipe ends. Memory is bounded to `most_bytes`; a question that takes longer ends the process."""
     die_with_parent()
     questions = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anybody prints is no answer
-    _confine(most_bytes)
+    os.dup2(2, 1)  # what a library prints is no answer
+    os.nice(_NICE)
+    confine(most_bytes)
     _write(answers, b"")
     while header := questions.read(LENGTH.size):
         question = questions.read(LENGTH.unpack(header)[0])
@@ -33,7 +38,7 @@ def serve(answer: Callable[[bytes], bytes], *, seconds: float, most_bytes: int) 
         signal.alarm(0)
 
 
-def _confine(most_bytes: int) -> None:
+def confine(most_bytes: int) -> None:
     """No more memory than this, no files written, few opened, no core dumped."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     limits = {

@@ -1,8 +1,7 @@
-"""A child process for work that may never end or take all memory: asked, waited for, killed. Knows no question.
+"""Sandboxed child processes for work that may never end or take all memory: asked, waited for, killed, replaced.
 
-What a caller sends can make a template or a grammar run for ever, and a thread cannot be ended. The child sets its own
-limits and answers questions one after the other (app/confined.py); where it does not, it is killed, and the next
-question starts another.
+A request can make a template or a grammar run forever, and a thread cannot be ended. A child sets its own limits and
+answers one question after another (app/confined.py); a child that gives no answer in time is killed.
 """
 
 from __future__ import annotations
@@ -14,92 +13,141 @@ import sys
 from pathlib import Path
 
 from app.confined import LENGTH
-from app.engine.errors import EngineFailed, Unavailable
+from app.engine.errors import EngineFailed
+from app.tenant_queue import TenantQueue, Turn, WorkAccount
 
 _START_SECONDS = 30.0
 _ROOT = Path(__file__).parents[1]
+_WORKERS = 2
+_MOST_BYTES = 16 << 20
+"""Of questions that wait, and of one answer."""
 
 
 class Killed(Exception):
-    """The child gave no answer; the message says what it took too much of. The next question gets a new child."""
+    """The child gave no answer; the message says what it took too much of."""
 
 
 class _Died(Exception):
-    """The child ended while it was asked."""
+    """The child ended during a question."""
 
 
-class Busy(Unavailable):
-    """Too many questions wait already."""
+class SandboxPool:
+    """Children that run `python -m MODULE`; they start with the first question. Belongs to the event loop.
 
+    A turn lasts until a killed child is replaced: the tenant whose question killed it waits for that, no other does.
+    """
 
-class KillableHelper:
-    """Runs `python -m MODULE` when it is first asked. Owned by the event loop; questions wait for one another."""
-
-    def __init__(self, module: str, *arguments: str, seconds: float, most_waiting: int = 16) -> None:
-        """`seconds` is what one answer may take; `most_waiting` bounds how many questions may be open."""
+    def __init__(self, module: str, *arguments: str, seconds: float, most_jobs: int = 32) -> None:
+        """`seconds` is what one answer may take; `most_jobs` bounds how many questions may be open."""
         # -P and our own path: a folder called app in the working directory is somebody else's.
-        self._command = (sys.executable, "-P", "-m", module, str(seconds), *arguments)
+        command = (sys.executable, "-P", "-m", module, str(seconds), *arguments)
+        self._children = [SandboxedProcess(command, seconds) for _ in range(_WORKERS)]
+        self._queue = TenantQueue(_WORKERS, most_jobs=most_jobs, most_size=_MOST_BYTES)
+        self._replacements: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children that run."""
+        return [child.pid for child in self._children if child.pid is not None]
+
+    async def ask(self, question: bytes, account: WorkAccount, most_bytes: int = _MOST_BYTES) -> bytes:
+        """A child's answer, of at most that many bytes. Raises Killed, Busy, EngineFailed."""
+        with self._queue.admitted(account, len(question)):
+            if not self.pids:  # no tenant pays for the start of the first child
+                await asyncio.shield(self._children[0].start())
+            turn = await self._queue.acquire(account, len(question))
+            child = self._children[turn.worker]
+            for spare in self._children:
+                spare.start()
+            try:
+                return await _answer(child, question, most_bytes)
+            finally:
+                if child.pid is None:
+                    task = asyncio.create_task(_replace(child, turn))
+                    self._replacements.add(task)
+                    task.add_done_callback(self._replacements.discard)
+                else:
+                    turn.end()
+
+    async def close(self) -> None:
+        """Ends the children; any number of times. Open questions fail."""
+        self._queue.close()
+        for task in self._replacements:
+            task.cancel()
+        await asyncio.gather(*(child.close() for child in self._children))
+        await asyncio.gather(*self._replacements, return_exceptions=True)
+
+
+class SandboxedProcess:
+    """One child, which is asked one question at a time."""
+
+    def __init__(self, command: tuple[str, ...], seconds: float) -> None:
+        self._command = command
         self._seconds = seconds
-        self._most_waiting = most_waiting
-        self._waiting = 0
-        self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while there is one."""
-        return self._process.pid if self._process else None
+        """Of the child, while it runs."""
+        return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def ask(self, question: bytes, most_bytes: int = 16 << 20) -> bytes:
-        """The child's answer, of at most that many bytes. Raises Killed, Busy, EngineFailed."""
-        if self._waiting >= self._most_waiting:
-            raise Busy("too many requests of this kind are being looked at: try again in a moment", 1)
-        self._waiting += 1
+    def start(self) -> asyncio.Task[None]:
+        """Starts the child unless it runs; done when it takes questions, fails with EngineFailed."""
+        if self._starting is None or (self._starting.done() and self.pid is None):
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # may have no waiter
+        return self._starting
+
+    async def ask(self, question: bytes, most_bytes: int) -> bytes:
+        """The child's answer. Raises Killed, _Died, EngineFailed; the child does not run any more then."""
+        await asyncio.shield(self.start())
+        process = self._process
+        if process is None:
+            raise _Died
+        assert process.stdin and process.stdout
         try:
-            async with self._turn:
-                with contextlib.suppress(_Died):
-                    return await self._answer(question, most_bytes)
-                # Somebody else may have killed it; the same question to a new child tells whether it is to blame.
-                with contextlib.suppress(_Died):
-                    return await self._answer(question, most_bytes)
-                raise Killed("took too much memory")
-        finally:
-            self._waiting -= 1
-
-    async def close(self) -> None:
-        """Ends the child; any number of times. A question that is open fails."""
-        if process := self._process:
-            self._process = None
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            assert process.stdin
-            process.stdin.close()
-            await process.wait()
-
-    async def _answer(self, question: bytes, most_bytes: int) -> bytes:
-        if self._process and self._process.returncode is not None:  # it died while nobody asked
-            await self.close()
-        try:
-            process = self._process or await self._start()
-            assert process.stdin and process.stdout
             process.stdin.write(LENGTH.pack(len(question)) + question)
             async with asyncio.timeout(self._seconds):
                 await process.stdin.drain()
                 return await _frame(process.stdout, most_bytes)
         except TimeoutError:
-            await self.close()
+            await self._kill(process)
             raise Killed(f"took more than {self._seconds:g} seconds") from None
         except ValueError:
-            await self.close()
+            await self._kill(process)
             raise Killed("took too much memory") from None
         except (OSError, asyncio.IncompleteReadError):
-            await self.close()
+            await self._kill(process)
             raise _Died from None
-        except BaseException:  # whoever asked has left: the answer would be taken for the next question's
-            await self.close()
+        except BaseException:  # the client left: this answer would be taken for the next question's
+            await self._kill(process)
             raise
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def close(self) -> None:
+        """Ends the child; any number of times. An open question fails."""
+        self._is_closed = True
+        if self._starting:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._process:
+            await self._kill(self._process)
+
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        if self._process is process:
+            self._process = None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        assert process.stdin
+        process.stdin.close()
+        await process.wait()
+
+    async def _start(self) -> None:
+        if self._process:
+            await self._kill(self._process)
+        if self._is_closed:
+            raise EngineFailed(f"the process of {self._command[3]} was closed")
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
         pipe = asyncio.subprocess.PIPE
@@ -116,8 +164,28 @@ class KillableHelper:
             async with asyncio.timeout(_START_SECONDS):
                 await _frame(process.stdout, 0)  # it has imported what it needs
         except (OSError, asyncio.IncompleteReadError) as error:
+            await self._kill(process)
             raise EngineFailed(f"the process of {self._command[3]} does not start") from error
-        return process
+        except BaseException:
+            await self._kill(process)
+            raise
+
+
+async def _answer(child: SandboxedProcess, question: bytes, most_bytes: int) -> bytes:
+    with contextlib.suppress(_Died):
+        return await child.ask(question, most_bytes)
+    # Something else may have killed it; the same question to a new child tells whether the question did.
+    with contextlib.suppress(_Died):
+        return await child.ask(question, most_bytes)
+    raise Killed("took too much memory")
+
+
+async def _replace(child: SandboxedProcess, turn: Turn) -> None:
+    try:
+        with contextlib.suppress(EngineFailed):  # the next question tells
+            await asyncio.shield(child.start())
+    finally:
+        turn.end()
 
 
 async def _frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:

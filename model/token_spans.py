@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from tokenizers import Encoding
@@ -29,6 +32,38 @@ class Spans:
     starts: array[int] = field(default_factory=lambda: array("I"))
     ends: array[int] = field(default_factory=lambda: array("I"))
 
+    def compact(self) -> CompactSpans:
+        """For spans that are kept for long."""
+        gaps = map(operator.sub, self.starts, chain([0], self.ends))
+        return CompactSpans(_narrow(self.ids), _narrow(gaps), _narrow(map(operator.sub, self.ends, self.starts)))
+
+
+@dataclass(frozen=True, slots=True)
+class CompactSpans:
+    """Spans in some six bytes for each, to be read in their order."""
+
+    ids: array[int]
+    gaps: array[int]
+    """From the end of the token before to the start; negative where tokens share a character."""
+    lengths: array[int]
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """(id, start, end) of each token."""
+        end = 0
+        for token, gap, length in zip(self.ids, self.gaps, self.lengths, strict=True):
+            start = end + gap
+            end = start + length
+            yield token, start, end
+
+
+def _narrow(numbers: Iterable[int]) -> array[int]:
+    """In as few bytes as the largest of them needs."""
+    wide = array("i", numbers)
+    for code in ("b", "H", "h"):
+        with suppress(OverflowError):
+            return array(code, wide)
+    return wide
+
 
 def spans_of(encoding: Encoding) -> Spans:
     """In characters. Tokens that share a character both have it; one that was added has none, behind the one before."""
@@ -42,8 +77,9 @@ def spans_of(encoding: Encoding) -> Spans:
     return spans
 
 
-def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -> Spans:
-    """encode(text) by way of pieces of so many characters: a megabyte at once takes 170 MB, and holds the interpreter.
+def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -> Generator[None, None, Spans]:
+    """Returns encode(text), made of pieces of so many characters, and yields after each: a megabyte at once takes
+    170 MB, and holds the interpreter.
 
     Pieces overlap by an eighth. They are joined in the middle of it, where both must have the same tokens all around:
     how a text is split depends on what stands near. Where they do not agree (a run of one letter) it is read whole, and
@@ -52,6 +88,7 @@ def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -
     overlap = piece // 8
     spans, begin = encode(text[:piece]), 0
     while begin + piece < len(text):
+        yield
         begin += piece - overlap
         part = text[begin : begin + piece]
         later = encode(part)
@@ -63,6 +100,16 @@ def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -
         spans.starts = spans.starts[:keep] + array("I", (start + begin for start in later.starts[skip:]))
         spans.ends = spans.ends[:keep] + array("I", (end + begin for end in later.ends[skip:]))
     return spans
+
+
+def result_of(pieces: Generator[None, None, Spans]) -> Spans:
+    """What in_pieces() returns."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            spans: Spans = end.value
+            return spans
 
 
 def _reaches(spans: Spans, end: int) -> bool:

@@ -7,7 +7,7 @@ them into characters. Special tokens have no bytes: they steer the model and are
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from model.files import one_line
 from model.special_tokens import read_names
 from model.token_bytes import keeps_text, pieces_of
-from model.token_spans import Spans, in_pieces, spans_of, untrimmed
+from model.token_spans import Spans, in_pieces, result_of, spans_of, untrimmed
 from model.tokenizer_facts import check_ids, put_first, unknown_token
 from model.tokenizer_file import read_tokenizer_json
+from model.tokenizer_regexes import Unproven, find_unproven
 
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
@@ -43,6 +44,8 @@ class Tokenizer:
         """Takes `rust` over. Raises ValueError for a kind of tokenizer whose bytes could not be told exactly."""
         raw = json.loads(rust.to_str())
         self._pieces = pieces_of(raw)
+        self.unproven: Unproven = find_unproven(raw)
+        """What of it is not known to take linear time."""
         check_ids(rust)
         vocabulary = rust.get_vocab(with_added_tokens=True)
         added = {token.content for token in rust.get_added_tokens_decoder().values()}
@@ -165,11 +168,15 @@ class Tokenizer:
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> Spans:
         """encode(), and which characters of `text` each token was made of; or without added special tokens."""
+        return result_of(self.span_slices(text, add_special_tokens=add_special_tokens))
+
+    def span_slices(self, text: str, *, add_special_tokens: bool = True) -> Generator[None, None, Spans]:
+        """Returns what encode_spans() does, and yields between the pieces of a long text."""
 
         def encode(part: str) -> Spans:
             return spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
 
-        spans = in_pieces(encode, text)
+        spans = yield from in_pieces(encode, text)
         if add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2:
             spans = Spans(spans.ids[1:], spans.starts[1:], spans.ends[1:])
         return spans
@@ -188,15 +195,18 @@ class Tokenizer:
 
     def written(self, ids: Iterable[int]) -> bytes:
         """The whole text of `ids`, from its start, with the names of special tokens: what encode() would read again."""
-        text, begun = bytearray(), not self.strips_first_space
+        return b"".join(self.written_parts(ids))
+
+    def written_parts(self, ids: Iterable[int]) -> Iterator[bytes]:
+        """written(), token by token."""
+        begun = not self.strips_first_space
         for token in ids:
             if name := self.specials.get(token):
-                text += name.encode()
+                yield name.encode()
             else:
                 data = self.token_bytes(token)
-                text += data if begun else data.removeprefix(b" ")
+                yield data if begun else data.removeprefix(b" ")
                 begun = begun or bool(data)
-        return bytes(text)
 
     def token_bytes(self, token: int) -> bytes:
         """bytes_of[token]; nothing for an id that only the model's vocabulary has (padded to a round number)."""

@@ -1,0 +1,172 @@
+"""S27: No text and no tokenizer file can hold the event loop.
+
+Regular expressions of tokenizer.json that are not known to be linear are timed on adversarial texts by `check`, at the
+start and by a reload; the catastrophic ones are refused. What passes is run in sandboxed processes that are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import open_loop
+import pytest
+from arming import Faults
+from conftest import ROOT, Server, start_server
+from open_loop import Plan
+from promise import Promise
+from tokenizers import Regex, pre_tokenizers
+
+from model.regex_attacks import attacks
+from model.tokenizer_regexes import LINEAR_PATTERNS
+
+SLOW = r"\w{0,100}\w{0,100}\w{0,100};"
+"""Some hundred thousand retries at each character; the engine gives up after ten million."""
+BEYOND_THE_LIMIT = r"(?:\w+\s?)+!|\w+|\W"
+
+
+def attack(length: int) -> str:
+    """Neither pattern matches the letters, and both have to try, since what ends a match is there."""
+    return "a" * (length - 3) + "\n;!"
+
+
+def weights_with(pattern: str, weights: Path, directory: Path) -> Path:
+    """The tiny model, with this pattern before all others in its tokenizer.json."""
+    shutil.copytree(weights, directory)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"]["pretokenizers"].insert(0, split)
+    path.write_text(json.dumps(content))
+    (directory / "manifest.json").unlink(missing_ok=True)
+    return directory
+
+
+@contextmanager
+def served(folder: Path, weights: Path, *faults: str) -> Iterator[Server]:
+    """With these faults armed from the start."""
+    switches = Faults(folder / "faults")
+    for point in faults:
+        switches.arm(point, "yes")
+    server = start_server(folder, weights, fake_ms=1, environment=switches.environment)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.parametrize("pattern", [SLOW, BEYOND_THE_LIMIT])
+def test_check_and_start_refuse_a_catastrophic_pattern(
+    tmp_path: Path, weights: Path, pattern: str, promise: Promise
+) -> None:
+    directory = weights_with(pattern, weights, tmp_path / "weights")
+    refused = 0
+    for verb in (["check", str(directory)], ["serve", "--weights", str(directory), "--port", "0"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "app", *verb], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
+        errors = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+        refused += done.returncode == 2 and "tokenizer.json: the regular expression" in errors[0]
+        assert "registry" not in done.stderr
+    name = "slow" if pattern == SLOW else "beyond the limit of retries"
+    promise.all_of("S27", f"verbs that refuse a catastrophic pattern ({name})", refused, 2)
+
+
+def _ask(server: Server, path: str, text: str) -> tuple[int, str]:
+    body = {"prompt": text, "max_tokens": 1, "stream": False} if path == "/complete" else {"prompt": text}
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+    return answer.status_code, answer.text
+
+
+def _health_beside(server: Server, length: int, seconds: float) -> tuple[open_loop.Spread, list[tuple[int, str]]]:
+    """Times of /health/live while two clients send attacks, and the attackers' answers."""
+    over = threading.Event()
+
+    def send(number: int) -> list[tuple[int, str]]:
+        answers = []
+        while not over.is_set():
+            answers.append(_ask(server, ("/complete", "/tokenize")[number], attack(length)))
+        return answers
+
+    checks = Plan(url=server.url, bodies=(), path="/health/live", rate=50, seconds=seconds)
+    with ThreadPoolExecutor(2) as threads:
+        sent = [threads.submit(send, number) for number in range(2)]
+        with open_loop.started(checks) as health:
+            time.sleep(seconds)
+            over.set()
+            outcomes = health.outcomes()
+        answers = [answer for each in sent for answer in each.result()]
+    return open_loop.spread(o.end for o in outcomes if o.end), answers
+
+
+@pytest.mark.timed
+def test_texts_that_a_pattern_cannot_bear_leave_the_loop_live(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    """The timing is switched off, as if a pattern had passed that it cannot tell."""
+    directory = weights_with(SLOW, weights, tmp_path / "weights")
+    with served(tmp_path, directory, "tokenizer.unchecked") as server:
+        _ask(server, "/complete", "hello")
+        health, answers = promise.measured(
+            lambda: _health_beside(server, 2440, promise.size(8, 60)), lambda found: found[0].p99 <= 0.1
+        )
+        refused = [text for status, text in answers if status == 400]
+        assert len(refused) == len(answers) and all("tokenizer takes more than" in text for text in refused), answers
+        assert _ask(server, "/complete", "hello")[0] == 200
+        assert json.loads(_ask(server, "/tokenize", "hello you")[1])["count"] > 0
+        assert "panicked" not in server.log.read_text() and "Traceback" not in server.log.read_text()
+    what = "GET /health/live p99 beside 2,440-character texts of catastrophic patterns"
+    promise.at_most("S27", what, health.p99, target=0.05, floor=0.1, unit="s", n=health.n)
+    promise.all_of("S27", "such texts that get a clear 400", len(refused), len(answers))
+
+
+def test_a_service_that_trusts_every_pattern_is_noticed(tmp_path: Path, weights: Path) -> None:
+    """Positive control: such texts are read on the event loop."""
+    directory = weights_with(SLOW, weights, tmp_path / "weights")
+    with served(tmp_path, directory, "tokenizer.unchecked", "tokenizer.trusted") as server:
+        health, _ = _health_beside(server, 244, 2)
+        assert health.most > 0.3 and health.p99 > 0.1
+
+
+def _seconds(pattern: str, length: int) -> float:
+    """The least of three runs on the worst text that is known for the pattern."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
+
+    def timed(text: str) -> float:
+        began = time.process_time()
+        split(text)
+        return time.process_time() - began
+
+    worst = max(attacks(pattern), key=lambda attack: timed(attack.text(1000)))
+    return min(timed(worst.text(length)) for _ in range(3))
+
+
+@pytest.mark.timed
+def test_known_patterns_take_linear_time_whatever_the_text(promise: Promise) -> None:
+    long = promise.size(1 << 16, 1 << 20)
+    short_times = {pattern: _seconds(pattern, 2440) for pattern in LINEAR_PATTERNS}
+    long_times = {pattern: _seconds(pattern, long) for pattern in LINEAR_PATTERNS}
+    growth = max(long_times[p] / max(short_times[p], 5e-4) / (long / 2440) for p in LINEAR_PATTERNS)
+    n = len(LINEAR_PATTERNS)
+    what = "CPU for 2,440 adversarial characters, worst of the known patterns"
+    promise.at_most("S27", what, max(short_times.values()), target=0.02, floor=0.05, unit="s", n=n)
+    what = "growth of that to a long text, of linear"
+    promise.at_most("S27", what, growth, target=4, floor=8, unit="x", n=n)
+    per_mebibyte = max(long_times.values()) * (1 << 20) / long
+    promise.at_most(
+        "S27", "CPU for such a mebibyte, off the event loop", per_mebibyte, target=4, floor=12, unit="s", n=n
+    )
+
+
+def test_a_quadratic_pattern_among_them_would_be_noticed() -> None:
+    """Positive control."""
+    assert _seconds(r"\s+$", 20_000) > 4 * 8 * _seconds(r"\s+$", 2440) / 2
