@@ -1,12 +1,13 @@
 """The process that compiles guides before anybody else does. No torch, no asyncio.
 
-Started by app/guide_checker.py as `python -m app.guide_process SECONDS WEIGHTS`. What a guide costs is known only when
-it was paid, and a compiler cannot be stopped from inside: here it may run out of time or memory, and takes nobody with
-it.
+Started by app/guide_checker.py as `python -m app.guide_process SECONDS WEIGHTS FILES`; FILES is what reading_from() of
+model/file_snapshot.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler cannot
+be stopped from inside: this process may run out of time or memory without harm to the service.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import resource
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from app.confined import serve
 from app.engine.matcher import Vocabulary
+from model.file_snapshot import Files, reading_from
 from model.tokenizer import Tokenizer
 
 MEMORY_BYTES = 64 << 20
@@ -25,9 +27,10 @@ _TOO_COMPLEX = "it is too complex: make it simpler"
 _SIGNS_OF_COST = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
 
 
-def main(seconds: float, weights: Path) -> None:
+def main(seconds: float, weights: Path, files: Files) -> None:
     """Runs until the pipe ends, or a guide costs too much."""
-    tokenizer = Tokenizer.load(weights)
+    with reading_from(weights, files):
+        tokenizer = Tokenizer.load(weights)
     vocabulary = Vocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
 
     def answer(guide: bytes) -> bytes:
@@ -78,4 +81,4 @@ def _problem_of_step(step: int, message: str) -> str:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), Path(sys.argv[2]))
+    main(float(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

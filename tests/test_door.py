@@ -1,93 +1,109 @@
-"""Requests wait for their guide at the door, and for nothing else."""
+"""Guided requests wait in the compile queue, and only for their own key's grammars."""
 
 from __future__ import annotations
-
-import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from app.engine.door import Door
+from app.engine.grammar_workers import Job
 from app.engine.types import Request
 
 
-def _request(name: str) -> Request:
-    return Request(id=name, prompt=(1,), max_tokens=1, guide='start: "a"')
+class ManualGuides:
+    """Grammars that are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.forgotten: list[str] = []
+
+    @property
+    def n_prepared(self) -> int:
+        return len(self.jobs)
+
+    def prepare(self, request: Request) -> Job:
+        self.jobs[request.id] = Job(request.salt, lambda: None)
+        return self.jobs[request.id]
+
+    def forget(self, request_id: str) -> None:
+        self.jobs.pop(request_id, None)
+        self.forgotten.append(request_id)
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        return ()
+
+    def finish(self, name: str, error: BaseException | None = None) -> None:
+        self.jobs[name].error = error
+        self.jobs[name].done = True
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert condition()
+def _request(name: str, salt: str = "") -> Request:
+    return Request(id=name, prompt=(1,), max_tokens=1, guide='start: "a"', salt=salt)
 
 
-def test_requests_leave_in_their_order_once_their_guide_is_compiled() -> None:
-    go_on, prepared = threading.Event(), list[str]()
+def _queue(*names: str, most: int = 9) -> tuple[Door, ManualGuides]:
+    """Requests of these names; the part before a slash is the key."""
+    guides = ManualGuides()
+    door = Door(guides, most=most)
+    for name in names:
+        door.enter(_request(name, name.partition("/")[0] if "/" in name else ""))
+    return door, guides
 
-    def prepare(request: Request) -> None:
-        go_on.wait(60)
-        prepared.append(request.id)
 
-    door = Door(prepare, lambda _name: None, lambda: 0, most=9)
-    assert door.wait_seconds(1.0) == 1.0
-    for name in "abc":
-        door.enter(_request(name))
-    assert door.leave() == []
+def _ready(door: Door) -> list[str]:
+    return [request.id for request in door.leave()]
+
+
+def test_requests_of_one_key_leave_in_their_order_once_their_grammars_are_compiled() -> None:
+    door, guides = _queue("a", "b", "c")
     assert door.wait_seconds(1.0) < 0.1, "the engine looks again soon"
-    go_on.set()
-    _wait_for(lambda: prepared == ["a", "b", "c"])
-    left: list[str] = []
-    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["a", "b", "c"])
+    guides.finish("b")
+    assert _ready(door) == [] and door.n_waiting == 3
+    guides.finish("a")
+    assert _ready(door) == ["a", "b"]
+    guides.finish("c")
+    assert _ready(door) == ["c"]
     assert door.wait_seconds(1.0) == 1.0
+
+
+def test_a_request_does_not_wait_for_the_grammar_of_another_key() -> None:
+    door, guides = _queue("x/1", "x/2", "y/1")
+    guides.finish("y/1")
+    assert _ready(door) == ["y/1"]
 
 
 def test_who_is_cancelled_never_leaves_and_is_forgotten() -> None:
-    begun, go_on, forgotten = threading.Event(), threading.Event(), list[str]()
-
-    def prepare(_request: Request) -> None:
-        begun.set()
-        go_on.wait(60)
-
-    door = Door(prepare, forgotten.append, lambda: 0, most=9)
-    for name in "ab":
-        door.enter(_request(name))
-    assert begun.wait(60)
-    door.cancel("a")  # its guide is being compiled
-    door.cancel("nobody")
-    go_on.set()
-    left: list[str] = []
-    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["b"])
-    assert forgotten == ["a", "nobody", "a"], "once more when it was compiled"
+    door, guides = _queue("a", "b")
+    guides.finish("a")
+    guides.finish("b")
+    door.cancel("a")
+    door.cancel("unknown")
+    assert _ready(door) == ["b"]
+    assert guides.forgotten == ["a", "unknown"]
 
 
 def test_a_mishap_in_the_thread_fails_its_request_alone_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def prepare(request: Request) -> None:
-        if request.id == "a":
-            raise RuntimeError("out of luck")
-
-    door = Door(prepare, lambda _name: None, lambda: 0, most=9)
-    for name in "ab":
-        door.enter(_request(name))
-    left: list[str] = []
-    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["b"])
+    door, guides = _queue("a", "b")
+    guides.finish("a", RuntimeError("out of luck"))
+    guides.finish("b")
+    assert _ready(door) == ["b"]
     assert [failed.request_id for failed in door.take_failed()] == ["a"]
     assert door.take_failed() == (), "told once"
     assert "request a failed" in caplog.text and "out of luck" in caplog.text
 
 
-def test_no_more_guides_are_compiled_ahead_than_are_kept() -> None:
-    kept = list[str]()
-    door = Door(lambda request: kept.append(request.id), lambda _name: None, lambda: len(kept), most=2)
-    for name in "abcd":
-        door.enter(_request(name))
-    left: list[str] = []
-    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["a", "b"])
-    time.sleep(0.02)
-    assert kept == ["a", "b"] and door.leave() == []
-    kept.remove("a")  # the engine has begun with it
-    _wait_for(lambda: left.extend(request.id for request in door.leave()) or left == ["a", "b", "c"])
+def test_no_more_grammars_are_compiled_ahead_than_are_kept() -> None:
+    door, guides = _queue("a", "b", "c", "d", most=2)
+    assert list(guides.jobs) == ["a", "b"]
+    guides.finish("a")
+    guides.finish("b")
+    assert _ready(door) == ["a", "b"] and list(guides.jobs) == ["a", "b"]
+    guides.jobs.pop("a")  # the engine has begun with it
+    assert _ready(door) == [] and list(guides.jobs) == ["b", "c"]
     door.cancel("d")
-    kept.clear()
-    assert door.leave() == [] and door.wait_seconds(1.0) == 1.0
+    guides.finish("c")
+    assert _ready(door) == ["c"] and door.wait_seconds(1.0) == 1.0
+
+
+def test_one_key_leaves_capacity_for_the_next() -> None:
+    _, guides = _queue(*[f"x/{i}" for i in range(40)], "y/1", most=32)
+    assert len(guides.jobs) == 29 and "y/1" in guides.jobs

@@ -18,23 +18,23 @@ from conftest import ROOT
 
 from app.engine.errors import EngineFailed, InvalidRequest
 from app.guide import guide_of
-from app.guide_checker import MOST_WAITING, GuideChecker
+from app.guide_checker import MOST_JOBS, GuideChecker
 from app.guide_process import explain
-from app.killable import Busy
+from app.tenant_queue import Busy, WorkAccount
 
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
 """Tells multiples of large primes by their digits: as many states as the product has."""
 
 
-async def _check(checker: GuideChecker, **fields: Any) -> None:
+async def _check(checker: GuideChecker, tenant: str = "", **fields: Any) -> None:
     guide = guide_of(*next(iter(fields.items())))
     assert guide
-    await checker.check(guide)
+    await checker.check(guide, WorkAccount(tenant))
 
 
-async def _problem(checker: GuideChecker, **fields: Any) -> str:
+async def _problem(checker: GuideChecker, tenant: str = "", **fields: Any) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        await _check(checker, **fields)
+        await _check(checker, tenant, **fields)
     assert [caught.value.param] == list(fields)
     return str(caught.value)
 
@@ -44,8 +44,7 @@ def _run(story: Coroutine[Any, Any, None]) -> None:
 
 
 def _pid(checker: GuideChecker) -> int:
-    assert checker.pid
-    return checker.pid
+    return checker.pids[0]
 
 
 def _is_gone(pid: int) -> bool:
@@ -59,7 +58,7 @@ def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
     async def story() -> None:
         checker = GuideChecker(weights, seconds=60)
         try:
-            assert checker.pid is None, "started only when needed"
+            assert not checker.pids, "started only when needed"
             await _check(checker, regex="[ab]+/")
             await _check(checker, json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}})
             await _check(checker, grammar='start: "(" start ")" | "x"')
@@ -140,7 +139,89 @@ def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> N
         await checker.close()
         await _check(checker, regex="a")
         await _problem(checker, regex="(")
-        assert checker.pid is None
+        assert not checker.pids
+
+    _run(story())
+
+
+def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
+    async def story() -> None:
+        checker = GuideChecker(weights, seconds=0.3)
+        assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
+        await checker.close()  # nothing can be asked any more
+        assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
+
+    _run(story())
+
+
+def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        checker = GuideChecker(weights, seconds=0.3)
+        await _problem(checker, json_schema=SLOW)
+        await checker.close()
+        later = time.monotonic() + 301
+        monkeypatch.setattr("app.guide_checker.time.monotonic", lambda: later)
+        with pytest.raises(EngineFailed, match="closed"):
+            await _check(checker, json_schema=SLOW)
+
+    _run(story())
+
+
+def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
+    async def story() -> None:
+        checker = GuideChecker(weights, seconds=60)
+        await _check(checker, tenant="a", regex="abc")
+        await checker.close()
+        await _check(checker, tenant="a", regex="abc")
+        with pytest.raises(EngineFailed, match="closed"):
+            await _check(checker, tenant="b", regex="abc")
+
+    _run(story())
+
+
+def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
+    async def story() -> None:
+        checker, asked = GuideChecker(weights, seconds=60), []
+        ask = checker._pool.ask
+
+        async def counted(question: bytes, account: WorkAccount) -> bytes:
+            asked.append(account.tenant)
+            return await ask(question, account)
+
+        checker._pool.ask = counted  # type: ignore[assignment]
+        try:
+            checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
+            await asyncio.sleep(0)
+            checks[0].cancel()  # its question goes on for the others
+            found = await asyncio.gather(*checks, return_exceptions=True)
+            assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
+            assert asked == ["a", "b"]
+        finally:
+            await checker.close()
+
+    _run(story())
+
+
+def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
+    async def story() -> None:
+        checker = GuideChecker(weights, seconds=60)
+        try:
+            await _check(checker, regex="a")
+            await _wait_for_two(checker)
+            victim = _pid(checker)
+            os.kill(victim, signal.SIGKILL)
+            await _check(checker, regex="b")
+            await _wait_for_two(checker)
+            assert victim not in checker.pids
+        finally:
+            await checker.close()
+
+    async def _wait_for_two(checker: GuideChecker) -> None:
+        async with asyncio.timeout(60):
+            while len(checker.pids) < 2:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
 
     _run(story())
 
@@ -191,10 +272,10 @@ def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
 def test_only_so_many_guides_wait(weights: Path) -> None:
     async def story() -> None:
         checker = GuideChecker(weights, seconds=60)
-        checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MOST_WAITING + 8)]
+        checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MOST_JOBS // 2 + 8)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
         await checker.close()
-        assert [type(answer) for answer in answers] == [type(None)] * MOST_WAITING + [Busy] * 8
+        assert [type(answer) for answer in answers] == [type(None)] * (MOST_JOBS // 2) + [Busy] * 8
 
     _run(story())
 
@@ -203,10 +284,11 @@ def test_the_process_goes_with_its_parent(weights: Path) -> None:
     program = (
         "import asyncio, os, sys; from pathlib import Path\n"
         "from app.guide import Guide; from app.guide_checker import GuideChecker\n"
+        "from app.tenant_queue import WorkAccount\n"
         "async def main():\n"
         "    checker = GuideChecker(Path(sys.argv[1]), seconds=20)\n"
-        "    await checker.check(Guide('start: \"a\"', 'grammar'))\n"
-        "    print(checker.pid, flush=True)\n"
+        "    await checker.check(Guide('start: \"a\"', 'grammar'), WorkAccount())\n"
+        "    print(checker.pids[0], flush=True)\n"
         "    os._exit(0)\n"
         "asyncio.run(main())"
     )

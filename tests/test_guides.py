@@ -7,18 +7,22 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from arming import arm_this_process
+from grammar_corpus import BOMBS, LEGITIMATE
 from kinds import KINDS
 from schemas import random_schema, whole
 from tiny import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
+from app.engine import grammar_state
 from app.engine.guides import Guides
 from app.engine.params import SamplingParams
-from app.engine.result import Drawn
+from app.engine.result import LATE, Drawn
 from app.engine.types import BatchPlan, FinishReason, Request, TokenEvent
 from app.engine.types import Sequence as EngineSequence
 from app.guide import guide_of
@@ -42,8 +46,15 @@ def _grammar(**fields: Any) -> str:
     return guide.grammar
 
 
-def _ids(allowed_W: Tensor | None) -> set[int]:
-    assert allowed_W is not None
+def _allowed(guides: Guides, sequence: EngineSequence) -> Tensor | Drawn | None:
+    """What allowed() says once the mask is there."""
+    while (allowed := guides.allowed([sequence])[0]) is LATE:
+        guides.wait(1.0)
+    return allowed
+
+
+def _ids(allowed_W: Tensor | Drawn | None) -> set[int]:
+    assert isinstance(allowed_W, Tensor)
     bits = allowed_W[:, None] >> torch.arange(32) & 1
     return set(bits.flatten().nonzero().flatten().tolist())
 
@@ -78,22 +89,19 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
     for _ in range(4):
         guides, sequence, text = _guides(bytes_of, size), EngineSequence(request=request, tokens=[0], arrival=0), b""
         for _ in range(LONGEST * 2):
-            (allowed,) = guides.allowed([sequence])
+            allowed = _allowed(guides, sequence)
             texts = {i for i, data in enumerate(bytes_of) if data and text + data in prefixes} - set(stop_ids)
-            ends = set(stop_ids) if text in language else set()
-            if not texts | ends:
-                break
-            assert _ids(allowed) == texts | ends, (regex, text)
             if not texts:
+                assert isinstance(allowed, Drawn)
+                ending = FinishReason.STOP if text in language else None
+                assert (allowed.finish, bool(allowed.failure)) == (ending, ending is None), (regex, text)
                 break
+            ends = set(stop_ids) if text in language else set()
+            assert _ids(allowed) == texts | ends, (regex, text)
             token = rng.choice(sorted(texts))
             text += bytes_of[token]
-            (drawn,) = guides.follow([sequence], [Drawn(token)])
+            assert guides.follow([sequence], [Drawn(token)]) == [Drawn(token)]
             sequence.tokens.append(token)
-            goes_on = any(data and text + data in prefixes for i, data in enumerate(bytes_of) if i not in stop_ids)
-            assert drawn == Drawn(token, complete=text in language and not goes_on), (regex, text)
-            if drawn.complete:
-                break
 
 
 def _decoder() -> Decoder:
@@ -156,6 +164,104 @@ def test_guided_requests_get_in_a_batch_what_they_get_alone_also_after_preemptio
     assert result == _alone(requests)
 
 
+class _LateGuides(Guides):
+    """Masks that are late at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, most=3)
+        self._rng = rng
+        self.n_late = 0
+
+    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | Drawn | None]:
+        late = [self._rng.random() < 0.3 for _ in sequences]
+        on_time = [sequence for sequence, is_late in zip(sequences, late, strict=True) if not is_late]
+        answers = iter(super().allowed(on_time))
+        self.n_late += sum(late)
+        return [
+            LATE if is_late and sequence.request.guide else None if is_late else next(answers)
+            for sequence, is_late in zip(sequences, late, strict=True)
+        ]
+
+    def must_wait(self, sequence: EngineSequence) -> bool:
+        return super().must_wait(sequence) or self._rng.random() < 0.3
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(3))
+def test_late_masks_change_no_token(seed: int) -> None:
+    """Known before the step or noticed in it, also after preemption."""
+    requests, guides = _requests(MIXED * 4, max_tokens=50), _LateGuides(random.Random(seed))
+    engine = tiny_engine(_decoder(), blocks=13, guides=guides)
+    assert run_all(engine, requests) == _alone(requests)
+    assert guides.n_late > 100 and engine.scheduler.preemptions
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = arm_this_process(tmp_path, monkeypatch)
+    faults.arm("engine.mask", "sleep", seconds=1.0, times=1)
+    engine = tiny_engine(_decoder(), guides=_guides())
+    slow, _, plain = _requests([MIXED[0], MIXED[1], ""], max_tokens=5)
+    engine.add(slow)
+    report = engine.step()
+    assert engine.has_work and not report.events
+    assert not engine.step().events, "the engine waits a moment, and returns"
+    engine.add(plain)
+    while plain.id not in {event.request_id for event in engine.step().events}:
+        assert not faults.is_armed("engine.mask") or not engine.scheduler.running[0].num_generated
+    engine.cancel(slow.id)
+    engine.runner.guides.forget(slow.id)  # type: ignore[attr-defined]
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.pool.counts.active == 0
+
+
+def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_state, "_REQUEST_SECONDS", 0.001)
+    monkeypatch.setattr(grammar_state, "_TOKEN_SECONDS", 0.0)
+    engine = tiny_engine(_decoder(), guides=_guides())
+    grammar = BOMBS["ambiguous words"].value
+    engine.add(Request(id="costly", prompt=(1,), max_tokens=200, guide=grammar))
+    good = Request(id="good", prompt=(2,), max_tokens=30)
+    engine.add(good)
+    reports = [engine.step() for _ in iter(lambda: engine.has_work, False)]
+    (failed,) = [failure for report in reports for failure in report.failed]
+    assert failed.request_id == "costly" and failed.is_asked_for
+    assert "of computing" in failed.message and "make it simpler" in failed.message
+    tokens = [event for report in reports for event in report.events if event.request_id == "good"]
+    assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
+
+
+def test_the_time_of_grammars_is_reported_by_request_once() -> None:
+    guides = _guides()
+    engine = tiny_engine(_decoder(), guides=guides)
+    engine.add(Request(id="r", prompt=(1,), max_tokens=30, guide=MIXED[0]))
+    work: list[tuple[str, float]] = []
+    while engine.has_work:
+        engine.step()
+        work += guides.take_work()
+    assert {name for name, _ in work} == {"r"} and 0 < sum(seconds for _, seconds in work) < 5
+    assert len(work) < 15, "when it adds up, not for each token"
+    assert guides.take_work() == ()
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
+    """With texts at random, which is the worst that a model may write."""
+    guide = guide_of(*LEGITIMATE[name])
+    assert guide
+    guides, rng = _guides(), random.Random(1)
+    request = Request(id="r", prompt=(0,), max_tokens=300, guide=guide.grammar)
+    sequence = EngineSequence(request=request, tokens=[0], arrival=0)
+    while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
+        token = rng.choice(sorted(_ids(allowed_W)))
+        guides.follow([sequence], [Drawn(token)])
+        sequence.tokens.append(token)
+    assert isinstance(allowed_W, Drawn) and not allowed_W.failure
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_computed_again(
     monkeypatch: pytest.MonkeyPatch,
@@ -212,7 +318,8 @@ def test_without_an_end_token_the_text_ends_with_its_last_token() -> None:
 def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up() -> None:
     request = Request(id="r", prompt=(1,), max_tokens=20, guide=_grammar(regex="[ab]*"))
     events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
-    assert (len(events), events[-1].finish) == (20, FinishReason.LENGTH)
+    assert [event.token is None for event in events] == [False] * 20 + [True]
+    assert events[-1].finish is FinishReason.LENGTH
     assert set(_text(events)) <= {"a", "b"}
 
 
@@ -243,7 +350,7 @@ def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, m
 
 
 def _kept(guides: Guides) -> int:
-    return len(guides._followed) + len(guides._prepared)
+    return len(guides._states) + len(guides._prepared)
 
 
 @pytest.mark.parametrize("end", ["stop", "length", "cancel"])
@@ -267,7 +374,7 @@ def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
 def test_no_more_matchers_are_kept_than_were_allowed() -> None:
     guides = _guides(most=4)
     for request in _requests([_grammar(regex="a*")] * 9):
-        guides.allowed([EngineSequence(request=request, tokens=[*request.prompt], arrival=0)])
+        _allowed(guides, EngineSequence(request=request, tokens=[*request.prompt], arrival=0))
     assert _kept(guides) == 4
 
 
@@ -286,11 +393,11 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
     regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
     guides, rng = _guides(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
     request = Request(id="r", prompt=(0,), max_tokens=99, guide=_grammar(regex=regex))
-    sequence, complete = EngineSequence(request=request, tokens=[0], arrival=0), False
-    while not complete:
-        allowed = _ids(guides.allowed([sequence])[0])
+    sequence = EngineSequence(request=request, tokens=[0], arrival=0)
+    while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
+        allowed = _ids(allowed_W)
         assert all(tokenizer.token_bytes(token) for token in allowed)
         token = rng.choice(sorted(allowed))
-        complete = guides.follow([sequence], [Drawn(token)])[0].complete
+        guides.follow([sequence], [Drawn(token)])
         sequence.tokens.append(token)
     assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))

@@ -1,209 +1,193 @@
-"""Which tokens the guides of running requests allow next. Knows tensors and llguidance's matchers, no queue, no pipe.
+"""Grammar state of running requests: which tokens each may draw next. Masks are computed off the step.
 
-A matcher follows one request, token by token: before a draw it says what is allowed, after it what that leaves. It fits
-the request as long as it has consumed exactly what was generated; else it is built again from the tokens.
-Shape legend: S rows, W words of 32 bits, one bit for each token of the model.
+    step n       forward | draw token n  -> follow(): consume it and compute mask n+1 in a worker thread
+    step n+1     forward (meanwhile)     -> allowed(): mask n+1, or LATE: the row sits this step out
+
+The mask also says whether any text can follow, so a text ends with the row after its last token, which draws nothing.
+A state fits a sequence as long as it has consumed exactly what was generated; otherwise it is built again.
+Shape legend: W words of 32 bits, one bit for each token of the model.
 """
 
 from __future__ import annotations
 
-import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
-from functools import cached_property
-from threading import Lock
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from app.engine.matcher import Vocabulary, executor
-from app.engine.result import Drawn
+from app.engine.grammar_state import GrammarMasks, GrammarState
+from app.engine.grammar_workers import GrammarWorkers, Job
+from app.engine.result import LATE, Drawn
 from app.engine.types import Request, Sequence
+from app.faults import is_armed
 
-# Handing eight rows to two threads of two busy cores took 2.4 times as long as one row after the other (2026-11-21).
-_ROWS_FOR_THREADS, _CORES_FOR_THREADS = 16, 4
-_STUCK = "the guide leads where none of this model's tokens can follow"
-_TOO_COMPLEX = "the guide is too complex to be followed any further: make it simpler"
-
-
-@dataclass(slots=True, eq=False)
-class _Followed:
-    """A guide on its way. Owned by Guides."""
-
-    request: Request
-    matcher: Any
-    consumed: int = 0
-    allowed_W: Tensor | None = None
-    """None until it was computed."""
-    complete: bool = False
-    """No text can follow."""
-    problem: str = ""
-    """Why the guide cannot be followed from here, for the user."""
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether there is room for another token."""
-        return self.consumed < self.request.max_tokens
-
-    def consume(self, token: int) -> bool:
-        """Whether there is more to follow: no token that ends the text, and no mishap."""
-        self.consumed += 1
-        self.allowed_W = None
-        if token in self.request.stop_ids:
-            self.complete = True
-        elif not self.matcher.consume_token(token):
-            self.problem = _TOO_COMPLEX
-        return not (self.complete or self.problem)
-
-    def settle(self, allowed_W: Tensor, *, has_text: bool, may_end: bool) -> None:
-        """Takes what llguidance said of the next token."""
-        if self.matcher.is_error():
-            self.problem = _STUCK if self.matcher.get_error().startswith("NoExtension") else _TOO_COMPLEX
-        elif not (has_text or may_end):
-            self.problem = _STUCK
-        else:
-            self.allowed_W = allowed_W
-            self.complete = not has_text
+_STEP_SECONDS = 0.002
+"""What a step may spend on masks of its rows that are not there when it needs them."""
+_LOST_SHARE = 0.02
+"""Of the time, what steps may spend beyond that or in vain: where more is lost, they wait for no mask for a while."""
+_REPORT_SECONDS = 0.01
 
 
 class Guides:
-    """Owns one matcher for each guided request. prepare() may be called from another thread, nothing else."""
+    """Owns the grammar states of running requests. Everything here is called by the engine's thread."""
 
-    def __init__(self, load: Callable[[], Items[bytes]], *, vocab_size: int, most: int) -> None:
-        """`load` reads the bytes of the tokens, at the first guide; `most` matchers are kept."""
-        self._load = load
-        self._size = vocab_size
+    def __init__(
+        self,
+        load: Callable[[], Items[bytes]],
+        *,
+        vocab_size: int,
+        most: int,
+        workers: GrammarWorkers | None = None,
+    ) -> None:
+        """`load` reads the bytes of the tokens, for the first grammar; `most` states of running requests are kept."""
+        self._masks = GrammarMasks(load, vocab_size)
         self._most = most
-        self._followed: OrderedDict[str, _Followed] = OrderedDict()
-        self._prepared: dict[str, _Followed] = {}
-        self._lock = Lock()
-        self._ends: dict[tuple[int, ...], Tensor] = {}
+        self._workers = workers or GrammarWorkers()
+        self._states: OrderedDict[str, GrammarState] = OrderedDict()
+        self._prepared: dict[str, GrammarState] = {}
+        self._work: dict[str, float] = {}
+        self._patience = _STEP_SECONDS
+        self._patience_at = time.monotonic()
 
-    def prepare(self, request: Request) -> None:
-        """Compiles the request's guide, which may take its time, so that no step has to wait for it."""
-        followed = self._build(request, request.generated)
-        with self._lock:
-            self._prepared[request.id] = followed
+    def prepare(self, request: Request) -> Job:
+        """Starts to compile the request's grammar and to compute its first mask."""
+        state = self._prepared[request.id] = self._build(request, request.generated)
+        assert state.job is not None
+        return state.job
 
     @property
     def n_prepared(self) -> int:
-        """Guides of requests that have not begun."""
+        """States of requests that have not begun."""
         return len(self._prepared)
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept for a request; nothing where it is gone already."""
-        self._followed.pop(request_id, None)
-        with self._lock:
-            self._prepared.pop(request_id, None)
+        for states in (self._states, self._prepared):
+            if state := states.pop(request_id, None):
+                self._release(state)
 
-    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | None]:
-        """[W] for each sequence with a guide that can be followed, on the CPU; None allows everything."""
-        found = [self._fitting(sequence) if _is_guided(sequence) else None for sequence in sequences]
-        while len(self._followed) > max(self._most, len(found)):
-            self._followed.popitem(last=False)
-        self._compute([each for each in found if each and each.allowed_W is None and not each.problem])
-        return [each.allowed_W if each and not each.problem else None for each in found]
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """CPU seconds by request that were not reported yet: when they add up, and at a request's end."""
+        for name, state in self._states.items():
+            if not state.is_pending and state.seconds - state.reported >= _REPORT_SECONDS:
+                self._note_work(name, state)
+        work, self._work = tuple(self._work.items()), {}
+        return work
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether the sequence's mask is late or likely to be, and steps leave the sequence out until it is there."""
+        state = self._states.get(sequence.request.id)
+        return state is not None and (state.is_slow or state.is_late) and state.is_pending
+
+    def wait(self, seconds: float) -> None:
+        """Waits for the next masks, for an engine that has nothing else to do."""
+        pending = [state.job for state in self._states.values() if state.is_pending and state.job]
+        self._workers.wait(pending[:1], seconds)
+
+    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | Drawn | None]:
+        """For each sequence the [W] tokens that its grammar allows next, on the CPU, None for all of them; or why no
+        token is to be drawn: the mask is late, the text has ended, or the grammar cannot be followed.
+
+        Raises what a job has raised.
+        """
+        states = [self._state_of(sequence) if _is_guided(sequence) else None for sequence in sequences]
+        while len(self._states) > max(self._most, len(sequences)):
+            self._release(self._states.popitem(last=False)[1])
+        guided = [state for state in states if state]
+        self._wait_for(guided)
+        self._masks.read([state for state in guided if not state.is_pending and state.verdict is None])
+        return [self._verdict(state) if state else None for state in states]
 
     def follow(self, sequences: Items[Sequence], drawn: Items[Drawn]) -> list[Drawn]:
-        """Takes in what was drawn from what allowed() said: some tokens complete their guide. Where it could not be
-        followed up to here, there is no token."""
-        found = [self._followed.get(sequence.request.id) if _is_guided(sequence) else None for sequence in sequences]
-        told = [_told(each, result) for each, result in zip(found, drawn, strict=True)]
-        moved = [
-            each
-            for each, result in zip(found, told, strict=True)
-            if each and result.token is not None and each.consume(result.token)
+        """Starts to compute the masks that follow what was drawn, which says for a last token that its text may end."""
+        return [
+            self._follow(sequence, result) if _is_guided(sequence) else result
+            for sequence, result in zip(sequences, drawn, strict=True)
         ]
-        self._compute(moved)
-        for row, each in enumerate(found):
-            if each and each.complete:
-                told[row] = replace(told[row], complete=True)
-            if each and (each.complete or told[row].token is None or not each.goes_on):
-                self._followed.pop(each.request.id)
-        return told
 
-    @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._load(), self._size)
+    def _follow(self, sequence: Sequence, result: Drawn) -> Drawn:
+        state = self._states.get(sequence.request.id)
+        if state is None or result.token is None or result.token in sequence.request.stop_ids:
+            self.forget(sequence.request.id)
+            return result
+        state.consumed += 1
+        state.verdict = None
+        self._submit(state, (result.token,))
+        return replace(result, is_undecided=state.consumed >= sequence.request.max_tokens)
 
-    @cached_property
-    def _threads(self) -> Any:
-        """An executor; None where there are too few cores for one to help."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return executor(cores // 2) if cores >= _CORES_FOR_THREADS else None
-
-    @cached_property
-    def _texts(self) -> Tensor:
-        """The tokens that are text."""
-        return _bits([i for i, data in enumerate(self._vocabulary.bytes_of) if data], self._size + 1)
-
-    def _fitting(self, sequence: Sequence) -> _Followed:
+    def _state_of(self, sequence: Sequence) -> GrammarState:
         request = sequence.request
-        with self._lock:
-            if request.id in self._prepared:
-                self._followed[request.id] = self._prepared.pop(request.id)
-        followed = self._followed.get(request.id)
-        if followed is None or followed.request is not request or followed.consumed != sequence.num_generated:
-            followed = self._build(request, sequence.tokens[len(request.prompt) :])
-            self._followed[request.id] = followed
-        self._followed.move_to_end(request.id)
-        return followed
+        if prepared := self._prepared.pop(request.id, None):
+            self._states[request.id] = prepared
+        state = self._states.get(request.id)
+        if state is None or state.request is not request or state.consumed != sequence.num_generated:
+            self.forget(request.id)
+            state = self._build(request, sequence.tokens[len(request.prompt) :])
+            self._states[request.id] = state
+        self._states.move_to_end(request.id)
+        return state
 
-    def _build(self, request: Request, tokens: Items[int]) -> _Followed:
-        try:
-            matcher = self._vocabulary.matcher(request.guide)
-        except ValueError as error:  # the tokenizer cannot be read any more
-            return _Followed(request, None, problem=f"the guide cannot be followed: {error}")
-        followed = _Followed(request, matcher, len(tokens))
-        if matcher.is_error() or (tokens and not matcher.consume_tokens(list(tokens))):
-            followed.problem = _TOO_COMPLEX
-        return followed
+    def _build(self, request: Request, tokens: Items[int]) -> GrammarState:
+        state = self._masks.new_state(request, len(tokens))
+        self._submit(state, tuple(tokens))
+        return state
 
-    def _compute(self, followed: Items[_Followed]) -> None:
-        """What each of them allows now, and whether that is the end."""
-        if not followed:
-            return
-        end = self._vocabulary.end
-        masks_SW = torch.empty((len(followed), len(self._texts)), dtype=torch.int32)
-        self._fill(masks_SW, [each.matcher for each in followed])
-        may_end_S1 = (masks_SW[:, end // 32] >> end % 32 & 1)[:, None]
-        ends_SW = torch.stack([self._ends_of(each.request.stop_ids) for each in followed])
-        texts_SW = masks_SW & self._texts & ~ends_SW
-        allowed_SW = (texts_SW | ends_SW * may_end_S1)[:, : -(-self._size // 32)]
-        answers = zip(followed, allowed_SW, texts_SW.any(-1).tolist(), may_end_S1[:, 0].tolist(), strict=True)
-        for each, allowed_W, has_text, may_end in answers:
-            each.settle(allowed_W, has_text=has_text, may_end=bool(may_end))
+    def _submit(self, state: GrammarState, tokens: tuple[int, ...]) -> None:
+        """Where cores are scarce, a mask that is likely to be cheap waits for the step that needs it."""
+        is_compile, state.is_late = state.matcher is None, False
+        state.job = Job(state.request.salt, partial(self._masks.advance, state, tokens), is_long=is_compile)
+        if is_compile or state.is_slow or self._workers.n_spare_cores:
+            self._workers.submit(state.job)
 
-    def _fill(self, masks_SW: Tensor, matchers: Items[Any]) -> None:
-        start, row_bytes = masks_SW.data_ptr(), masks_SW.shape[1] * 4
-        if self._threads and len(matchers) >= _ROWS_FOR_THREADS:
-            pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
-            self._threads.unsafe_compute_mask_ptr(pairs, start, row_bytes, len(matchers))
-        else:
-            for row, matcher in enumerate(matchers):
-                matcher.unsafe_compute_mask_ptr(start + row * row_bytes, row_bytes)
+    def _wait_for(self, states: Items[GrammarState]) -> None:
+        """Takes a little time for masks that are likely to be cheap: computes those that no thread has begun, and waits
+        for the others."""
+        if is_armed("engine.masks_in_step"):
+            for job in [state.job for state in states if state.job]:
+                self._workers.submit(job)
+                self._workers.wait([job], 60)
+        pending = [state for state in states if state.is_pending]
+        expected = [state.job for state in pending if state.job and not state.is_slow]
+        now = time.monotonic()
+        self._patience = min(_STEP_SECONDS, self._patience + (now - self._patience_at) * _LOST_SHARE)
+        self._patience_at = now
+        if expected and self._patience > 0:
+            spent, started = 0.0, time.thread_time()  # of CPU: others on the same cores make no mask expensive
+            for job in expected:
+                if spent < _STEP_SECONDS:
+                    self._workers.run_here(job)
+                    spent = time.thread_time() - started
+            self._workers.wait([job for job in expected if job.has_started], max(0.0, _STEP_SECONDS - spent))
+            is_in_vain = not all(job.done for job in expected)
+            self._patience -= max(0.0, spent - _STEP_SECONDS) + _STEP_SECONDS * is_in_vain
+        for state in pending:
+            if state.is_pending and state.job:
+                state.is_late = True
+                self._workers.submit(state.job)
 
-    def _ends_of(self, stop_ids: tuple[int, ...]) -> Tensor:
-        if stop_ids not in self._ends:
-            self._ends = {stop_ids: _bits(stop_ids, self._size + 1)}  # most requests have the model's
-        return self._ends[stop_ids]
+    def _verdict(self, state: GrammarState) -> Tensor | Drawn:
+        if state.verdict is None:
+            return LATE
+        if isinstance(state.verdict, Drawn):  # the request ends with it
+            self.forget(state.request.id)
+        return state.verdict
 
+    def _release(self, state: GrammarState) -> None:
+        if state.is_pending:
+            assert state.job is not None
+            self._workers.cancel(state.job)
+        self._note_work(state.request.id, state)
 
-def _told(followed: _Followed | None, result: Drawn) -> Drawn:
-    if followed and followed.problem and result.token is not None:
-        return Drawn(None, failure=followed.problem)
-    return result
+    def _note_work(self, name: str, state: GrammarState) -> None:
+        seconds = state.seconds
+        if seconds > state.reported:
+            self._work[name] = self._work.get(name, 0.0) + seconds - state.reported
+            state.reported = seconds
 
 
 def _is_guided(sequence: Sequence) -> bool:
     return bool(sequence.request.guide) and sequence.request.max_tokens > 0
-
-
-def _bits(ids: Items[int], size: int) -> Tensor:
-    """[W] with the bits of `ids` set."""
-    bits = torch.zeros(-(-size // 32) * 32, dtype=torch.int64)
-    bits[list(ids)] = 1
-    return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""The one door to llguidance: token bytes to a vocabulary, a grammar to a matcher, and their bounds. Knows no tensors.
+"""The one module that imports llguidance: token bytes to a vocabulary, a grammar to a matcher, and their limits.
 
 The package is an extra (`guided`) and may be missing; here, and nowhere else, it is imported where it is there.
 """
@@ -13,6 +13,9 @@ from typing import Any
 INSTALLED = find_spec("llguidance") is not None
 
 _llguidance: Any = import_module("llguidance") if INSTALLED else None
+
+MAX_ITEMS_IN_ROW = 500
+"""Of an Earley parser: what a row costs grows with the square of its items where a grammar is ambiguous."""
 
 # At the end of the grammar, where it outweighs what the grammar says: a fixed text may be spelled with any tokens. Else
 # llguidance asks the tokenizer which ones to use, and we know no more of it than the bytes of its tokens.
@@ -34,6 +37,7 @@ class Vocabulary:
         self.size = size
         self.end = size
         self.bytes_of = [*bytes_of, *[b""] * (size - len(bytes_of))]
+        self._limits = _limits(size)
         self._tokenizer = _llguidance.LLTokenizer(_Tokens([*self.bytes_of, b""], self.end))
 
     def matcher(self, grammar: str) -> Any:
@@ -41,7 +45,7 @@ class Vocabulary:
 
         Never a copy of another: copies share a lexer, and where it reaches a bound for one, it has for all.
         """
-        return _llguidance.LLMatcher(self._tokenizer, grammar + _OPTIONS, log_level=0, limits=_limits())
+        return _llguidance.LLMatcher(self._tokenizer, grammar + _OPTIONS, log_level=0, limits=self._limits)
 
 
 class _Tokens:
@@ -59,17 +63,16 @@ class _Tokens:
         raise AssertionError("asked for tokens although nothing is forced")
 
 
-def executor(threads: int) -> Any:
-    """An LLExecutor: computes the masks of several matchers at once."""
-    return _llguidance.LLExecutor(threads)
+def _limits(vocab_size: int) -> Any:
+    """What one mask may cost: about 5 ms where the vocabulary is small, 12 ms at worst; and 40 MB of memory.
 
-
-def _limits() -> Any:
-    """What one matcher may cost: 10 ms for a mask in all but the most ambiguous grammars, 80 ms at worst; 40 MB."""
+    The most that 42 grammars of real use need (tests/grammar_corpus.py) is 200 items in a row, 10,000 units of fuel and
+    5,000 lexer states; of items in a step 400 with 4,096 tokens, and 0.06 for each token with 100,000.
+    """
     return _llguidance.LLParserLimits(
-        max_items_in_row=1000,
-        step_lexer_fuel=100_000,
-        step_max_items=20_000,
+        max_items_in_row=MAX_ITEMS_IN_ROW,
+        step_lexer_fuel=40_000,
+        step_max_items=max(2_000, vocab_size // 8),
         max_lexer_states=20_000,
         verbose_errors=False,
     )

@@ -17,7 +17,7 @@ class OpenGuides:
     def __init__(self, vocab_size: int) -> None:
         self._allowed_W = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
 
-    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | None]:
+    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | Drawn | None]:
         """All bits set."""
         return [self._allowed_W] * len(sequences)
 

@@ -1,0 +1,229 @@
+"""Grammars of one key cost the streams of another at most a little, whatever they are (issue 19)."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+from arming import Faults
+from conftest import ROOT, Server
+from grammar_corpus import BOMBS, Guided
+from keyed import Keyring, is_alive, keyed_server
+from promise import Promise
+
+pytest.importorskip("llguidance")
+
+_AT_ONCE = 31
+_WORST = (
+    "ambiguous words",
+    "ambiguous behind 40",
+    "ambiguous behind 120",
+    "three hundred names behind 60",
+    "hundred names of one thing",
+    "palindromes",
+    "ambiguous sums",
+    "the n-th from the end, 60",
+)
+"""Those that pass the trial run and cost the most: they run as long as they may, or end behind their prefix."""
+_ORDINARY = Guided("json_schema", {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 90})
+
+
+class _Service:
+    """A service around the weights of the repository, with keys for a victim and an attacker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.faults, self.ring = Faults(folder / "faults"), Keyring(folder / "keys.json")
+        for name in ("victim", "attacker"):
+            self.ring.add(name)
+        self.server: Server = keyed_server(
+            folder, ROOT / "weights", self.ring, "--max-running", "40", environment=self.faults.environment
+        )
+
+    def cache_in_use(self) -> float:
+        """Share of the blocks."""
+        text = httpx.get(f"{self.server.url}/metrics", headers=self.ring.headers("victim"), timeout=60).text
+        found = re.search(r"^inkstream_kv_cache_usage_ratio (\S+)$", text, re.MULTILINE)
+        assert found, text
+        return float(found[1])
+
+    def tokens_left(self, name: str, fields: dict[str, object]) -> int:
+        """Of a key's quota, after a request of 200 tokens."""
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": False, **fields}
+        answer = httpx.post(f"{self.server.url}/complete", json=body, headers=self.ring.headers(name), timeout=120)
+        return int(answer.headers.get("x-ratelimit-remaining-tokens", 0))
+
+    def gaps(self, tokens: int, **fields: object) -> list[float]:
+        """Seconds between the tokens of one stream of the victim."""
+        body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "seed": 1, **fields}
+        headers, times = self.ring.headers("victim"), list[float]()
+        with httpx.stream("POST", f"{self.server.url}/complete", json=body, headers=headers, timeout=120) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data:") and '"text"' in line:
+                    times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+
+    @contextmanager
+    def load(self, bodies: list[dict[str, object]]) -> Iterator[Counter[str]]:
+        """The attacker keeps one request for each body running; what became of them, by message."""
+        over, outcomes = threading.Event(), Counter[str]()
+        threads = [threading.Thread(target=self._repeat, args=(body, over, outcomes)) for body in bodies]
+        for thread in threads:
+            thread.start()
+        try:
+            time.sleep(1.0)  # the trial runs are over, and every request is in the engine
+            yield outcomes
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    def _repeat(self, body: dict[str, object], over: threading.Event, outcomes: Counter[str]) -> None:
+        with httpx.Client(headers=self.ring.headers("attacker"), timeout=120) as client:
+            while not over.is_set():
+                answer = client.post(f"{self.server.url}/complete", json=body)
+                error = "" if answer.status_code == 200 else answer.json()["error"]["message"]
+                outcomes[f"{answer.status_code} {error}"] += 1
+                over.wait(0.1)
+
+
+def _attack(names: list[str], tokens: int = 200) -> list[dict[str, object]]:
+    """So many requests as run at once, of these bombs in turn."""
+    guided = [BOMBS[names[place % len(names)]] for place in range(_AT_ONCE)]
+    return [
+        {"prompt": "The fox", "max_tokens": tokens, "stream": False, "seed": place, bomb.field: bomb.value}
+        for place, bomb in enumerate(guided)
+    ]
+
+
+_PLAIN: list[dict[str, object]] = [
+    {"prompt": "The fox", "max_tokens": 200, "stream": False, "seed": place, "ignore_eos": True}
+    for place in range(_AT_ONCE)
+]
+
+
+def _p99(gaps: list[float]) -> float:
+    return statistics.quantiles(gaps, n=100)[98]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Service]:
+    running = _Service(tmp_path_factory.mktemp("s26-masks"))
+    running.gaps(20)
+    yield running
+    running.server.process.kill()
+    running.server.process.wait()
+
+
+@dataclass(slots=True)
+class _Measured:
+    """p99 between tokens of the victim: alone, while 31 plain requests run, and while 31 bombs run."""
+
+    alone: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    bombs: list[float] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def to_alone(self) -> float:
+        return statistics.median(self.bombs) / statistics.median(self.alone)
+
+    @property
+    def to_plain(self) -> float:
+        return statistics.median(self.bombs) / statistics.median(self.plain)
+
+
+def _measure(service: _Service, names: list[str], rounds: int) -> _Measured:
+    """Rounds that alternate, so that a slow moment of the machine meets all three."""
+    found = _Measured()
+    for _ in range(rounds):
+        found.alone.append(_p99(service.gaps(100)))
+        with service.load(_PLAIN):
+            found.plain.append(_p99(service.gaps(100)))
+        with service.load(_attack(names)) as outcomes:
+            found.bombs.append(_p99(service.gaps(100)))
+        found.outcomes += outcomes
+    return found
+
+
+def _check_outcomes(outcomes: Counter[str]) -> None:
+    """Every request of the attacker ends, with its text or with an error that is its own."""
+    assert {outcome[:3] for outcome in outcomes} <= {"200", "400"}, outcomes
+    assert all("complex" in outcome or "guide" in outcome for outcome in outcomes if outcome[:3] == "400"), outcomes
+
+
+@pytest.mark.timed
+def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, promise: Promise) -> None:
+    names, rounds = (list(BOMBS), 5) if promise.full else (list(_WORST), 1)
+    for start in range(0, len(names), _AT_ONCE):
+        found = promise.measured(
+            lambda group=names[start : start + _AT_ONCE]: _measure(service, group, rounds),  # type: ignore[misc]
+            lambda found: found.to_plain <= 2 and found.to_alone <= 3,
+        )
+        _check_outcomes(found.outcomes)
+        n = sum(found.outcomes.values())
+        bombs = f"bombs {start + 1} to {min(start + _AT_ONCE, len(names))}"
+        what = f"p99 between tokens while 31 {bombs} of another key run, against 31 plain requests"
+        promise.at_most("S26", what, found.to_plain, target=2, floor=3, n=n)
+        what = f"p99 between tokens while 31 {bombs} of another key run, against alone"
+        promise.at_most("S26", what, found.to_alone, target=2, floor=3, n=n)
+    assert is_alive(service.server)
+    assert service.server.wait_for(lambda: service.cache_in_use() == 0), "blocks are leaked"
+
+
+@pytest.mark.timed
+def test_masks_in_the_step_would_hold_up_every_stream(service: _Service) -> None:
+    """Positive control: masks that take 20 ms, while steps run and then in them."""
+
+    def p99() -> float:
+        with service.load(_attack(["hundred names of one thing", "overlapping lexemes"], tokens=20)):
+            return _p99(service.gaps(12))
+
+    service.faults.arm("engine.mask", "sleep", seconds=0.02)
+    try:
+        beside = p99()
+        service.faults.arm("engine.masks_in_step", "wait")
+        in_step = p99()
+    finally:
+        service.faults.disarm("engine.masks_in_step")
+        service.faults.disarm("engine.mask")
+    assert in_step > 3 * _p99(service.gaps(100)) and in_step > 1.5 * beside, (in_step, beside)
+
+
+@pytest.mark.timed
+def test_an_ordinary_guided_stream_beside_31_grammar_bombs_of_another_key(service: _Service, promise: Promise) -> None:
+    def measure() -> float:
+        with service.load(_PLAIN):
+            alone = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
+        with service.load(_attack(list(_WORST))):
+            beside = sum(service.gaps(100, **{_ORDINARY.field: _ORDINARY.value}))
+        return beside / alone
+
+    ratio = promise.measured(measure, lambda ratio: ratio <= 3)
+    promise.at_most(
+        "S26",
+        "time of a guided stream beside 31 grammar bombs, against beside 31 plain",
+        ratio,
+        target=3,
+        floor=5,
+        n=100,
+    )
+
+
+def test_the_computing_that_a_bomb_takes_is_charged_to_its_key(service: _Service) -> None:
+    service.ring.add("limited", tokens_per_minute=100_000)
+    assert service.server.wait_for(lambda: service.tokens_left("limited", {}) > 0)
+    bomb = BOMBS["ambiguous words"]
+    left = [service.tokens_left("limited", fields) for fields in ({}, {bomb.field: bomb.value}, {})]
+    guided, plain = left[0] - left[1], left[1] - left[2]
+    assert guided > plain + 20, left

@@ -1,0 +1,130 @@
+"""The pool for grammar work: turns by key, caps, and what becomes of jobs that are cancelled or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from app.engine.grammar_workers import GrammarWorkers, Job
+
+
+def _spin(seconds: float) -> None:
+    """Uses that much CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def _wait(pool: GrammarWorkers, *jobs: Job) -> None:
+    pool.wait(jobs, 60)
+    assert all(job.done for job in jobs)
+
+
+class _Order:
+    """Jobs that note the order in which they ran, in a pool whose threads are busy until open()."""
+
+    def __init__(self, threads: int = 3) -> None:
+        self.pool = GrammarWorkers(threads)
+        self.ran: list[str] = []
+        self.jobs: list[Job] = []
+        self._gate = threading.Event()
+        self._lock = threading.Lock()
+        for number in range(threads):
+            self._add(f"busy {number}", self._gate.wait)
+        while any(not job.has_started for job in self.jobs):
+            time.sleep(0.001)
+
+    def add(self, name: str, seconds: float = 0.0, *, is_long: bool = False) -> Job:
+        """A job of the key before the slash."""
+
+        def work() -> None:
+            with self._lock:
+                self.ran.append(name)
+            _spin(seconds)
+
+        return self._add(name.partition("/")[0], work, is_long=is_long)
+
+    def open(self) -> list[str]:
+        self._gate.set()
+        _wait(self.pool, *self.jobs)
+        return self.ran
+
+    def _add(self, tenant: str, work: Callable[[], object], *, is_long: bool = False) -> Job:
+        job = Job(tenant, lambda: (work(), None)[1], is_long=is_long)
+        self.jobs.append(job)
+        self.pool.submit(job)
+        return job
+
+
+def test_the_key_that_has_used_the_least_time_goes_first() -> None:
+    order = _Order()
+    for number in range(30):
+        order.add(f"x/{number}", 0.01)
+    for number in range(3):
+        order.add(f"y/{number}")
+    ran = order.open()
+    assert max(ran.index(f"y/{number}") for number in range(3)) < 12, ran
+
+
+def test_without_turns_the_second_key_would_come_last() -> None:
+    """Positive control: the same jobs of one key."""
+    order = _Order()
+    for number in range(30):
+        order.add(f"x/{number}", 0.01)
+    order.add("x/last")
+    assert order.open().index("x/last") > 25
+
+
+def _most_at_once(count: int, tenant: Callable[[int], str], *, is_long: bool) -> int:
+    pool, lock, now, most = GrammarWorkers(4), threading.Lock(), 0, 0
+
+    def work() -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.02)
+        with lock:
+            now -= 1
+
+    jobs = [Job(tenant(number), work, is_long=is_long) for number in range(count)]
+    for job in jobs:
+        pool.submit(job)
+    _wait(pool, *jobs)
+    return most
+
+
+def test_one_key_never_takes_the_last_thread_nor_compiles_the_last_two() -> None:
+    assert _most_at_once(12, lambda _: "x", is_long=False) == 3
+    assert _most_at_once(12, str, is_long=True) == 2
+    assert _most_at_once(12, str, is_long=False) == 4, "positive control"
+
+
+def test_a_cancelled_job_never_runs_and_one_that_runs_cannot_be_cancelled() -> None:
+    order = _Order()
+    dropped, kept = order.add("x/dropped"), order.add("x/kept")
+    assert order.pool.cancel(dropped) and not order.pool.cancel(order.jobs[0])
+    order.jobs.remove(dropped)
+    assert order.open() == ["x/kept"] and kept.done
+
+
+def test_the_caller_can_run_a_job_that_no_thread_has_started() -> None:
+    order = _Order()
+    job = order.add("x/here")
+    order.pool.run_here(job)
+    assert job.done and order.ran == ["x/here"]
+    assert order.open() == ["x/here"], "once"
+
+
+def test_what_a_job_raises_is_kept_and_the_thread_goes_on() -> None:
+    pool = GrammarWorkers(3)
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    failed, fine = [Job("x", fail) for _ in range(9)], Job("x", lambda: None)
+    for job in (*failed, fine):
+        pool.submit(job)
+    _wait(pool, *failed, fine)
+    assert all(isinstance(job.error, KeyboardInterrupt) for job in failed) and fine.error is None
