@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from app.confined import serve
 
 _MEMORY = 256 << 20
 _MOST_CHARACTERS = 4 << 20
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def render(chat: Chat) -> Rendered:
@@ -44,7 +46,10 @@ def render(chat: Chat) -> Rendered:
         return Rendered(error="takes too much memory for these messages")
     except Exception as error:  # whatever a program may do wrong: a text where it wants a list, a division by zero
         return Rendered(error=f"fails with these messages: {error}")
-    return Rendered(text="".join(parts))
+    text = "".join(parts)
+    if surrogate := _SURROGATE.search(text):
+        return Rendered(error=f"writes half a character (U+{ord(surrogate[0]):04X}), which no text may hold")
+    return Rendered(text=text)
 
 
 class _Generation(Extension):
@@ -111,7 +116,9 @@ def _now(pattern: str) -> str:
 
 
 def _answer(question: bytes) -> bytes:
-    return msgspec.msgpack.encode(render(msgspec.msgpack.decode(question, type=Chat)))
+    rendered = render(msgspec.msgpack.decode(question, type=Chat))
+    rendered.error = _SURROGATE.sub("\ufffd", rendered.error)  # a template may raise any text
+    return msgspec.msgpack.encode(rendered)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import msgspec
 
 from app.chat_frames import Chat, Rendered
 from app.engine.errors import InvalidRequest
-from app.killable import KillableHelper, Killed
+from app.killable import Killed, SandboxPool
+from app.tenant_queue import WorkAccount
 from model.chat_template import ChatTemplateFile, read_chat_template
 from model.files import one_line
 
@@ -19,13 +20,13 @@ _answers = msgspec.msgpack.Decoder(Rendered)
 
 
 class ChatTemplate:
-    """Runs the template in a process of its own, which starts with the first chat. Whoever loads it closes it."""
+    """Runs the template in sandboxed processes, which start with the first chat. Whoever loads it closes it."""
 
     def __init__(self, file: ChatTemplateFile, *, seconds: float = _SECONDS) -> None:
         self.source = file.source
         """In the language of Jinja, for clients that render by themselves."""
         self._names = file.names
-        self._helper = KillableHelper("app.chat_renderer", seconds=seconds)
+        self._pool = SandboxPool("app.chat_renderer", seconds=seconds)
 
     @classmethod
     def load(cls, weights: Path) -> ChatTemplate | None:
@@ -33,7 +34,9 @@ class ChatTemplate:
         file = read_chat_template(weights)
         return None if file is None else cls(file)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], account: WorkAccount, *, add_generation_prompt: bool = True
+    ) -> str:
         """The text that the model is to continue. Raises InvalidRequest, and Busy where too many chats wait."""
         # As transformers does: a template asks whether a field is there, and null is not there.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
@@ -45,7 +48,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            answer = await self._helper.ask(msgspec.msgpack.encode(Chat(source=self.source, variables=variables)))
+            question = msgspec.msgpack.encode(Chat(source=self.source, variables=variables))
+            answer = await self._pool.ask(question, account)
         except Killed as error:
             raise InvalidRequest(f"the model's chat template {error} for these messages", "messages") from None
         rendered = _answers.decode(answer)
@@ -54,5 +58,5 @@ class ChatTemplate:
         return rendered.text
 
     async def close(self) -> None:
-        """Ends the process; any number of times."""
-        await self._helper.close()
+        """Ends the processes; any number of times."""
+        await self._pool.close()

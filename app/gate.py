@@ -17,6 +17,7 @@ from app.engine.types import Request
 from app.engine.waiting_line import WaitingLine
 from app.prompts import tail_length
 from app.quotas import Lease, Quotas
+from app.tenant_queue import WorkAccount
 from app.wish import Prompt, Wish
 from model.tokenizer import Tokenizer
 
@@ -51,13 +52,23 @@ class Gate:
             raise
 
     @contextmanager
-    def visit(self, caller: Caller) -> Iterator[None]:
+    def visit(self, caller: Caller) -> Iterator[WorkAccount]:
         """A request that draws nothing: one of so many a minute and at a time. Raises QuotaUsedUp."""
         lease = self._quotas.take(caller, 0, time.monotonic())
         try:
-            yield
+            yield WorkAccount(caller.salt, lease)
         finally:
             lease.end(0)
+
+    @contextmanager
+    def preparing(self, caller: Caller) -> Iterator[WorkAccount]:
+        """Work before lease() can be asked, whose request is counted there; where the work fails, it is counted here.
+
+        Raises QuotaUsedUp.
+        """
+        with self.visit(caller) as account:
+            yield account
+            account.lease.undo()
 
     @contextmanager
     def room(self, wish: Wish, caller: Caller, patience: Patience, queue: WaitingLine) -> Iterator[None]:

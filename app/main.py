@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
 from msgspec.structs import replace
@@ -27,6 +30,7 @@ from app.engine.client import EngineClient
 from app.engine.cores import available_cores
 from app.engine.fleet import Fleet
 from app.engine.frames import WorkerConfig
+from app.engine.native.shelf import cache_directory
 from app.engine.waiting_line import WaitingLine
 from app.kernels import build_for_next_start, libraries_at_start
 from app.keys import Keys
@@ -35,6 +39,7 @@ from app.reload import Reloader
 from app.served import Served
 from app.service import Service
 from app.settings import Settings
+from app.weights_snapshot import WeightsSnapshot
 from app.weights_watch import look, without_links
 from model.presence import check_layout
 
@@ -60,7 +65,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], Fleet] | None = 
         app.state.shelf = shelf = Shelf(settings.resume_seconds)
         served.start()
         app.state.reloader = reloader = Reloader(service, make, metrics.reloaded)
-        works = [service.load(), reloader.run(), metrics.watch_loop(), watch_descriptors()]
+        works = [service.load(), reloader.run(), metrics.watch_loop(), watch_descriptors(), service.failures.run()]
         works.append(build_for_next_start(served.engine, settings.cache_dir))
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -74,6 +79,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], Fleet] | None = 
             await service.close()
 
     app = DescribedApp(
+        longest_deadline_ms=settings.longest_deadline_ms,
         title="inkstream",
         version=VERSION,
         description=_DESCRIPTION,
@@ -108,10 +114,37 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Flee
     """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
     seen = await asyncio.to_thread(look, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
-    await asyncio.to_thread(check_layout, weights)
-    chat_template = await asyncio.to_thread(ChatTemplate.load, weights)
-    engine = make_engine(settings.model_copy(update={"weights": weights}))
-    return Served(weights, seen, engine, chat_template, guide_seconds=settings.guide_seconds)
+    snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
+    try:
+        chat_template = await asyncio.to_thread(_load_template, snapshot)
+        engine = make_engine(settings.model_copy(update={"weights": weights}))
+    except BaseException:
+        snapshot.close()
+        raise
+    return Served(
+        weights,
+        seen,
+        engine,
+        chat_template,
+        guide_seconds=settings.guide_seconds,
+        snapshot=snapshot,
+        copies=_folders_for_copies(settings),
+    )
+
+
+def _load_template(snapshot: WeightsSnapshot) -> ChatTemplate | None:
+    """Raises CheckpointError also where files are missing."""
+    with snapshot.reading():
+        check_layout(snapshot.directory)
+        return ChatTemplate.load(snapshot.directory)
+
+
+def _folders_for_copies(settings: Settings) -> list[Path]:
+    """Where copies of weights may lie: the cache directory is on a disk, the temporary one may be in memory."""
+    folders = [cache_directory(settings.cache_dir)]
+    with contextlib.suppress(OSError):  # there is none that can be written to
+        folders.append(Path(tempfile.gettempdir()))
+    return [folder for folder in folders if folder]
 
 
 def _connection_limits(settings: Settings) -> Limits:
@@ -127,6 +160,7 @@ def _connection_limits(settings: Settings) -> Limits:
         head_seconds=settings.head_timeout,
         body_seconds=settings.body_timeout,
         write_seconds=settings.write_timeout,
+        answer_seconds=settings.body_timeout + settings.request_timeout + settings.write_timeout,
         idle_seconds=settings.keep_alive_timeout,
     )
 

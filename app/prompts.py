@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from app.engine.admission import check_ids
 from app.engine.errors import ContextLengthExceeded, InvalidRequest
 from app.engine.frames import Ready
 from app.faults import fault
-from app.long_texts import LongTexts
+from app.long_texts import SLICE, LongTexts
+from app.tenant_queue import WorkAccount
+from app.text_encoder import TextEncoder
 from app.wish import Prompt, Wish
-from model.tokenizer import Tokenizer
 
 _INFILLING = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -42,17 +44,19 @@ class Read:
 class Reader:
     """Turns texts into ids for one model."""
 
-    def __init__(self, ready: Ready, tokenizer: Tokenizer, long_texts: LongTexts) -> None:
+    def __init__(self, ready: Ready, encoder: TextEncoder, long_texts: LongTexts, account: WorkAccount) -> None:
         self.ready = ready
-        self.tokenizer = tokenizer
+        self.tokenizer = encoder.tokenizer
+        self._encoder = encoder
         self._long_texts = long_texts
+        self._account = account
 
     async def prompts(self, wish: Wish) -> list[Read]:
         """Every prompt of a wish. Raises InvalidRequest, ContextLengthExceeded; the message names which of several."""
         length = sum(map(len, wish.prompts)) + len(wish.suffix or "")
-        return await self._long_texts.run(
-            length, lambda: [self._read(place, wish) for place in range(len(wish.prompts))]
-        )
+        if wish.suffix is not None or any(isinstance(prompt, str) for prompt in wish.prompts):
+            length = self._encoder.turn_length(length)
+        return await self._long_texts.run_slices(length, self._read_all(wish), self._account)
 
     async def source(self, source: Prompt | None) -> tuple[int, ...]:
         """What the encoder reads. Raises InvalidRequest, ContextLengthExceeded."""
@@ -60,11 +64,25 @@ class Reader:
             raise InvalidRequest("this model has no encoder: leave out source and put the text into prompt", "source")
         if not self.ready.has_encoder:
             return ()
-        ids = await self._long_texts.run(len(source), lambda: self._ids(source, "source")) if source else []
+        ids: list[int] = []
+        if source:
+            length = self._encoder.turn_length(len(source)) if isinstance(source, str) else len(source)
+            ids = await self._long_texts.run(length, lambda: self._ids(source, "source"), self._account)
         if not ids:
             raise InvalidRequest("this model answers a source: give the text its encoder reads", "source")
         check_ids(ids, context=self.ready.context, vocab_size=self.ready.vocab_size, field="source")
         return tuple(ids)
+
+    def _read_all(self, wish: Wish) -> Generator[None, None, list[Read]]:
+        """Yields after so many characters of several prompts; one prompt is read whole."""
+        reads, length = [], 0
+        for place, prompt in enumerate(wish.prompts):
+            if length >= SLICE:
+                length = 0
+                yield
+            reads.append(self._read(place, wish))
+            length += len(prompt)
+        return reads
 
     def _read(self, place: int, wish: Wish) -> Read:
         fault("text.encode", wish)
@@ -117,7 +135,7 @@ class Reader:
             raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
         start, middle, end = (mark for mark in marks if mark is not None)
         # One after the other, in this thread: two at once are for all cores, whose threads know no priority of ours.
-        before, behind = (self.tokenizer.encode_many([text])[0] for text in (prompt, suffix))
+        before, behind = (self._encoder.encode_plain(text) for text in (prompt, suffix))
         begin = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
         return [*begin, start, *before, middle, *behind, end]
 
@@ -131,4 +149,4 @@ class Reader:
         # What is cut off later may be longer than the context.
         if not may_be_cut and (least := self.tokenizer.least_tokens(text)) > self.ready.context:
             raise ContextLengthExceeded(least, self.ready.context, field, is_least=True)
-        return self.tokenizer.encode(text) if field == "prompt" else self.tokenizer.encode_many([text])[0]
+        return self._encoder.encode(text) if field == "prompt" else self._encoder.encode_plain(text)

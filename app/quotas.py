@@ -6,6 +6,9 @@ twice as much through in its first minute. What was used is kept in slots of a t
 
 Tokens are charged before the work, as many as the request may take (its prompt, and max_tokens for each text); what it
 did not take is given back at its end. A stream whose client is away counts as nothing at a time: nobody works for it.
+
+Host work for one request (reading long texts, compiling grammars, computing masks) is charged in tokens as well, one
+for each millisecond beyond the first 50 ms, so that requests of few tokens cannot take the workers that all keys share.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from app.caller import Caller, Quota
 from app.engine.errors import InvalidRequest, QuotaUsedUp
 
 _WINDOW, _SLOT = 60.0, 0.1
+_FREE_WORK_SECONDS = 0.05
+"""Host work that the tokens of a request pay for; all but a few requests need less."""
+_TOKENS_PER_WORK_SECOND = 1000
 
 
 class Window:
@@ -65,6 +71,15 @@ class Lease:
 
     def charge(self, tokens: int, now: float) -> None:
         """It is known how many tokens the request may take. Raises InvalidRequest, QuotaUsedUp."""
+
+    def charge_work(self, seconds: float, now: float) -> None:
+        """Adds CPU time that shared workers spent on this request; never refunded, and never refuses this request.
+
+        A charge may exceed the limit: the key's next requests then wait until the window has room again.
+        """
+
+    def settle(self, used: int) -> None:
+        """The request took so many tokens; it still counts as one at a time until its client has the whole answer."""
 
     def pause(self, used: int) -> None:
         """Its client is away, and it took so many tokens."""
@@ -141,7 +156,9 @@ class _Account:
                 "max_tokens",
             )
         if wait := self.tokens.seconds_until(tokens, now):
-            raise _used_up(f"this key may take {limit} tokens a minute, and {limit - self.tokens.used} are left", wait)
+            raise _used_up(
+                f"this key may take {limit} tokens a minute, and {max(0, limit - self.tokens.used)} are left", wait
+            )
 
 
 class _Held(Lease):
@@ -152,6 +169,7 @@ class _Held(Lease):
         self._request = account.requests.add(1, now)
         self._place = account.tokens.add(tokens, now)
         self._tokens = tokens
+        self._work_seconds, self._work_tokens = 0.0, 0
         self._runs = self._is_open = True
         account.running += 1
 
@@ -160,6 +178,18 @@ class _Held(Lease):
         self._tokens = 0
         self._account.check_tokens(tokens, now)
         self._place, self._tokens = self._account.tokens.add(tokens, now), tokens
+
+    def charge_work(self, seconds: float, now: float) -> None:
+        self._work_seconds += seconds
+        due = math.floor(max(0.0, self._work_seconds - _FREE_WORK_SECONDS) * _TOKENS_PER_WORK_SECOND)
+        if due > self._work_tokens:
+            self._account.tokens.add(due - self._work_tokens, now)
+            self._work_tokens = due
+
+    def settle(self, used: int) -> None:
+        if self._runs:
+            self._account.tokens.give_back(self._place, self._tokens - used)
+            self._tokens = used
 
     def pause(self, used: int) -> None:
         if self._runs:

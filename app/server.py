@@ -143,6 +143,7 @@ def serve(settings: Settings, engine: Callable[[Settings], Fleet] | None = None)
     `engine` makes other engines (benchmarks bring a stand-in).
     """
     logs.set_up(settings.log_level, logs.chosen(settings.log_format))
+    os.environ["RUST_BACKTRACE"] = "0"  # a panic in the tokenizers library is one log line of app/text_encoder.py
     _check_files(settings)
     _check_weights(settings.weights)
     _check_kernels(settings)

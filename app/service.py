@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,21 +13,29 @@ from app.batch import Batch
 from app.caller import Caller
 from app.chat_template import ChatTemplate
 from app.completion import Clock, Completion, Patience
-from app.engine.errors import DeadlineExceeded, EngineError, InvalidRequest, NotReady
+from app.engine.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady
 from app.engine.fleet import Fleet
 from app.engine.frames import Ready
 from app.engine.params import SamplingParams
 from app.engine.peers import EngineGone
+from app.failure_monitor import FailureMonitor
 from app.gate import Gate
-from app.guide import guide_of
+from app.guide import MOST_BYTES, guide_of
 from app.guide_checker import GuideChecker
 from app.long_texts import LongTexts
-from app.prompts import Read, Reader
+from app.loop_share import LoopShare
+from app.prompts import Reader
 from app.quotas import Lease
 from app.served import Served
 from app.settings import Settings
+from app.tenant_queue import WorkAccount
 from app.wish import Wish
 from model.tokenizer import Tokenizer, TokenizerError
+
+_log = logging.getLogger("inkstream")
+_CANARY = "the canary"
+"""Its name and its cache namespace; a client's name has no space."""
+_CANARY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +63,10 @@ class Service:
         """What new requests get. A request that goes on over an await keeps its own."""
         self._long_texts = long_texts
         self.gate = Gate()
+        self.loop_share = LoopShare()
         self.draining = False
+        self.failures = FailureMonitor(self._run_canary)
+        """Whether every recent answer failed."""
         self._names = {served.model_name}
         self._retiring: list[Served] = []
         self._loaded, self._switched = asyncio.Event(), asyncio.Event()
@@ -148,6 +162,7 @@ class Service:
         self._retiring.append(old)
         self._names.add(served.model_name)
         self._switched.set()
+        self.failures.record_success()  # what failed were the old ones
         return old
 
     async def retire(self, old: Served, error: EngineError) -> None:
@@ -162,6 +177,7 @@ class Service:
 
     async def close(self) -> None:
         """Ends all processes; open streams end with an error."""
+        self.loop_share.close()
         await asyncio.gather(*[served.close() for served in (self.served, *self._retiring)])
 
     async def begin(
@@ -185,8 +201,11 @@ class Service:
         patience = self._patience(wish, heartbeat)
         with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
             with self.gate.room(wish, caller, patience, served.engine.queue):
-                reader = Reader(ready, tokenizer, self._long_texts)
-                reads, source, guide = await _read(wish, reader, served.guides, patience)
+                account = WorkAccount(caller.salt, lease)
+                reader = Reader(ready, served.text_encoder(), self._long_texts, account)
+                async with _deadline(patience):
+                    reads, source = await reader.prompts(wish), await reader.source(wish.source)
+                    guide = await self._guide(wish, served.guides, account)
             batch = Batch(name, wish, ready, tokenizer, caller.salt)
             requests = batch.requests(reads, source, guide)
             self.gate.charge(lease, wish, requests)
@@ -205,36 +224,63 @@ class Service:
             lease=lease,
         )
 
+    async def _run_canary(self) -> bool | None:
+        """Whether a short text is continued as a client's would be; None where the service is busy or not ready."""
+        try:
+            await self._continue_canary()
+        except EngineError as error:
+            return False if isinstance(error, EngineFailed) else None
+        except Exception:
+            _log.exception("the canary request failed")
+            return False
+        return True
+
+    async def _continue_canary(self) -> None:
+        """Raises whatever a client's request would meet."""
+        longest = min(_CANARY_SECONDS, self.settings.request_timeout)
+        source = "Once" if self.require_ready()[0].has_encoder else None
+        wish = Wish(prompts=["Once"], source=source, max_tokens=2, ignore_eos=True, deadline_ms=int(longest * 1e3))
+        admitted = await self.begin(_CANARY, wish, Caller(salt=_CANARY), heartbeat=longest)
+        try:
+            while not admitted.completion.is_over:
+                if await admitted.completion.ready():
+                    admitted.completion.take()
+        finally:
+            admitted.completion.close()
+            admitted.lease.end(0)
+            admitted.served.release()
+
+    async def _guide(self, wish: Wish, guides: GuideChecker, account: WorkAccount) -> str:
+        """The grammar that the text must follow, which can be followed; empty for none."""
+        if not wish.guide:
+            return ""
+        field, value = wish.guide
+        length = len(value) if isinstance(value, str) else MOST_BYTES  # a schema may be as large as a body
+        guide = await self._long_texts.run(length, lambda: guide_of(field, value), account)
+        if guide is None:
+            return ""
+        await guides.check(guide, account)
+        return guide.grammar
+
     def _fail(self, gone: EngineGone) -> None:
         if not self._failed.done():
             self._failed.set_result(gone)
 
     def _patience(self, wish: Wish, heartbeat: float) -> Patience:
-        longest = self.settings.request_timeout
-        deadline = longest if wish.deadline_ms is None else wish.deadline_ms / 1e3
-        if deadline > longest:
-            raise InvalidRequest(f"deadline_ms must be at most {longest * 1e3:.0f}, this server's own", "deadline_ms")
+        longest = self.settings.longest_deadline_ms
+        if wish.deadline_ms is not None and wish.deadline_ms > longest:
+            raise InvalidRequest(f"deadline_ms must be at most {longest}, this server's own limit", "deadline_ms")
+        deadline = self.settings.request_timeout if wish.deadline_ms is None else wish.deadline_ms / 1e3
         return Patience(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
 
-async def _read(
-    wish: Wish, reader: Reader, guides: GuideChecker, patience: Patience
-) -> tuple[list[Read], tuple[int, ...], str]:
-    """Texts to tokens, and the guide; within the deadline, however many others wait for the same."""
+@asynccontextmanager
+async def _deadline(patience: Patience) -> AsyncIterator[None]:
+    """Texts are read and guides are checked within the request's deadline, however many others wait for the same."""
     try:
         async with asyncio.timeout(patience.deadline) as limit:
-            return await reader.prompts(wish), await reader.source(wish.source), await _guide(wish, guides)
+            yield
     except TimeoutError:
         if not limit.expired():
             raise
         raise DeadlineExceeded("the deadline passed before the text was read: raise deadline_ms") from None
-
-
-async def _guide(wish: Wish, guides: GuideChecker) -> str:
-    """The grammar that the text must follow, which can be followed; empty for none."""
-    # In a thread: a schema may be as large as a body.
-    guide = await asyncio.to_thread(guide_of, *wish.guide) if wish.guide else None
-    if guide is None:
-        return ""
-    await guides.check(guide)
-    return guide.grammar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from pathlib import Path
 from typing import Literal
@@ -88,7 +89,8 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=65536,
-        description="Tokens computed in one step: prompts go in pieces; 0: 256, on a GPU without deterministic 2048.",
+        description="Tokens computed in one step: prompts go in pieces; 0: 256, of prompts 64 where keys are told "
+        "apart; on a GPU without deterministic 2048.",
     )
     prompt_tokens_beside: int = Field(
         0,
@@ -209,6 +211,11 @@ class Settings(BaseSettings):
     def origins(self) -> tuple[str, ...]:
         """Whose pages may read answers."""
         return _listed(self.allow_origin)
+
+    @property
+    def longest_deadline_ms(self) -> int:
+        """The most that a request may ask for as `deadline_ms`."""
+        return max(1, math.floor(self.request_timeout * 1e3))
 
     @property
     def is_loopback(self) -> bool:

@@ -42,7 +42,13 @@ def _field(path: Path) -> str | None:
     value = read_json(path, optional=True).get("chat_template")
     if isinstance(value, list):
         value = next((entry.get("template") for entry in value if _is_default(entry)), None)
-    if value is None or isinstance(value, str):
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"{path}: chat_template holds half a character (a lone surrogate)") from None
         return value
     raise CheckpointError(f"{path}: chat_template is neither a text nor a list of named ones")
 

@@ -14,7 +14,7 @@ import msgspec
 from app.engine.blocks import BlockPool
 from app.engine.limits import SchedulerLimits
 from app.engine.params import SamplingParams
-from app.engine.result import Drawn, StepResult
+from app.engine.result import LATE, Drawn, StepResult
 from app.engine.scheduler import Scheduler
 from app.engine.types import (
     BatchPlan,
@@ -40,7 +40,8 @@ class SimulatedDevice:
         self.poison: set[tuple[int, int]] = set()
         """Slots whose numbers are not finite: nobody else may look at their blocks before they are cleared."""
 
-    def run(self, plan: BatchPlan, *, bad: str = "") -> StepResult:
+    def run(self, plan: BatchPlan, *, bad: str = "", late: frozenset[str] = frozenset()) -> StepResult:
+        """Rows of `late` requests are computed and not drawn from, as where a mask is not there yet."""
         self.poison = {slot for slot in self.poison if slot[0] not in plan.clear}
         self.copy(plan.copies)
         for chunk in plan.chunks:
@@ -56,6 +57,7 @@ class SimulatedDevice:
         drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in good if c.samples}
         scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
         drawn |= {c.sequence.request.id: Drawn(None) for c in spoilt if c.samples}
+        drawn |= dict.fromkeys(late & drawn.keys(), LATE)
         return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -81,17 +83,34 @@ class SimulatedDevice:
         return Drawn(int.from_bytes(seen[:4], "big") % VOCAB)
 
 
-def step(scheduler: Scheduler, device: SimulatedDevice, bad: str = "") -> tuple[BatchPlan, StepReport]:
-    """One step, with the blocks checked after it; the output of `bad` is not finite."""
+def step(
+    scheduler: Scheduler, device: SimulatedDevice, bad: str = "", lateness: random.Random | None = None
+) -> tuple[BatchPlan, StepReport]:
+    """One step, with the blocks checked after it; the output of `bad` is not finite.
+
+    With `lateness`, the masks of guided requests are late at random: known when the step is planned, or not.
+    """
+    for sequence in scheduler.running:
+        sequence.waits_for_mask = bool(sequence.request.guide and lateness and lateness.random() < 0.2)
     plan = scheduler.plan()
-    assert plan.chunks, "a step without progress"
+    assert plan.chunks or any(s.waits_for_mask for s in scheduler.running), "a step without progress"
+    assert not any(chunk.sequence.waits_for_mask for chunk in plan.chunks)
     assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.limits.tokens_per_step
-    return plan, finish(scheduler, device, plan, bad=bad)
+    guided = [chunk.sequence.request.id for chunk in plan.chunks if chunk.sequence.request.guide]
+    late = frozenset(name for name in guided if lateness and lateness.random() < 0.2)
+    return plan, finish(scheduler, device, plan, bad=bad, late=late)
 
 
-def finish(scheduler: Scheduler, device: SimulatedDevice, plan: BatchPlan, *, bad: str = "") -> StepReport:
+def finish(
+    scheduler: Scheduler,
+    device: SimulatedDevice,
+    plan: BatchPlan,
+    *,
+    bad: str = "",
+    late: frozenset[str] = frozenset(),
+) -> StepReport:
     """Runs and commits a plan."""
-    report = scheduler.commit(plan, device.run(plan, bad=bad))
+    report = scheduler.commit(plan, device.run(plan, bad=bad, late=late))
     assert not scheduler.violations()
     return report
 
@@ -150,6 +169,7 @@ def _random_request(rng: random.Random, name: str, longest: int, common: list[in
         max_tokens=rng.randint(0, longest - len(prompt)),
         stop_ids=(EOS,) if rng.random() < 0.7 else (),
         salt=rng.choice(["", "", "another key"]),
+        guide=rng.choice(["", "", "any"]),
         prompt_logprobs=rng.choice([None, 0]),
         scored=rng.choice([0, 0, rng.randint(0, len(prompt))]),
     )

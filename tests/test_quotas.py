@@ -161,3 +161,28 @@ def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_oth
     again.pause(1)
     with pytest.raises(QuotaUsedUp, match="3 requests a minute"):
         again.go_on(1, 61.0)
+
+
+def test_host_work_beyond_the_free_share_costs_a_token_a_millisecond() -> None:
+    quotas, caller = Quotas(), _caller(tokens_per_minute=1000)
+    cheap = quotas.take(caller, 10, 0.0)
+    cheap.charge_work(0.03, 0.0)
+    cheap.charge_work(0.02, 0.0)
+    assert cheap.headers(0.0)["x-ratelimit-remaining-tokens"] == "990"
+    cheap.charge_work(0.1, 0.0)
+    cheap.end(10)
+    assert cheap.headers(0.0)["x-ratelimit-remaining-tokens"] == "890", "work is not refunded at the end"
+    dear = quotas.take(caller, 0, 1.0)
+    dear.charge_work(2.0, 1.0)  # beyond the limit: this request goes on, the next one waits
+    with pytest.raises(QuotaUsedUp, match="1000 tokens a minute, and 0 are left"):
+        quotas.take(caller, 1, 2.0)
+    quotas.take(caller, 1, 62.0)
+
+
+def test_host_work_is_free_without_limits() -> None:
+    FREE.charge_work(100.0, 0.0)
+    quotas, caller = Quotas(), _caller(concurrency=1)
+    lease = quotas.take(caller, 0, 0.0)
+    lease.charge_work(100.0, 0.0)
+    lease.end(0)
+    quotas.take(caller, 10**9, 0.0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from simulation import VOCAB, Delivered, SimulatedDevice, alone, finish, make_scheduler, random_requests, step
 
 from app.engine.blocks import BlockPool
+from app.engine.limits import SchedulerLimits
+from app.engine.scheduler import Scheduler
 from app.engine.types import BatchPlan, FinishReason, Request
 
 
@@ -35,7 +38,7 @@ def _simulate(rng: random.Random) -> int:
             if not todo:
                 break
             continue
-        _, report = step(scheduler, device, bad if now >= bad_from else "")
+        _, report = step(scheduler, device, bad if now >= bad_from else "", lateness=rng)
         cancelled |= {failed.request_id for failed in report.failed} & {bad}
         assert len(report.failed) <= 1
         assert not {event.request_id for event in (*report.events, *report.scores)} & cancelled
@@ -194,3 +197,52 @@ def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
     scheduler.add(Request(id="scored", prompt=tuple(range(1, 11)), max_tokens=2, prompt_logprobs=1))
     lengths = [[c.stop - c.start for c in step(scheduler, device)[0].chunks] for _ in range(4)]
     assert lengths == [[1, 4], [1, 4], [1, 2], [1, 1]]
+
+
+def _prompt(name: str, length: int, salt: str, first: int = 1) -> Request:
+    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=1, salt=salt)
+
+
+def test_a_short_prompt_of_another_key_is_in_the_next_step_however_much_the_first_key_sends() -> None:
+    scheduler, device = make_scheduler(256, 4, 16, 16), SimulatedDevice(4)
+    for i in range(8):
+        scheduler.add(_prompt(f"long {i}", 100, "ann"))
+    for _ in range(3):
+        step(scheduler, device)
+    scheduler.add(_prompt("short", 3, "bob"))
+    plan, report = step(scheduler, device)
+    assert plan.chunks[0].sequence.request.id == "short"
+    assert [event.request_id for event in report.events] == ["short"]
+    assert sum(chunk.cost for chunk in plan.chunks) == 16, "the rest of the budget is not lost"
+
+
+def test_keys_share_the_prompt_tokens_of_a_step_equally() -> None:
+    scheduler, device = make_scheduler(256, 4, 16, 16), SimulatedDevice(4)
+    scheduler.add(_prompt("ann", 200, "ann"))
+    step(scheduler, device)
+    scheduler.add(_prompt("bob", 200, "bob"))
+    scheduler.add(_prompt("cyd", 200, "cyd"))
+    plans = [step(scheduler, device)[0] for _ in range(6)]
+    taken = Counter[str]()
+    for plan in plans[-3:]:
+        taken.update({chunk.sequence.request.id: chunk.cost for chunk in plan.chunks})
+    assert sum(taken.values()) == 48 and max(taken.values()) - min(taken.values()) <= 3, taken
+
+
+def test_one_key_alone_is_served_in_its_order() -> None:
+    scheduler, device = make_scheduler(256, 4, 16, 16), SimulatedDevice(4)
+    for i in range(3):
+        scheduler.add(_prompt(f"{i}", 20, "ann", first=i))
+    plans = [step(scheduler, device)[0] for _ in range(2)]
+    assert [[(c.sequence.request.id, c.cost) for c in plan.chunks] for plan in plans] == [
+        [("0", 16)],
+        [("0", 4), ("1", 12)],
+    ]
+
+
+def test_where_keys_are_told_apart_a_step_carries_few_prompt_tokens() -> None:
+    limits = SchedulerLimits(tokens_per_step=64, max_running=8, prompt_tokens_shared=8)
+    for salt, first in (("", 40), ("ann", 8)):
+        scheduler = Scheduler(limits, BlockPool(64, 4))
+        scheduler.add(_prompt("x", 40, salt))
+        assert step(scheduler, SimulatedDevice(4))[0].chunks[0].cost == first

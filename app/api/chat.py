@@ -6,16 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app.api.breather import Breather
 from app.api.chat_schemas import ChatResponse
 from app.api.chunks import NOT_ENDED
-from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
+from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, check_model, read_body, while_connected
 from app.api.errors import ApiError
 from app.api.job import Collected, Job
+from app.api.json_stream import Elements
 from app.api.openai_answer import PING_SECONDS, Answer, head_of
 from app.api.openai_fields import ChatRequest
 from app.api.openai_shapes import name_of
@@ -23,6 +22,7 @@ from app.api.openapi import declared
 from app.api.sse import quoted
 from app.chat_template import ChatTemplate
 from app.news import Ended, TokenDetail
+from app.tenant_queue import WorkAccount
 from model.tokenizer import Tokenizer
 
 router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
@@ -35,18 +35,19 @@ async def chat_completions(request: Request, service: ServiceDep, metrics: Metri
     check_model(body.model, service)
     service.require_ready()
     with service.served.held() as served:
-        prompt = await _rendered(served.chat_template, body)
+        with service.gate.preparing(caller) as account:
+            prompt = await while_connected(request, _rendered(served.chat_template, body, account))
         wish = body.wish_for(prompt)
         job = await Job.begin(request, wish, service, metrics, caller, heartbeat=PING_SECONDS, served=served)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return await _ChatAnswer(job, body, head_of(job, "chatcmpl", kind)).respond(request)
 
 
-async def _rendered(template: ChatTemplate | None, body: ChatRequest) -> str:
+async def _rendered(template: ChatTemplate | None, body: ChatRequest, account: WorkAccount) -> str:
     if template is None:
         message = "this model has no chat template: send text to POST /v1/completions, or add chat_template.jinja"
         raise ApiError(400, message, code="no_chat_template")
-    return await template.render([turn.for_template for turn in body.messages])
+    return await template.render([turn.for_template for turn in body.messages], account)
 
 
 class _ChatAnswer(Answer):
@@ -57,12 +58,10 @@ class _ChatAnswer(Answer):
         self._begun: set[int] = set()
         """Choices of which a chunk was sent."""
 
-    async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
-        content, breather = [], Breather()
-        for detail in one.tokens:
-            content.append(msgspec.Raw(msgspec.json.encode(_entry(self.job.admitted.tokenizer, detail))))
-            await breather.breathe()
+    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+        tokenizer = self.job.admitted.tokenizer
         asked = self.job.admitted.wish.logprobs is not None
+        content = Elements(lambda: ([_entry(tokenizer, detail)] for detail in one.tokens))
         message = {"role": "assistant", "content": one.text}
         return {"index": index, "message": message, **_facts(content if asked else None, one.ended)}
 
@@ -82,7 +81,7 @@ class _ChatAnswer(Answer):
         return f'{{"index": {index}, "delta": {{"content": {quoted(text)}}}, {NOT_ENDED}'
 
 
-def _facts(content: Sequence[Any] | None, ended: Ended | None) -> dict[str, Any]:
+def _facts(content: Sequence[Any] | Elements | None, ended: Ended | None) -> dict[str, Any]:
     return {
         "logprobs": None if content is None else {"content": content},
         "finish_reason": ended.finish_reason if ended else None,

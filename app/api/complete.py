@@ -88,7 +88,7 @@ async def _whole(job: Job, extra: dict[str, Any]) -> dict[str, Any]:
     asked = job.admitted.wish.logprobs is not None
     choices = []
     for one in collected:
-        tokens = await shapes.encoded_tokens(job.admitted.tokenizer, one.tokens) if asked else None
+        tokens = shapes.token_elements(job.admitted.tokenizer, one.tokens) if asked else None
         choices.append({**shapes.choice(one.ended), "text": one.text, "tokens": tokens})
     return {
         "id": job.name,

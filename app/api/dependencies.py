@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -14,12 +15,15 @@ from app.api.errors import ApiError, from_validation
 from app.api.metrics import Metrics
 from app.api.parts import MOST_PARTS, has_too_many_parts
 from app.api.shelf import Shelf
+from app.api.sse import until_disconnect
 from app.caller import EVERYBODY, Caller
 from app.faults import fault
 from app.long_texts import LongTexts
 from app.service import Service
+from app.tenant_queue import WorkAccount
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 # FastAPI runs dependencies that are no coroutines in a thread, and each took its turn there before every first token.
@@ -106,10 +110,19 @@ async def _read_body(request: Request, model: type[_Body], limit: int) -> _Body:
     if has_too_many_parts(body):
         message = f"the body holds more than {MOST_PARTS} lists and objects: send the request in several"
         raise ApiError(400, message, code="too_many_parts")
-    try:
-        return model.model_validate_json(bytes(body))
-    except ValidationError as error:
-        raise from_validation(error, model.model_fields) from None
+    service: Service = request.app.state.service
+    async with service.loop_share.parsing(body, WorkAccount(caller_of(request).salt)):
+        try:
+            return model.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise from_validation(error, model.model_fields) from None
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns; if the client leaves first, the work is cancelled."""
+    if (result := await until_disconnect(work, request.receive)) is None:
+        raise ApiError(499, "the client has left")
+    return result
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:

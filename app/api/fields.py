@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from app.wish import Wish, one_by_one
 
@@ -21,8 +31,29 @@ SAMPLING = (
 )
 GUIDES = ("regex", "json_schema", "grammar")
 
+
+def _as_integer(value: Any) -> Any:
+    """JSON Schema counts 11.0 as an integer; beyond 2**53 a float may stand for another one than was written."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) <= 2**53 else value
+
+
+def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Looks for floats only where `validate` fails: a list may have half a million ids."""
+    try:
+        return validate(value)
+    except ValidationError:
+        if not isinstance(value, list) or float not in set(map(type, value)):
+            raise
+        return validate(list(map(_as_integer, value)))
+
+
+def integers(*names: str) -> Any:
+    """For a class of fields: these take whole numbers that are written with a fraction, such as 11.0."""
+    return field_validator(*names, mode="before")(_as_integer)
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Ids = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True), WrapValidator(_as_integers)]
 Prompts = (
     str
     | Ids
@@ -74,7 +105,7 @@ class SamplingFields(BaseModel):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
         None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64), WrapValidator(_as_integers)] | None = Field(
         None, description="Tokens that end the text, beside the model's own."
     )
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
@@ -92,6 +123,10 @@ class SamplingFields(BaseModel):
     user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
     request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
     stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
+
+    _sampling_integers = integers(
+        "max_tokens", "min_tokens", "top_k", "seed", "n", "deadline_ms", "truncate_prompt_tokens"
+    )
 
     @model_validator(mode="after")
     def _one_guide(self) -> SamplingFields:
@@ -140,6 +175,7 @@ class CompletionFields(SamplingFields):
     suffix: str | None = Field(
         None, description="What follows the text, for models with fill-in-the-middle tokens in their vocabulary."
     )
+    _logprobs_integer = integers("logprobs")
 
     def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> Wish:
         """See SamplingFields.to_wish."""

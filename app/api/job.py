@@ -6,27 +6,33 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
 from app.api import sse
+from app.api.breather import Breather
 from app.api.errors import ApiError, from_engine, request_id_of
+from app.api.json_stream import JsonStream
 from app.api.metrics import Metrics
 from app.api.record import record_of
+from app.api.token_table import TokenTable
 from app.api.version_header import version_header
 from app.caller import Caller
 from app.completion import Completion
 from app.engine.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
 from app.engine.fleet import Fleet
-from app.faults import is_armed
-from app.news import Delta, Ended, TokenDetail
+from app.faults import fault, is_armed
+from app.news import Delta, Ended
 from app.served import Served
 from app.service import Admitted, Service
+from app.tenant_queue import WorkAccount
 from app.wish import Wish
 
 _log = logging.getLogger("inkstream")
+_SUCCEEDED = ("stop", "length")
 
 
 @dataclass(slots=True)
@@ -35,7 +41,7 @@ class Collected:
 
     ended: Ended
     text: str
-    tokens: list[TokenDetail] = field(default_factory=list)
+    tokens: TokenTable = field(default_factory=TokenTable)
 
 
 class Job:
@@ -48,6 +54,9 @@ class Job:
         self._metrics = metrics
         self._outcome: str | None = None
         self._closed = False
+        self._has_failed = False
+        """On the server's side."""
+        self._charged_seconds = 0.0
 
     @classmethod
     async def begin(
@@ -74,8 +83,11 @@ class Job:
             # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
             work = service.begin(name, wish, caller, heartbeat, served)
             admitted = await sse.until_disconnect(work, request.receive, discard=discard)
-        except EngineError as error:
-            metrics.rejected(_reason(error))
+        except Exception as error:
+            if isinstance(error, EngineError):
+                metrics.rejected(_reason(error))
+            if _is_ours(error):
+                service.failures.record_failure()
             raise
         if admitted is None:
             raise ApiError(499, "the client has left")
@@ -98,6 +110,11 @@ class Job:
     def completion(self) -> Completion:
         """What the engine makes of it."""
         return self.admitted.completion
+
+    def breather(self) -> Breather:
+        """For a long answer, whose slices take turns with those of other tenants."""
+        account = WorkAccount(self.completion.stream.requests[0].salt, self.admitted.lease)
+        return Breather(partial(self.service.loop_share.pause, account))
 
     @property
     def _tokens(self) -> int:
@@ -125,6 +142,7 @@ class Job:
 
     def note(self, news: object) -> None:
         """Keeps the metrics in step with what is sent."""
+        self._charge_work()
         if isinstance(news, Delta):
             self._metrics.progressed(self.completion)
         elif isinstance(news, Ended):
@@ -137,6 +155,7 @@ class Job:
     def failure(self, error: Exception) -> ApiError:
         """What the client is told of an error in mid-stream."""
         self._outcome = "error"
+        self._has_failed |= _is_ours(error)
         guide = self.admitted.wish.guide
         if isinstance(error, InvalidRequest) and guide:
             error.param = error.param or guide[0]
@@ -146,18 +165,28 @@ class Job:
         return ApiError(500, "an error on our side; the request id names it in the server's log")
 
     async def respond(self, work: Coroutine[Any, Any, Mapping[str, Any]], request: Request) -> Response:
-        """`work` as the whole answer; the job ends with it."""
+        """`work` as the whole answer; the job ends with it, the lease when the client has the last byte."""
         try:
             answer = await sse.until_disconnect(work, request.receive)
-        finally:
+            if not answer:  # the client has left
+                self.close()
+                return Response(status_code=499)
+            fault("api.answer", answer)
+            self._end()
+            lease, used, facts = self.admitted.lease, self._tokens, self.facts()
+            lease.settle(used)
+            # A slow client holds the answer, and no longer this object with all that generation needed.
+            record_of(request).facts = lambda: facts
+            return JsonStream(answer, self.headers, self.breather(), partial(lease.end, used))
+        except BaseException as error:
+            self._has_failed |= isinstance(error, Exception) and _is_ours(error)
             self.close()
-        # Nobody reads the answer to a client that has left.
-        return sse.json_response(answer, self.headers) if answer else Response(status_code=499)
+            raise
 
     async def collect(self) -> list[Collected]:
         """Everything, by choice. Raises EngineError."""
         texts: list[list[str]] = [[] for _ in self.completion.choices]
-        tokens: list[list[TokenDetail]] = [[] for _ in self.completion.choices]
+        tokens = [TokenTable() for _ in self.completion.choices]
         ends: dict[int, Ended] = {}
         try:
             while not self.completion.is_over:
@@ -167,7 +196,7 @@ class Job:
                 self.note(news)
                 if isinstance(news, Delta):
                     texts[news.index].append(news.text)
-                    tokens[news.index] += news.tokens
+                    tokens[news.index].extend(news.tokens)
                 elif isinstance(news, Ended):
                     ends[news.index] = news
         except Exception as error:
@@ -177,13 +206,29 @@ class Job:
 
     def close(self) -> None:
         """The request is over, however it ended; counts it once."""
+        self._end()
+        self.admitted.lease.end(self._tokens)
+
+    def _end(self) -> None:
+        """Nothing is computed for it any more."""
         self.completion.close()
         if not self._closed:
             self._closed = True
-            self.admitted.lease.end(self._tokens)
+            self._charge_work()
             self.admitted.served.release()
             outcome = self._outcome or "disconnected"
             self._metrics.ended(self.completion, outcome, self.completion.duration)
+            if self._has_failed:
+                self.service.failures.record_failure()
+            elif outcome in _SUCCEEDED:
+                self.service.failures.record_success()
+
+    def _charge_work(self) -> None:
+        """Charges the key for the host work that was reported since the last time."""
+        seconds = self.completion.stream.work_seconds
+        if seconds > self._charged_seconds:
+            self.admitted.lease.charge_work(seconds - self._charged_seconds, time.monotonic())
+            self._charged_seconds = seconds
 
     def facts(self) -> dict[str, Any]:
         """For the line in the log."""
@@ -196,6 +241,11 @@ class Job:
             "queue_ms": None if completion.clock.started is None else timings["queue_ms"],
             "first_token_ms": None if completion.clock.first_token is None else timings["first_token_ms"],
         }
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the server is to blame for a failed request, and neither the request nor too little time or capacity."""
+    return isinstance(error, EngineFailed) or not isinstance(error, EngineError | ApiError)
 
 
 def _reason(error: EngineError) -> str:

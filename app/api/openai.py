@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -34,9 +34,9 @@ async def completions(request: Request, service: ServiceDep, metrics: MetricsDep
 class _TextAnswer(Answer):
     """Choices with a text and log-probabilities in the legacy shape; in a stream they look the same."""
 
-    async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
         asked = self.job.admitted.wish.logprobs is not None
-        logprobs = await shapes.encoded_logprobs(self.job.admitted.tokenizer, one.tokens) if asked else None
+        logprobs = shapes.logprob_elements(self.job.admitted.tokenizer, one.tokens) if asked else None
         return self._choice(index, one.text, logprobs, one.ended)
 
     def part_of_choice(
@@ -48,9 +48,7 @@ class _TextAnswer(Answer):
     def text_of_choice(self, index: int, text: str) -> str:
         return f'{{"index": {index}, "text": {quoted(text)}, {NOT_ENDED}'
 
-    def _choice(
-        self, index: int, text: str, logprobs: dict[str, list[Any]] | None, ended: Ended | None
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, logprobs: Mapping[str, Any] | None, ended: Ended | None) -> dict[str, Any]:
         return {
             "index": index,
             "text": text,

@@ -77,8 +77,8 @@ class Answer:
             self._extra["warnings"] = body.warnings
         self._chunks = Chunks(head, self._extra)
 
-    async def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
-        """A choice of an answer in one object; large parts may be JSON text already (msgspec.Raw)."""
+    def whole_choice(self, index: int, one: Collected) -> dict[str, Any]:
+        """A choice of an answer in one object; large parts are made while they are written (json_stream.Elements)."""
         raise NotImplementedError
 
     def part_of_choice(
@@ -100,7 +100,7 @@ class Answer:
     async def _whole(self) -> dict[str, Any]:
         """The answer in one object. Raises EngineError."""
         collected = self._best(await self.job.collect())
-        choices = [await self.whole_choice(i, one) for i, one in enumerate(collected)]
+        choices = [self.whole_choice(i, one) for i, one in enumerate(collected)]
         return {**self._head, "choices": choices, "usage": self.job.completion.usage(), **self._extra}
 
     async def _frames(self) -> AsyncIterator[bytes]:

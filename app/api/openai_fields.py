@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from app.api.fields import GUIDES, CompletionFields, Prompts, SamplingFields
+from app.api.fields import GUIDES, CompletionFields, Prompts, SamplingFields, integers
 from app.api.openai_answer import StreamOptions
 from app.wish import Wish
 
@@ -57,6 +57,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
     best_of: int | None = Field(
         None, ge=1, le=16, description="Draw so many, answer the n with the best mean log-probability; not in streams."
     )
+    _best_of_integer = integers("best_of")
 
     @model_validator(mode="after")
     def _best_of_fits(self) -> CompletionsRequest:
@@ -121,6 +122,7 @@ class ChatRequest(OpenAIFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="This many alternatives in each place; needs logprobs."
     )
+    _chat_integers = integers("max_completion_tokens", "top_logprobs")
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> ChatRequest:

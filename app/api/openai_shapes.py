@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import msgspec
-
-from app.api.breather import Breather
+from app.api.json_stream import Elements
 from app.api.shapes import piece
+from app.api.token_table import TokenTable
 from app.news import Delta, TokenDetail
 from model.tokenizer import Tokenizer
 
 
 def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
     """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`; and `top_tokens`, where no two tokens share a name."""
-    shape: dict[str, list[Any]] = {
-        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [], "top_tokens": [],
-    }  # fmt: skip
-    for detail in details:
-        shape["tokens"].append(name_of(tokenizer, detail.id))
-        shape["token_logprobs"].append(detail.logprob)
-        shape["top_logprobs"].append(None if detail.logprob is None else _top_by_name(tokenizer, detail))
-        shape["text_offset"].append(detail.offset)
-        shape["top_tokens"].append([piece(tokenizer, token, logprob) for token, logprob in detail.top])
-    return shape
+    details = list(details)
+    return {name: [value(tokenizer, detail) for detail in details] for name, value in _COLUMNS.items()}
 
 
-async def encoded_logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
-    """The same, made a little at a time, with what is large in it as JSON text already."""
-    breather, shape = Breather(), logprobs(tokenizer, ())
-    for detail in details:
-        for key, (value,) in logprobs(tokenizer, [detail]).items():
-            is_large = key in ("top_logprobs", "top_tokens")
-            shape[key].append(msgspec.Raw(msgspec.json.encode(value)) if is_large else value)
-        await breather.breathe()
-    return shape
+def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, Elements]:
+    """logprobs(), made while it is written."""
+
+    def column(value: _Column) -> Elements:
+        return Elements(lambda: ([value(tokenizer, detail)] for detail in details))
+
+    return {name: column(value) for name, value in _COLUMNS.items()}
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
@@ -73,3 +62,13 @@ def _top_by_name(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, float |
         taken = name in others or (name in named and token != detail.id)
         others[f"token:{token}" if taken else name] = logprob
     return others | named
+
+
+_Column = Callable[[Tokenizer, TokenDetail], Any]
+_COLUMNS: Mapping[str, _Column] = {
+    "tokens": lambda tokenizer, detail: name_of(tokenizer, detail.id),
+    "token_logprobs": lambda _, detail: detail.logprob,
+    "top_logprobs": lambda tokenizer, detail: None if detail.logprob is None else _top_by_name(tokenizer, detail),
+    "text_offset": lambda _, detail: detail.offset,
+    "top_tokens": lambda tokenizer, detail: [piece(tokenizer, token, logprob) for token, logprob in detail.top],
+}

@@ -61,11 +61,26 @@ def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
 class DescribedApp(FastAPI):
     """FastAPI with a document that leaves nothing to guess."""
 
+    def __init__(self, *, longest_deadline_ms: int, **others: Any) -> None:
+        """`longest_deadline_ms` is the server's own limit; a request that asks for more gets a 400."""
+        super().__init__(**others)
+        self._longest_deadline_ms = longest_deadline_ms
+
     def openapi(self) -> dict[str, Any]:
         """The document, made once."""
         if self.openapi_schema is None:
-            self.openapi_schema = _described(super().openapi())
+            document = _described(super().openapi())
+            _limit_deadlines(document["components"]["schemas"], self._longest_deadline_ms)
+            self.openapi_schema = document
         return self.openapi_schema
+
+
+def _limit_deadlines(schemas: dict[str, Any], longest_ms: int) -> None:
+    """Every request with a deadline has the limit of this server, in place of that of the type."""
+    for schema in schemas.values():
+        for kind in schema.get("properties", {}).get("deadline_ms", {}).get("anyOf", ()):
+            if kind.pop("exclusiveMaximum", None):
+                kind["maximum"] = longest_ms
 
 
 def _described(document: dict[str, Any]) -> dict[str, Any]:

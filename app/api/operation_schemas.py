@@ -37,3 +37,4 @@ class Health(BaseModel):
 
     status: str = Field(description="live, ready or not ready.")
     phase: str | None = Field(None, description="What the service is doing.")
+    reason: str | None = Field(None, description="Why it is not ready, where it fails every request.")

@@ -16,7 +16,9 @@ from app.api.operation_schemas import Health, Model, ModelList
 from app.engine.errors import NotReady
 from app.service import Service
 
-_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Loading or shutting down."}}
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Loading, failing or shutting down."}
+}
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 router = APIRouter(tags=["operations"])
 
@@ -35,12 +37,15 @@ async def live() -> dict[str, str]:
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 @public
 async def ready(service: ServiceDep) -> JSONResponse:
-    """200 when completions are served; 503 with the phase of the start, or while draining."""
+    """200 when completions are served; 503 during the start, while draining, and while every answer fails."""
     try:
         service.require_ready()
     except NotReady as error:
         headers = {"Retry-After": str(error.retry_after)}
         return JSONResponse({"status": "not ready", "phase": service.phase}, status_code=503, headers=headers)
+    if problem := service.failures.problem:
+        content = {"status": "not ready", "phase": "failing", "reason": problem}
+        return JSONResponse(content, status_code=503, headers={"Retry-After": "2"})
     return JSONResponse({"status": "ready", "phase": "ready"})
 
 

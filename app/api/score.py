@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from app.api import shapes
 from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, read_body
-from app.api.fields import Name, Prompts
+from app.api.fields import Name, Prompts, integers
 from app.api.job import Collected, Job
 from app.api.openapi import declared
 from app.api.schemas import Token, Usage
@@ -36,6 +36,7 @@ class ScoreRequest(BaseModel):
     )
     user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
     request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    _integers = integers("logprobs", "deadline_ms")
 
 
 class Score(BaseModel):
@@ -85,24 +86,25 @@ async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
         "id": job.name,
         "model": job.admitted.served.model_name,
         "weights_version": job.admitted.weights_version,
-        "scores": [await _score(job, index, one) for index, one in enumerate(collected)],
+        "scores": [_score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),
         **shapes.echoed(body),
     }
 
 
-async def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
+def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
     tokenizer = job.admitted.tokenizer
-    scored = [detail for detail in one.tokens if detail.logprob is not None]
-    total = math.fsum(detail.logprob or 0.0 for detail in scored)
-    n_bytes = sum(len(tokenizer.token_bytes(detail.id)) for detail in scored)
+    pairs = zip(one.tokens.ids, one.tokens.logprobs, strict=True)
+    scored = [(token, logprob) for token, logprob in pairs if logprob is not None]
+    total = math.fsum(logprob for _, logprob in scored)
+    n_bytes = sum(len(tokenizer.token_bytes(token)) for token, _ in scored)
     return {
         "index": index,
         "logprob": total,
         "n_scored": len(scored),
         "perplexity": _exp(-total / len(scored)) if scored else None,
         "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": await shapes.encoded_tokens(tokenizer, one.tokens),
+        "tokens": shapes.token_elements(tokenizer, one.tokens),
     }
 
 

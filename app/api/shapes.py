@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
 from app import VERSION
-from app.api.breather import Breather
 from app.api.fields import GUIDES, SAMPLING
+from app.api.json_stream import Elements
+from app.api.token_table import TokenTable
 from app.news import Ended, TokenDetail
 from app.service import Admitted
 from app.wish import Prompt
@@ -34,13 +33,9 @@ def tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[dict[st
     return [token(tokenizer, detail) for detail in details]
 
 
-async def encoded_tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[msgspec.Raw]:
-    """tokens() as JSON text, made a little at a time: an answer may hold hundreds of thousands of alternatives."""
-    breather, encoded = Breather(), []
-    for detail in details:
-        encoded.append(msgspec.Raw(msgspec.json.encode(token(tokenizer, detail))))
-        await breather.breathe()
-    return encoded
+def token_elements(tokenizer: Tokenizer, details: TokenTable) -> Elements:
+    """tokens(), made while they are written: an answer may hold hundreds of thousands of alternatives."""
+    return Elements(lambda: ([token(tokenizer, detail)] for detail in details))
 
 
 def echoed(body: object) -> dict[str, str]:

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -58,13 +57,6 @@ class EventStreamResponse(Response):
             await send({"type": "http.response.body", "body": frame, "more_body": True})
             await breather.breathe()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def json_response(answer: Mapping[str, Any], headers: Mapping[str, str]) -> Response:
-    """An answer in one object; parts of it may be JSON text already (msgspec.Raw)."""
-    fault("api.answer", answer)
-    body = msgspec.json.encode(answer)
-    return Response(body, media_type="application/json", headers=headers)
 
 
 async def until_disconnect(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import BaseModel, ConfigDict, Field
 
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_MAX_IDS = 1 << 20
+from app.api.fields import Ids
+
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -30,9 +28,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = _STRICT
 
-    tokens: Annotated[list[_TokenId], Field(max_length=_MAX_IDS, fail_fast=True)] = Field(
-        description="Token ids below the size of the vocabulary.", examples=[[1, 2, 3]]
-    )
+    tokens: Ids = Field(description="Token ids below the size of the vocabulary.", examples=[[1, 2, 3]])
 
 
 class Piece(BaseModel):

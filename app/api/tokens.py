@@ -1,16 +1,21 @@
-"""The tokenizer over HTTP: POST /tokenize, POST /detokenize, GET /tokenizer_info. Knows no completion."""
+"""The tokenizer over HTTP: POST /tokenize, POST /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+import codecs
+from array import array
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from app.api.dependencies import CallerDep, LongTextsDep, ServiceDep, body_schema, read_body
+from app.api.breather import Breather
+from app.api.dependencies import CallerDep, LongTextsDep, ServiceDep, body_schema, read_body, while_connected
+from app.api.json_stream import Characters, Elements, JsonStream
 from app.api.openapi import declared
 from app.api.token_schemas import (
     DetokenizeRequest,
@@ -21,10 +26,10 @@ from app.api.token_schemas import (
 )
 from app.api.version_header import version_header
 from app.engine.errors import InvalidRequest
+from model.token_spans import CompactSpans, Spans
 from model.tokenizer import Tokenizer
 
-_SLICE = 512
-_Column = Callable[[slice], list[Any]]
+_BATCH = 128
 router = APIRouter(tags=["tokens"])
 
 
@@ -38,22 +43,27 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     """Text to token ids, with the text, the bytes and the place of each token."""
     body = await read_body(request, TokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
-    special = body.add_special_tokens is not False
-    with service.gate.visit(caller):
-        spans = await long_texts.run(
-            len(body.prompt), lambda: tokenizer.encode_spans(body.prompt, add_special_tokens=special)
-        )
+    encoder = service.served.text_encoder()
+    prompt, special = body.prompt, body.add_special_tokens is not False
 
-    def tokens(part: slice) -> list[int]:
-        return spans.ids[part].tolist()
+    def pieces() -> Iterator[list[dict[str, Any]]]:
+        rows = ({**_piece(tokenizer, token), "start": start, "end": end} for token, start, end in spans)
+        while batch := list(islice(rows, _BATCH)):
+            yield batch
 
-    def pieces(part: slice) -> list[dict[str, Any]]:
-        places = zip(spans.ids[part], spans.starts[part], spans.ends[part], strict=True)
-        return [{**_piece(tokenizer, token), "start": start, "end": end} for token, start, end in places]
-
-    count = len(spans.ids)
-    head = {"count": count, "max_model_len": ready.context}
-    return _answer(ready.weights_version, head, count, {"tokens": tokens, "pieces": pieces})
+    with ExitStack() as stack:
+        account = stack.enter_context(service.gate.visit(caller))
+        slices = _compacted(encoder.span_slices(prompt, add_special_tokens=special))
+        length = encoder.turn_length(len(prompt))
+        spans = await while_connected(request, long_texts.run_slices(length, slices, account))
+        answer = {
+            "count": len(spans.ids),
+            "max_model_len": ready.context,
+            "tokens": Elements(lambda: _batches(spans.ids)),
+            "pieces": Elements(pieces),
+        }
+        breather = Breather(partial(service.loop_share.pause, account))
+        return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
 
 
 @router.post(
@@ -62,7 +72,7 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     openapi_extra=body_schema(DetokenizeRequest),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def detokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep, caller: CallerDep) -> Response:
+async def detokenize(request: Request, service: ServiceDep, caller: CallerDep) -> Response:
     """Token ids to the text that they are, from its start; special tokens are named in it."""
     body = await read_body(request, DetokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
@@ -71,13 +81,15 @@ async def detokenize(request: Request, service: ServiceDep, long_texts: LongText
         raise InvalidRequest(
             f"token id {largest} is outside the vocabulary: ids go from 0 to {ready.vocab_size - 1}", "tokens"
         )
-    with service.gate.visit(caller):
-        text = await long_texts.run(len(body.tokens), lambda: tokenizer.written(body.tokens).decode("utf-8", "replace"))
-
-    def pieces(part: slice) -> list[dict[str, Any]]:
-        return [_piece(tokenizer, token) for token in body.tokens[part]]
-
-    return _answer(ready.weights_version, {"prompt": text}, len(body.tokens), {"pieces": pieces})
+    ids = array("H" if largest < 1 << 16 else "I", body.tokens)
+    with ExitStack() as stack:
+        account = stack.enter_context(service.gate.visit(caller))
+        answer = {
+            "prompt": Characters(lambda: _text(tokenizer, ids)),
+            "pieces": Elements(lambda: ([_piece(tokenizer, token) for token in batch] for batch in _batches(ids))),
+        }
+        breather = Breather(partial(service.loop_share.pause, account))
+        return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
@@ -114,22 +126,19 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     }
 
 
-def _answer(version: str, head: dict[str, Any], count: int, columns: dict[str, _Column]) -> Response:
-    """One JSON object that is written while it is read: the pieces of a long text take a hundred times its memory."""
-    return StreamingResponse(
-        _written(head, count, columns), media_type="application/json", headers=version_header(version)
-    )
+def _compacted(slices: Generator[None, None, Spans]) -> Generator[None, None, CompactSpans]:
+    """For a worker thread: a megabyte's spans take a tenth of a second and more."""
+    return (yield from slices).compact()
 
 
-async def _written(head: dict[str, Any], count: int, columns: dict[str, _Column]) -> AsyncIterator[bytes]:
-    parts = [msgspec.json.encode(head)[:-1]]
-    for name, column in columns.items():
-        parts.append(f',"{name}":['.encode())
-        for start in range(0, count, _SLICE):
-            parts += [b"," if start else b"", msgspec.json.encode(column(slice(start, start + _SLICE)))[1:-1]]
-            if start + _SLICE < count:
-                yield b"".join(parts)
-                parts.clear()
-                await asyncio.sleep(0)  # others have their turn, also where this reader is never slow
-        parts.append(b"]")
-    yield b"".join([*parts, b"}"])
+def _batches(ids: array[int]) -> Iterator[list[int]]:
+    return (ids[first : first + _BATCH].tolist() for first in range(0, len(ids), _BATCH))
+
+
+def _text(tokenizer: Tokenizer, ids: array[int]) -> Iterator[str]:
+    """The text of tokens, in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts = tokenizer.written_parts(ids)
+    while batch := list(islice(parts, _BATCH)):
+        yield decoder.decode(b"".join(batch))
+    yield decoder.decode(b"", final=True)

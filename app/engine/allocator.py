@@ -66,7 +66,7 @@ class Allocator:
         """Takes all blocks of a sequence back, once no step can use them any more; full ones stay cached."""
         if len(sequence.tokens) - sequence.num_computed > 1:  # no draw has shown yet whether what it wrote is finite
             self._dirty |= set(sequence.blocks)
-        elif sequence.ahead:  # and none will of what it still writes
+        elif sequence.ahead or sequence.request.guide:  # and none will of what it still writes, or of a late row
             self._dirty |= set(sequence.blocks[sequence.num_computed // self.pool.block_size :])
         if not is_armed("allocator.release"):
             self._flights.release(sequence.blocks)

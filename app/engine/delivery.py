@@ -12,6 +12,9 @@ from app.engine.types import PromptScores, Started, StepReport, TokenEvent
 def deliver(report: StepReport, streams: Mapping[str, Stream]) -> list[str]:
     """Hands everything out, by the ids of the requests; those that ended. A reader who is held leaves meanwhile."""
     ended = []
+    for request_id, seconds in report.work:
+        if stream := streams.get(request_id):
+            stream.work_seconds += seconds
     items: list[Started | PromptScores | TokenEvent] = [*report.started, *report.scores, *report.events]
     for item in items:
         if stream := streams.get(item.request_id):

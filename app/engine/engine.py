@@ -14,16 +14,30 @@ it are committed, and is run as where nothing can be launched.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from app.engine.audit import Audit
 from app.engine.flight import living
 from app.engine.isolation import Flight, Isolation, Runs, RunsAhead
 from app.engine.result import StepResult
 from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Request, Started, StepReport
+from app.engine.types import BatchPlan, Request, Sequence, Started, StepReport
 
 Announce = Callable[[tuple[Started, ...]], None]
+_MASK_WAIT_SECONDS = 0.002
+"""How long the engine waits for masks at a time while it has nothing else to compute."""
+
+
+class LateMasks(Protocol):
+    """What the engine asks of app/engine/guides.py."""
+
+    def must_wait(self, sequence: Sequence, /) -> bool:
+        """Whether steps leave the sequence out until its mask is there."""
+        ...
+
+    def wait(self, seconds: float, /) -> None:
+        """Waits for the next mask."""
+        ...
 
 
 class _Begun(NamedTuple):
@@ -43,8 +57,9 @@ class Engine:
         ahead: RunsAhead | None = None,
         *,
         release: Callable[[], None] = lambda: None,
+        masks: LateMasks | None = None,
     ) -> None:
-        """`ahead` is the same runner, where it can launch steps.
+        """`ahead` is the same runner, where it can launch steps. Without `masks` no mask is ever late.
 
         `release` gives back the memory that a failed step held (app/engine/device_memory.py).
         """
@@ -52,6 +67,7 @@ class Engine:
         self.runner = runner
         self.isolation = Isolation(runner, ahead, release=release)
         self._is_ahead = ahead is not None
+        self._masks = masks
         self._next: _Begun | None = None
         self._audit = Audit(scheduler)
 
@@ -69,10 +85,17 @@ class Engine:
         self.scheduler.cancel(request_id)
 
     def step(self, announce: Announce = lambda _started: None) -> StepReport:
-        """Computes one batch; `announce` hears of requests that leave the queue before the work on them begins."""
-        first, self._next = self._next or self._begin(self.scheduler.plan(), announce), None
+        """Computes one batch; `announce` hears of requests that leave the queue before the work on them begins.
+
+        Where all requests wait for masks, it waits for one of them for a moment.
+        """
+        first, self._next = self._next or self._begin(self._plan(), announce), None
+        if not first.plan.chunks:
+            assert self._masks, "a step without progress"
+            self._masks.wait(_MASK_WAIT_SECONDS)
+            return StepReport(counters=self.scheduler.counters)
         # Before the result of this one is there, so that the device has no pause.
-        if first.flight is not None and (plan := self.scheduler.plan_ahead()):
+        if first.flight is not None and (plan := self._plan_ahead()):
             self._next = self._begin(plan, announce)
         report = self.scheduler.commit(first.plan, self._finish(first))
         self._audit.after_step()
@@ -82,10 +105,24 @@ class Engine:
         """For whoever has no work for now: time to look whether all is in order."""
         self._audit.when_idle()
 
+    def _plan(self) -> BatchPlan:
+        self._mark_late()
+        return self.scheduler.plan()
+
+    def _plan_ahead(self) -> BatchPlan | None:
+        self._mark_late()
+        return self.scheduler.plan_ahead()
+
+    def _mark_late(self) -> None:
+        """Notes which sequences the next step leaves out."""
+        if self._masks:
+            for sequence in self.scheduler.running:
+                sequence.waits_for_mask = bool(sequence.request.guide) and self._masks.must_wait(sequence)
+
     def _begin(self, plan: BatchPlan, announce: Announce) -> _Begun:
         if plan.started:
             announce(plan.started)
-        if not self._is_ahead:
+        if not self._is_ahead or not plan.chunks:
             return _Begun(plan, None)
         flight = self.isolation.launch(plan)
         self.scheduler.begin(plan)

@@ -24,6 +24,7 @@ from app.engine.frames import Ready
 from app.engine.peers import EngineGone
 from app.engine.router import Router, block_hashes
 from app.engine.stream import Stream
+from app.engine.supervisor import FilesOfWeights, as_in_directory
 from app.engine.types import Request
 
 _log = logging.getLogger("inkstream")
@@ -68,10 +69,10 @@ class Fleet:
         """Engine processes that ended."""
         return sum(engine.supervisor.restarts for engine in self.engines)
 
-    def start(self) -> None:
-        """Spawns the engine processes."""
+    def start(self, files: FilesOfWeights = as_in_directory) -> None:
+        """Spawns the engine processes, each of which reads the weights from `files`."""
         for engine in self.engines:
-            engine.supervisor.start()
+            engine.supervisor.start(files)
 
     async def stop(self) -> None:
         """Ends them; open streams end with NotReady."""

@@ -23,6 +23,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Everything the engine process is told at its start."""
 
     weights: str
+    files: Mapping[str, str] = {}
+    """Where the files of `weights` are open in the API process (model/file_snapshot.py); none: as they are there."""
     device: str = "auto"
     dtype: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"

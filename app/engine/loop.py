@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +32,12 @@ from app.engine.types import Request, Started, StepReport
 from app.faults import fault, is_armed
 from app.log_writer import impatient
 from app.parent import die_with_parent
+from model.file_snapshot import reading_from
 
 _log = logging.getLogger("inkstream")
+
+_SWITCH_SECONDS = 0.0005
+"""After which threads that follow grammars give the GIL back to the steps, as far as they hold it in Python."""
 
 Send = Callable[[Up], None]
 Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
@@ -55,12 +60,14 @@ def run(descriptor: int, assemble: Assemble) -> int:
             return 0
         logs.set_up(config.log_level, config.log_format)
         keep_triton_cache(Path(config.cache_dir) if config.cache_dir else None, os.environ)
-        with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds):
+        files = reading_from(Path(config.weights), config.files)
+        with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds), files:
             fault("engine.load")
             assembled = assemble(config, lambda phase: send(Phase(phase)))
         guides = assembled.guides
         send(assembled.ready)
-        door = Door(guides.prepare, guides.forget, lambda: guides.n_prepared, most=config.max_running)
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        door = Door(guides, most=config.max_running)
         hang_trace = HangTrace(config.silence_seconds, crash_log)
         _Rounds(assembled.engine, door, inbox, send).run(config.heartbeat_seconds, hang_trace)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -147,7 +154,16 @@ class _Rounds:
         counters = replace(step.counters, waiting=step.counters.waiting + self._door.n_waiting)
         num_computed = sum(sequence.num_computed for sequence in self._engine.scheduler.running)
         taken, self._taken = tuple(self._taken), []
-        self._send(replace(step, at=time.monotonic(), counters=counters, taken=taken, num_computed=num_computed))
+        self._send(
+            replace(
+                step,
+                at=time.monotonic(),
+                counters=counters,
+                taken=taken,
+                num_computed=num_computed,
+                work=self._door.take_work(),
+            )
+        )
 
 
 def _first_frame(inbox: Inbox) -> WorkerConfig:

@@ -31,6 +31,11 @@ class WaitingQueue:
         for lane in self._lanes.values():
             yield from lane
 
+    @property
+    def has_namespaces(self) -> bool:
+        """Whether requests of keys wait here, which must not hold up those of other keys."""
+        return any(self._lanes)
+
     def append(self, sequence: Sequence) -> None:
         """A newcomer, at the end of its caller's; a caller who did not wait has its turn after all others."""
         self._lanes.setdefault(sequence.request.salt, deque()).append(sequence)

@@ -17,6 +17,7 @@ and leaves out who certainly ends before. Who ends unforeseen has computed one t
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from itertools import chain
 
 from app.engine.allocator import Allocator
@@ -24,7 +25,7 @@ from app.engine.blocks import BlockPool
 from app.engine.flight import Flights
 from app.engine.limits import SchedulerLimits
 from app.engine.queue import WaitingQueue, has_place, leader_of
-from app.engine.result import StepResult, take_in
+from app.engine.result import LATE, StepResult, take_in
 from app.engine.types import (
     BatchPlan,
     Chunk,
@@ -36,6 +37,8 @@ from app.engine.types import (
     Started,
     StepReport,
 )
+
+NOT_FINITE = "the model's output for this request is not finite"
 
 
 class Scheduler:
@@ -88,7 +91,10 @@ class Scheduler:
             sequence.ended = True
 
     def plan(self) -> BatchPlan:
-        """The chunks of the next step; commit() must follow, without begin() or behind it."""
+        """The chunks of the next step; none where all sequences wait for masks.
+
+        commit() must follow, without begin() or behind it.
+        """
         assert not self._flights, "whoever gives way must not be in a step"
         preemptions = self.preemptions
         chunks = self._plan_decodes()
@@ -97,7 +103,7 @@ class Scheduler:
 
     def plan_ahead(self) -> BatchPlan | None:
         """The step behind those that were begun; None where there is nothing to do, or too few blocks to do it."""
-        decodes = [s for s in self.running if s.num_pending == 1 and not self._stays_behind(s)]
+        decodes = [s for s in self.running if _is_decode(s) and not self._stays_behind(s)]
         if sum(max(0, self._allocator.missing(s)) for s in decodes) > self.pool.available:
             return None
         for sequence in decodes:
@@ -120,16 +126,19 @@ class Scheduler:
             if result.failed and name in result.failed:
                 failed.append(self._spoilt(sequence, result.failed[name]))
                 continue
-            sequence.num_computed = chunk.stop
-            self._allocator.publish(sequence)
-            scored = result.scores[name] if places else ()
             drawn = result.drawn[name] if chunk.samples else None
+            if drawn is LATE:  # the row is computed again, which gives the same
+                continue
+            if not (drawn and (drawn.finish or drawn.failure)):  # its logits were never checked for being finite
+                sequence.num_computed = chunk.stop
+                self._allocator.publish(sequence)
+            scored = result.scores[name] if places else ()
             if drawn and drawn.failure and scored is not None:
                 failed.append(Failed(name, drawn.failure, is_asked_for=True))
                 self._end(sequence)
                 continue
-            if scored is None or (drawn and drawn.token is None):
-                failed.append(self._spoilt(sequence, "the model's output for this request is not finite"))
+            if scored is None or (drawn and drawn.token is None and not drawn.finish):
+                failed.append(self._spoilt(sequence, NOT_FINITE))
                 continue
             if scored:
                 scores.append(PromptScores(name, places.start, scored))
@@ -149,7 +158,7 @@ class Scheduler:
         chunks = []
         for sequence in list(self.running):
             # An older sequence may have made this one give way.
-            if sequence.num_pending == 1 and sequence.blocks and self._grow(sequence):
+            if _is_decode(sequence) and sequence.blocks and self._grow(sequence):
                 chunks.append(_decode(sequence))
         return chunks
 
@@ -162,30 +171,49 @@ class Scheduler:
         return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
 
     def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
-        """A plan of these decodes, of as much of the prompts as goes beside them, and of newcomers."""
-        budget = self.limits.prompt_budget(len(chunks))
-        for sequence in self.running:
-            if sequence.num_pending > 1 and budget > 0:
-                chunks.append(_next_chunk(sequence, budget))
-                budget -= chunks[-1].cost
-        admitted, started = self._plan_admissions(budget) if may_admit else ([], [])
-        clear, copies = self._allocator.take_preparations()
-        return BatchPlan((*chunks, *admitted), tuple(started), clear, copies)
+        """A plan of these decodes, and of as much of prompts as fits: running ones, then those that are admitted.
 
-    def _plan_admissions(self, budget: int) -> tuple[list[Chunk], list[Started]]:
-        chunks, started, limits = [], [], self.limits
-        for sequence in self.waiting.candidates(lambda salt: has_place(salt, self.running, limits.max_running)):
+        A namespace that has nothing in the step yet is admitted first, into half of the budget: another one's long
+        prompts must not keep a short one waiting.
+        """
+        prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
+        is_shared = self.waiting.has_namespaces or any(s.request.salt for s in prefilling)
+        budget = self.limits.prompt_budget(len(chunks), is_shared=is_shared)
+        started: list[Started] = []
+        if may_admit and prefilling:
+            present = {sequence.request.salt for sequence in self.running}
+            budget -= self._admit_some(budget // 2, chunks, started, lambda salt: salt not in present)
+        budget -= _share(budget, prefilling, chunks)
+        if may_admit:
+            self._admit_some(budget, chunks, started)
+        clear, copies = self._allocator.take_preparations()
+        return BatchPlan(tuple(chunks), tuple(started), clear, copies)
+
+    def _admit_some(
+        self,
+        budget: int,
+        chunks: list[Chunk],
+        started: list[Started],
+        may_come: Callable[[str], bool] = lambda _salt: True,
+    ) -> int:
+        """Adds waiting sequences to a plan, of the namespaces that may come; what it took of the budget."""
+        limits, left, first = self.limits, budget, len(chunks)
+
+        def has_slot(salt: str) -> bool:
+            return may_come(salt) and has_place(salt, self.running, limits.max_running)
+
+        for sequence in self.waiting.candidates(has_slot):
             # The encoder reads the source in the same step, and in one piece; a leader's is read already.
             to_read = 0 if sequence.living_leader else len(sequence.request.source)
-            if budget <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
+            if left <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
                 break
             insort(self.running, sequence, key=lambda s: s.arrival)
             if not sequence.preemptions:
                 started.append(Started(sequence.request.id, sequence.num_computed))
-            chunks.append(_next_chunk(sequence, budget))
-            budget -= chunks[-1].cost + to_read
-        self.waiting.admit(chunk.sequence for chunk in chunks)
-        return chunks, started
+            chunks.append(_next_chunk(sequence, left))
+            left -= chunks[-1].cost + to_read
+        self.waiting.admit(chunk.sequence for chunk in chunks[first:])
+        return budget - left
 
     def _grow(self, sequence: Sequence) -> bool:
         """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""
@@ -209,6 +237,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._remove(sequence)
+        sequence.waits_for_mask = False
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.put_back(sequence)
@@ -228,11 +257,34 @@ class Scheduler:
         self._allocator.release(sequence)
 
 
+def _share(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
+    """Adds chunks of running prompts to a plan, as much of each namespace's as of any other's; what it took."""
+    lanes: dict[str, list[Sequence]] = {}
+    for sequence in prefilling:
+        lanes.setdefault(sequence.request.salt, []).append(sequence)
+    spent = 0
+    # The smallest demand first: what it leaves of its share goes to the others.
+    for n_before, lane in enumerate(sorted(lanes.values(), key=lambda lane: sum(s.num_pending for s in lane))):
+        share = (budget - spent) // (len(lanes) - n_before)
+        for sequence in lane:
+            if share <= 0:
+                break
+            chunks.append(_next_chunk(sequence, share))
+            share -= chunks[-1].cost
+            spent += chunks[-1].cost
+    return spent
+
+
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
     # Half as many tokens where each is scored, but one at least.
     room = -(-budget // 2) if sequence.num_unscored else budget
     start = sequence.num_begun
     return Chunk(sequence, start, start + min(sequence.num_pending, room))
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """Whether a token can be drawn from the sequence's one pending row."""
+    return sequence.num_pending == 1 and not sequence.waits_for_mask
 
 
 def _decode(sequence: Sequence) -> Chunk:

@@ -72,6 +72,8 @@ class Stream:
         """Crashes in a row that it was in flight in when it was dropped; the client's side."""
         self.holds = 0
         """How often it was held."""
+        self.work_seconds = 0.0
+        """CPU time that its grammars took beside the engine's steps."""
         self.source = source
         """Who has the engine that it runs on; another one once it goes on there."""
         self._open = {request.id: index for index, request in enumerate(requests)}

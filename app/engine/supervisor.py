@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -25,6 +25,14 @@ _log = logging.getLogger("inkstream")
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"
 _STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
 """Seconds at least that it may be silent until it has imported torch, and while it loads on a machine that is busy."""
+
+FilesOfWeights = Callable[[], Awaitable[Mapping[str, str]]]
+"""Waits until an engine may read the weights, and says from where (WorkerConfig.files)."""
+
+
+async def as_in_directory() -> Mapping[str, str]:
+    """The files that the weights directory holds at that time."""
+    return {}
 
 
 class Ward(Protocol):
@@ -64,6 +72,7 @@ class Supervisor:
         # It has to speak well before its silence means something.
         heartbeat = min(config.heartbeat_seconds, silence_seconds / 4)
         self._config = replace(config, heartbeat_seconds=heartbeat, silence_seconds=silence_seconds)
+        self._files: FilesOfWeights = as_in_directory
         self._ward = ward
         self._silence_seconds = silence_seconds
         self._command = command
@@ -101,8 +110,9 @@ class Supervisor:
         """Whether it does not come back."""
         return self._gone is not None
 
-    def start(self) -> None:
+    def start(self, files: FilesOfWeights = as_in_directory) -> None:
         """Spawns the engine process; `ready` is set once it has loaded."""
+        self._files = files
         self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
 
     async def stop(self) -> None:
@@ -149,9 +159,10 @@ class Supervisor:
         self._why, self._last_frame, self._has_spoken = "", time.monotonic(), False
         self._start_clock = StartClock(self._last_frame)
         self._process = process = await EngineProcess.spawn(self._take, self._command)
-        # One that comes back takes the memory of the one before: all others have theirs.
-        process.send(replace(self._config, loading_beside=0) if self._version else self._config)
         try:
+            config = replace(self._config, files=await self._files())
+            # One that comes back takes the memory of the one before: all others have theirs.
+            process.send(replace(config, loading_beside=0) if self._version else config)
             await process.gone()
         finally:
             self._process = None

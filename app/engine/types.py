@@ -131,6 +131,8 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
     """Requests that came into the engine's queue since the last report."""
     num_computed: int = 0
     """Of all running requests: changes with every step that computes something."""
+    work: tuple[tuple[str, float], ...] = ()
+    """(request id, seconds): CPU time that grammars took beside the steps, since it was reported last."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -157,6 +159,8 @@ class Sequence:
     """Whose prompt this one takes over when it is first admitted; None from then on."""
     ended: bool = False
     """Finished, failed or cancelled."""
+    waits_for_mask: bool = False
+    """Steps leave it out until its grammar's next mask is there; the engine sets this before each plan."""
 
     @property
     def num_generated(self) -> int:

@@ -1,0 +1,174 @@
+"""R30: An answer of any size is written from bounded memory, and its quota is held until the last byte.
+
+Slow readers here take 300 bytes a second, so that none of the deadlines between two reads ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from arming import Faults
+from conftest import Server, start_server, stop_server
+from keyed import Keyring, bearer
+from promise import Promise
+from raw import connect
+
+TEXT = "Once upon a time there was a fox who sang to the moon. "
+MOST_MEMORY = 2048
+"""KiB of a reader."""
+SCORED: dict[str, Any] = {"prompt": [5, 9, 200, 31] * 1900, "logprobs": 20}
+FLAGS = ("--write-timeout", "600", "--max-running", "64", "--kv-blocks", "40000")
+
+
+def _request(path: str, body: dict[str, Any], key: str | None = None) -> bytes:
+    content = json.dumps(body).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head += [f"Authorization: Bearer {key}"] if key else []
+    return "\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+
+def _rss(server: Server) -> int:
+    """Bytes without those of mapped files: the kernel may drop and read the pages of a library at any time."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def slow_readers(server: Server, n: int, request: bytes) -> Iterator[list[socket.socket]]:
+    """`n` clients whose answers have begun, and who go on to read 300 bytes a second."""
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.wait(1):
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.recv(300, socket.MSG_DONTWAIT)
+
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(server, receive_buffer=4096)) for _ in range(n)]
+        for connection in connections:
+            connection.sendall(request)
+        for connection in connections:
+            connection.settimeout(120)
+            assert connection.recv(12, socket.MSG_PEEK).startswith(b"HTTP/1.1 200"), connection.recv(2000)
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield connections
+        finally:
+            over.set()
+            reader.join()
+
+
+def _held(server: Server, n: int, path: str, body: dict[str, Any]) -> tuple[float, float]:
+    """KiB of memory for each of n slow readers, and MB of an answer."""
+    whole = httpx.post(f"{server.url}{path}", json=body, timeout=120)  # also what the service takes for itself
+    assert whole.status_code == 200 and whole.json()
+    before = _rss(server)
+    with slow_readers(server, n, _request(path, body)) as readers:
+        time.sleep(2)
+        assert len(readers) == n and server.metric("connections") >= n
+        held = (_rss(server) - before) / n / 1024
+    return held, len(whole.content) / 1e6
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokenize": ("/tokenize", {"prompt": TEXT * 6400}),
+    "detokenize": ("/detokenize", {"tokens": [262, 300, 270, 310] * 50_000}),
+    "score": ("/score", SCORED),
+    "complete": (
+        "/complete",
+        {"prompt": "a", "n": 4, "max_tokens": 1900, "logprobs": 20, "stream": False, "ignore_eos": True},
+    ),
+    "completions with echo": (
+        "/v1/completions",
+        {"max_tokens": 0, "echo": True, "prompt": SCORED["prompt"], "logprobs": 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slow_readers_of_large_answers_take_little_memory(
+    tmp_path: Path, weights: Path, promise: Promise, kind: str
+) -> None:
+    n = promise.size(16, 25)
+    server = start_server(tmp_path, weights, *FLAGS, fake_ms=1)
+    try:
+        held, megabytes = promise.measured(
+            lambda: _held(server, n, *KINDS[kind]), lambda found: found[0] <= MOST_MEMORY
+        )
+        print(kind, held, megabytes)
+        assert megabytes > 6, "it was meant to be a large answer"
+        promise.at_most("R30", f"memory of a slow reader ({kind})", held, target=MOST_MEMORY, unit="KiB", n=n)
+        assert server.wait_for(lambda: server.metric("connections") <= 1, 60)
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_without_pieces_they_would_hold_all_of_it(tmp_path: Path, weights: Path) -> None:
+    """Positive control: the answer is encoded before its first byte is sent."""
+    faults = Faults(tmp_path / "faults")
+    faults.arm("json_stream.at_once", "yes")
+    server = start_server(tmp_path, weights, *FLAGS, fake_ms=1, environment=faults.environment)
+    try:
+        assert _held(server, 3, *KINDS["tokenize"])[0] > 2 * MOST_MEMORY
+    finally:
+        assert stop_server(server) == 0
+
+
+def _status(server: Server, path: str, body: dict[str, Any], key: str) -> int:
+    return httpx.post(f"{server.url}{path}", json=body, headers=bearer(key), timeout=60).status_code
+
+
+@pytest.mark.parametrize("kind", ["tokenize", "score"])
+def test_a_quota_is_held_until_the_last_byte_or_the_deadline(
+    tmp_path: Path, weights: Path, promise: Promise, kind: str
+) -> None:
+    """4 at a time; the fifth gets 429, until the deadline of whole answers has ended the four."""
+    path, body = KINDS[kind]
+    ring = Keyring(tmp_path / "keys.json")
+    key = ring.add("slow", concurrency=4)
+    seconds = ("--request-timeout", "6", "--body-timeout", "1", "--write-timeout", "8")
+    server = start_server(tmp_path, weights, *FLAGS, *seconds, "--keys-file", str(ring.file), fake_ms=1)
+    try:
+        with slow_readers(server, 4, _request(path, body, key)):
+            time.sleep(1)
+            held = [_status(server, "/tokenize", {"prompt": "a"}, key) for _ in range(3)]
+            began = time.monotonic()
+            cut = 'inkstream_connections_cut_total{reason="answer_timeout"} 4.0'
+            metrics = f"{server.url}/metrics"
+            assert server.wait_for(lambda: cut in httpx.get(metrics, headers=bearer(key), timeout=60).text, 60)
+            late = time.monotonic() - began
+            freed = server.wait_for(lambda: _status(server, "/tokenize", {"prompt": "a"}, key) == 200, 10)
+        promise.all_of("R30", f"requests beyond a key's concurrency that get 429 ({kind})", held.count(429), 3)
+        promise.all_of("R30", f"slow readers ended by the deadline ({kind})", 4 if freed and late < 30 else 0, 4)
+    finally:
+        assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+    assert "without completing" not in server.log.read_text()
+
+
+def test_a_quota_is_free_when_the_client_has_the_answer_or_leaves(tmp_path: Path, weights: Path) -> None:
+    ring = Keyring(tmp_path / "keys.json")
+    key = ring.add("one", concurrency=1)
+    server = start_server(tmp_path, weights, *FLAGS, "--keys-file", str(ring.file), fake_ms=1)
+    try:
+        for kind in KINDS:
+            path, body = KINDS[kind]
+            assert [_status(server, path, body, key) for _ in range(2)] == [200, 200], kind
+            with slow_readers(server, 1, _request(path, body, key)):
+                assert _status(server, path, body, key) == 429
+            assert server.wait_for(lambda path=path, body=body: _status(server, path, body, key) == 200, 10)
+    finally:
+        assert stop_server(server) == 0
