@@ -10,6 +10,7 @@
 #   make ray                                    the service on two local Ray nodes that are broken under load (minutes)
 #   make container [FRESH=1]                    the image, built and tried on real containers (root on Debian; takes long)
 #   make promises [ONLY="r10 s08"]              the tests of promises at full size, then RELIABILITY.md
+#   make redteam [ARGS="--seconds 300 --seed 7"] attacks on the service from outside (docs/security-testing.md)
 #   make install TORCH=torch==2.12.0            another torch than the pinned one
 #   make install PIP_ARGS="--index-url URL"     an index of CPU builds, an offline folder (--no-index --find-links DIR)
 #   make install LOCK=                          without hashes, for a folder or an index of wheels that were built again
@@ -36,10 +37,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench peers gpu-check lint lock clients promises manifests ray container
+.PHONY: help FORCE install serve test train bench peers gpu-check lint lock clients promises redteam manifests ray container
 
 help:
-	@sed -n '3,15s/^# *//p' Makefile; echo "targets: install serve test train bench peers gpu-check lint lock clients promises manifests ray container"
+	@sed -n '3,16s/^# *//p' Makefile; echo "targets: install serve test train bench peers gpu-check lint lock clients promises redteam manifests ray container"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -107,6 +108,10 @@ lock: install
 # One test process: what is measured here must not wait for other tests. Some need minutes, the soak half an hour.
 promises: install
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/promises/run.py $(ONLY) $(ARGS)
+
+# Attacks that are written from outside: the suite imports nothing of ours, and starts a service of its own.
+redteam: install
+	@PYTHONPATH=tests $(BIN)/python -m redteam $(ARGS)
 
 clients: install
 	PYTHONPATH=tests:tests/promises PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)

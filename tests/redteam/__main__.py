@@ -1,0 +1,244 @@
+"""Runs the adversarial suite: `make redteam [ARGS="--seconds 300 --seed 7 --only framing,json-bodies"]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+
+from redteam.attack import Attack, Budget, Report, Setting
+from redteam.authentication import Authentication, ForeignStreams
+from redteam.changing_files import BadWeights, CrashDuringCopy, TokenizerRegex, probe_text
+from redteam.connections import Exhaustion, SendingOrder, SlowReaders, SlowSenders
+from redteam.framing import Framing
+from redteam.http_client import MalformedAnswer
+from redteam.json_bodies import JsonBodies
+from redteam.service import (
+    REPOSITORY,
+    Launcher,
+    ServiceFailed,
+    Target,
+    descriptors,
+    leaks_in,
+    remote_target,
+    resident_bytes,
+)
+from redteam.starvation import ChatTemplates, CostlyRequests, GrammarMasks, GuideCompilation, LongTexts
+
+ATTACKS: tuple[type[Attack], ...] = (
+    Framing, JsonBodies, Authentication, ForeignStreams, SendingOrder, Exhaustion, CostlyRequests, LongTexts,
+    GuideCompilation, GrammarMasks, ChatTemplates, SlowReaders, SlowSenders, TokenizerRegex, CrashDuringCopy,
+    BadWeights,
+)  # fmt: skip
+MEMORY_SLACK = 128 << 20
+DESCRIPTOR_SLACK = 16
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 0 where every attack is refused, 1 where one succeeds, 2 for a wrong command, 130 for Ctrl+C."""
+    options = parse(arguments)
+    chosen = choose(options.only)
+    print(
+        f"redteam: seed {options.seed}, {options.seconds:g} s, attacks {','.join(a.name for a in chosen)}, {machine()}",
+        flush=True,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    with tempfile.TemporaryDirectory(prefix="redteam-") as directory:
+        launcher = None if options.url else Launcher(Path(directory), options.weights.resolve())
+        try:
+            target = remote_target(options.url, options.key) if launcher is None else launcher.start()
+            reports = run(
+                chosen, target, launcher, seed=options.seed, seconds=options.seconds, most_tries=options.tries
+            )
+        except ServiceFailed as error:
+            print(f"redteam: the service does not start: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("redteam: interrupted", file=sys.stderr)
+            return 130
+        finally:
+            if launcher is not None:
+                launcher.close()
+    print(table(reports))
+    if options.json:
+        result = {
+            "seed": options.seed,
+            "seconds": options.seconds,
+            "machine": machine(),
+            "reports": [as_dict(r) for r in reports],
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(any(report.findings for report in reports))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="redteam", description="Attacks a service from outside; exit status 1 if an attack succeeds."
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="time of all attacks together (default: 120)")
+    parser.add_argument("--seed", type=int, help="repeats the messages of an earlier run (default: drawn and printed)")
+    parser.add_argument(
+        "--only", default="", metavar="A,B", help="attacks to run: " + ", ".join(a.name for a in ATTACKS)
+    )
+    parser.add_argument("--tries", type=int, default=1_000_000, metavar="N", help="most tries of each attack")
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        default=REPOSITORY / "weights",
+        help="what the attacked service serves (default: weights)",
+    )
+    parser.add_argument("--url", help="attack this service; attacks that need files or signals are skipped")
+    parser.add_argument("--key", action="append", default=[], help="a key of it; give two for attacks across tenants")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    options = parser.parse_args(arguments)
+    if not options.seconds > 0 or options.tries < 1:
+        parser.error("--seconds and --tries must be positive")
+    unknown = set(filter(None, options.only.split(","))) - {attack.name for attack in ATTACKS}
+    if unknown:
+        parser.error(f"--only: no attack {', '.join(sorted(unknown))}; there are {', '.join(a.name for a in ATTACKS)}")
+    if options.url:
+        try:
+            remote_target(options.url, options.key)
+        except ValueError as error:
+            parser.error(str(error))
+    elif options.key:
+        parser.error("--key needs --url: a service that is started here gets keys of its own")
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(2**32)
+    return options
+
+
+def choose(only: str) -> list[type[Attack]]:
+    """The attacks of these names, in their usual order; all of them without names."""
+    names = set(filter(None, only.split(",")))
+    return [attack for attack in ATTACKS if not names or attack.name in names]
+
+
+def run(
+    attacks: list[type[Attack]],
+    target: Target,
+    launcher: Launcher | None,
+    *,
+    seed: int,
+    seconds: float,
+    most_tries: int,
+) -> list[Report]:
+    """One report for each attack, and one for what the service is like afterwards."""
+    canary = f"canary-{random.Random(seed).getrandbits(64):016x}"
+    before = condition(target)
+    reports = []
+    whole = sum(attack.share for attack in attacks)
+    for attack in attacks:
+        report = Report(attack=attack.name)
+        reports.append(report)
+        if attack.needs_launcher and launcher is None:
+            report.skipped = "needs files or signals"
+            continue
+        setting = Setting(
+            target=target, rng=random.Random(f"{seed}:{attack.name}"), budget=Budget(seconds * attack.share / whole),
+            report=report, canary=canary, launcher=launcher, most_tries=most_tries,
+        )  # fmt: skip
+        began = time.monotonic()
+        try:
+            attack().run(setting)
+        except (OSError, MalformedAnswer, ValueError, LookupError, TypeError, StopIteration) as error:
+            report.add(
+                "high",
+                f"an unexpected answer ended the attack: {type(error).__name__}: {error}",
+                f"--only {attack.name} --seed {seed}",
+            )
+        _check_service(target, report, canary, seed)
+        print(
+            f"{report.verdict:8} {report.attack} ({time.monotonic() - began:.0f} s): {report.skipped or report.worst}",
+            flush=True,
+        )
+        show(report)
+    reports.append(_afterwards(target, before))
+    print(f"{reports[-1].verdict:8} liveness: {reports[-1].worst}")
+    show(reports[-1])
+    return reports
+
+
+def _check_service(target: Target, report: Report, canary: str, seed: int) -> None:
+    """The service still answers, and its log shows neither internals nor secrets."""
+    repro = f"--only {report.attack} --seed {seed}"
+    if not target.is_alive():
+        report.add("critical", "the service does not answer after the attack", repro)
+    target.settle()
+    secrets = [canary, *(key for key in target.keys if key)]
+    for line in leaks_in(target.new_log(), secrets):
+        report.add("medium", f"the log shows internals or a secret: {line[:200]}", repro)
+
+
+def condition(target: Target) -> tuple[list[str], int, int]:
+    """A greedy text of each tenant, resident bytes, descriptors."""
+    texts = []
+    for tenant in (0, 1):
+        answer = target.call(
+            "POST",
+            "/complete",
+            tenant=tenant,
+            body={"prompt": "It was", "max_tokens": 40, "temperature": 0, "stream": False},
+        )
+        texts.append(answer.json()["choices"][0]["text"] if answer.status == 200 else f"status {answer.status}")
+    sizes = (resident_bytes(target.pid), descriptors(target.pid)) if target.is_local else (0, 0)
+    return texts, *sizes
+
+
+def _afterwards(target: Target, before: tuple[list[str], int, int]) -> Report:
+    report = Report(attack="liveness", tries=2, limit="same texts, memory and descriptors")
+    target.settle(20)
+    try:
+        texts, memory, files = condition(target)
+        probe_text(target)
+    except (OSError, MalformedAnswer, ValueError) as error:
+        report.add("critical", f"no answer after the attacks: {error}", "a plain POST /complete")
+        return report
+    report.worst = f"{(memory - before[1]) / 2**20:+.0f} MiB, {files - before[2]:+d} descriptors"
+    if texts != before[0]:
+        report.add("critical", f"other texts than before: {texts} instead of {before[0]}", "greedy POST /complete")
+    if memory - before[1] > MEMORY_SLACK or files - before[2] > DESCRIPTOR_SLACK:
+        report.add("medium", f"memory or descriptors did not come back: {report.worst}", "the whole run")
+    return report
+
+
+def show(report: Report) -> None:
+    """The findings of an attack, each with what repeats it."""
+    for finding in report.findings:
+        print(f"  [{finding.severity}] {finding.summary}\n      repro: {finding.repro[:4000]}", flush=True)
+    if report.found > len(report.findings):
+        groups = ", ".join(f"{group or 'all'} {count}" for group, count in report.counts.items())
+        print(f"  {report.found} in all: {groups}", flush=True)
+
+
+def table(reports: list[Report]) -> str:
+    """The summary in Markdown."""
+    rows = ["| attack | tries | worst figure | limit | verdict |", "|---|---|---|---|---|"]
+    rows += [f"| {r.attack} | {r.tries} | {r.skipped or r.worst} | {r.limit} | {r.verdict} |" for r in reports]
+    return "\n".join(rows)
+
+
+def as_dict(report: Report) -> dict[str, object]:
+    return {**asdict(report), "verdict": report.verdict}
+
+
+def machine() -> str:
+    return f"Python {platform.python_version()}, {platform.machine()}"
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        sys.exit(main())

@@ -1,0 +1,202 @@
+"""What every attack is made of: a time budget, a seeded generator, findings, and a measurement under load."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar
+
+from redteam.http_client import MalformedAnswer, percentile
+from redteam.service import Launcher, Target
+
+STARVATION_FACTOR = 5.0
+"""A tenant may slow another one down by this factor: the floor of promise S26."""
+STARVATION_SLACK = 0.1
+"""Seconds that are noise on a small machine."""
+MOST_FINDINGS = 2
+"""Of one group: what follows is the same hole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """An attack that succeeded, and the least that shows it."""
+
+    severity: str
+    summary: str
+    repro: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What an attack tried and found."""
+
+    attack: str
+    tries: int = 0
+    worst: str = "-"
+    limit: str = "-"
+    skipped: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """How often each group of findings was seen."""
+
+    def add(self, severity: str, summary: str, repro: str, *, group: str = "") -> None:
+        """Counts a finding and keeps the first ones of each group."""
+        self.counts[group] = self.counts.get(group, 0) + 1
+        if self.counts[group] <= MOST_FINDINGS and len(self.findings) < 10 * MOST_FINDINGS:
+            self.findings.append(Finding(severity=severity, summary=summary, repro=repro))
+
+    @property
+    def found(self) -> int:
+        """All findings, also those that are not kept."""
+        return sum(self.counts.values())
+
+    @property
+    def verdict(self) -> str:
+        if self.skipped:
+            return "skipped"
+        return "FOUND" if self.findings else "refused"
+
+
+class Budget:
+    """Seconds that an attack may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def share(self, part: float) -> Budget:
+        """A budget of that part of the whole, and never more than what is left."""
+        return Budget(min(self.left(), part * self.seconds))
+
+    def __bool__(self) -> bool:
+        return self.left() > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What an attack works with."""
+
+    target: Target
+    rng: Random
+    budget: Budget
+    report: Report
+    canary: str
+    launcher: Launcher | None
+    most_tries: int
+
+
+class Attack:
+    """One class of attacks; `run` fills the report until the budget is spent."""
+
+    name: ClassVar[str]
+    share: ClassVar[float] = 10.0
+    """Seconds of a run of two minutes."""
+    needs_launcher: ClassVar[bool] = False
+    """Whether it needs files or signals of a service that we start."""
+
+    def run(self, setting: Setting) -> None:
+        raise NotImplementedError
+
+
+class Load:
+    """Repeats an action in the threads of a process of its own, so that it takes no time from what measures the victim.
+
+    The end of the block kills the process: its connections close at once.
+    """
+
+    def __init__(self, action: Callable[[int], object], threads: int) -> None:
+        self._action, self._threads = action, threads
+        context = multiprocessing.get_context("fork")  # actions are closures
+        self._rounds = context.Value("q", 0)
+        self._process = context.Process(target=self._run, daemon=True)
+
+    @property
+    def rounds(self) -> int:
+        """How often the action was done."""
+        return int(self._rounds.value)
+
+    def _run(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threads = [threading.Thread(target=self._repeat, args=(i,), daemon=True) for i in range(self._threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _repeat(self, index: int) -> None:
+        while os.getppid() != 1:
+            with suppress(OSError, MalformedAnswer, ValueError):
+                self._action(index)
+            with self._rounds.get_lock():
+                self._rounds.value += 1
+            time.sleep(0.005)
+
+    def __enter__(self) -> Load:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """A victim's figure without and under load, in seconds."""
+
+    alone: float
+    loaded: float
+
+    @property
+    def limit(self) -> float:
+        return max(STARVATION_FACTOR * self.alone, self.alone + STARVATION_SLACK)
+
+    @property
+    def is_excessive(self) -> bool:
+        return self.loaded > self.limit
+
+
+def measure_slowdown(
+    victim: Callable[[], float],
+    load: Load,
+    *,
+    budget: Budget,
+    share: float = 0.5,
+    baseline: Load | None = None,
+) -> Slowdown:
+    """The victim's seconds without the load (or under an ordinary one), and under it."""
+    alone = _figure(victim, Budget(0.25 * budget.seconds), share, baseline)
+    with load:
+        time.sleep(min(0.5, 0.1 * budget.seconds))
+        loaded = percentile(_repeat(victim, Budget(min(budget.left(), 0.5 * budget.seconds)), least=1), share)
+    return Slowdown(alone=alone, loaded=loaded)
+
+
+def _figure(victim: Callable[[], float], budget: Budget, share: float, load: Load | None) -> float:
+    with load or nullcontext():
+        if load is not None:
+            time.sleep(0.3)
+        return percentile(_repeat(victim, budget), share)
+
+
+def _repeat(victim: Callable[[], float], budget: Budget, *, least: int = 3) -> list[float]:
+    """One figure for each call; a failed call counts as the seconds that it took."""
+    figures: list[float] = []
+    while len(figures) < 100 and (budget or len(figures) < least):
+        began = time.monotonic()
+        try:
+            figures.append(victim())
+        except (OSError, MalformedAnswer):
+            figures.append(time.monotonic() - began)
+    return figures

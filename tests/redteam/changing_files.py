@@ -1,0 +1,301 @@
+"""Attacks through files: weights that only `check` refuses, hostile tokenizers, files that change while serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from threading import Thread
+from typing import Any
+
+from redteam.attack import Attack, Budget, Load, Setting
+from redteam.http_client import MalformedAnswer, call, open_stream, percentile, text_of
+from redteam.service import Launcher, ServiceFailed, Target, engine_of
+from redteam.weights_files import KINDS, TensorFile, copied_weights
+
+PROBE = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "stream": False, "ignore_eos": True}
+
+
+def probe_text(target: Target) -> str:
+    """A greedy text; where there is none, the status."""
+    answer = target.call("POST", "/complete", body=PROBE)
+    return str(answer.json()["choices"][0]["text"]) if answer.status == 200 else f"status {answer.status}"
+
+
+def _reloads(target: Target) -> float:
+    """How many reloads have ended, whatever their outcome."""
+    text = target.call("GET", "/metrics").body.decode()
+    return sum(
+        float(value) for value in re.findall(r"^inkstream_weights_reloads_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
+    )
+
+
+def _reload(target: Target, *, seconds: float) -> bool:
+    """SIGHUP, and whether the reload ended in time."""
+    before, ends = _reloads(target), time.monotonic() + seconds
+    os.kill(target.pid, signal.SIGHUP)
+    while time.monotonic() < ends:
+        if _reloads(target) > before:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+class BadWeights(Attack):
+    """What `check` refuses must be refused by the start, and by a reload, which keeps the old weights."""
+
+    name = "bad-weights"
+    share = 26.0
+    needs_launcher = True
+
+    def run(self, setting: Setting) -> None:
+        launcher, rng, report = setting.launcher, setting.rng, setting.report
+        assert launcher is not None
+        report.limit = "what check refuses is never served"
+        first, *others = KINDS  # the first one is the most likely: a directory without golden.json
+        rng.shuffle(others)
+        served = copied_weights(launcher)
+        bad = 0
+        with launcher.running(weights=served) as target:
+            expected = probe_text(target)
+            for kind in [first, *others]:
+                if not setting.budget or report.tries >= setting.most_tries:
+                    break
+                report.tries += 1
+                path = copied_weights(launcher)
+                KINDS[kind](path, rng)
+                problem = self._try(launcher, target, served, path, expected)
+                bad += bool(problem)
+                if problem:
+                    report.add(
+                        "high",
+                        f"{kind}: {problem}",
+                        f"weights_files.KINDS[{kind!r}]; inkstream check DIR; serve; kill -HUP",
+                    )
+                shutil.rmtree(path)
+        report.worst = f"{bad} of {report.tries} kinds served"
+
+    def _try(self, launcher: Launcher, target: Target, served: Path, path: Path, expected: str) -> str:
+        try:
+            checked = launcher.check(path)
+        except subprocess.TimeoutExpired:
+            return "check does not end within a minute"
+        if checked.returncode < 0 or "Traceback" in checked.stderr:
+            return f"check ended with {checked.returncode}: {checked.stderr[-200:]}"
+        if checked.returncode == 0:
+            return ""
+        problems = []
+        with suppress(ServiceFailed), launcher.running(weights=path) as started:
+            problems.append(f"the start says ready, and a request gets: {probe_text(started)!r}")
+        if served_now := self._after_reload(target, served, path, expected):
+            problems.append(f"after SIGHUP a request gets: {served_now!r}")
+        return f"check refuses ({checked.stderr.strip()[-120:]}); {'; '.join(problems)}" if problems else ""
+
+    @staticmethod
+    def _after_reload(target: Target, served: Path, bad: Path, expected: str) -> str:
+        """What a reload of the bad weights serves instead of the old ones; empty if the old ones stay."""
+        aside = served.with_suffix(".good")
+        served.rename(aside)
+        shutil.copytree(bad, served)
+        try:
+            if not _reload(target, seconds=20):
+                return "no end of the reload within 20 s"
+            text = probe_text(target)
+        except (OSError, MalformedAnswer) as error:
+            text = f"no answer: {error}"
+        finally:
+            shutil.rmtree(served)
+            aside.rename(served)
+        if text == expected:
+            return ""
+        _reload(target, seconds=20)
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backtracking:
+    """A regex that takes exponential or high polynomial time, and the text that makes it."""
+
+    regex: str
+    unit: str
+    end: str
+
+    def text(self, size: int) -> str:
+        return self.unit * (size // len(self.unit)) + self.end
+
+
+def backtracking_regex(rng: Random) -> Backtracking:
+    """Quantifiers over one letter that are nested, overlap or follow each other, and an end that never matches.
+
+    A literal at the end would not do: Oniguruma looks for it first. Polynomial shapes stay below its limit of retries
+    for one position, and take their time at every position of the text.
+    """
+    letter = rng.choice("abcxyz 0")
+    atom = {" ": r"\s", "0": r"\d"}.get(letter, rng.choice([letter, "[a-z]", r"\w"]))
+    shape = rng.choice([
+        "A*A*", "A+A+", "A*A*", "A+A*A+", "A+A?A+", "(?:AA?)*A*", "A*?A*", "A{2,}A+", "(?:A|B)*A*", "A*A*A*", "(A+)+",
+        "(A|AA)+",
+    ])  # fmt: skip
+    end = rng.choice(["$", "[#-%]", "(?!.)", "[^A!]".replace("A", atom), r"\z"])
+    return Backtracking(regex=shape.replace("A", atom).replace("B", "[b-y]") + end, unit=letter, end="!")
+
+
+class TokenizerRegex(Attack):
+    """Pre-tokenizer regexes with catastrophic backtracking, in a tokenizer.json that `check` accepts."""
+
+    name = "tokenizer-regex"
+    share = 14.0
+    needs_launcher = True
+    limit_seconds = 0.25
+
+    def run(self, setting: Setting) -> None:
+        launcher, report = setting.launcher, setting.report
+        assert launcher is not None
+        report.limit = f"/health/live {self.limit_seconds * 1e3:.0f} ms"
+        worst = 0.0
+        while setting.budget and report.tries < setting.most_tries:
+            report.tries += 1
+            case = backtracking_regex(setting.rng)
+            path = copied_weights(launcher)
+            self._rewrite(path / "tokenizer.json", case.regex)
+            seconds = self._try(launcher, path, case, setting.budget)
+            if seconds > self.limit_seconds:
+                report.add(
+                    "high",
+                    f"/health/live waited {seconds:.1f} s for a text",
+                    f"regex {case.regex!r}, text {case.unit!r} x 244..2440 + {case.end!r}",
+                )
+            worst = max(worst, seconds)
+            shutil.rmtree(path)
+        report.worst = f"/health/live {worst * 1e3:.0f} ms"
+
+    @staticmethod
+    def _rewrite(file: Path, regex: str) -> None:
+        tokenizer = json.loads(file.read_text())
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        rest = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rest]}
+        file.write_text(json.dumps(tokenizer))
+
+    def _try(self, launcher: Launcher, path: Path, case: Backtracking, budget: Budget) -> float:
+        """The worst health check beside adversarial texts; 0 where the tokenizer is refused."""
+        with suppress(ServiceFailed, subprocess.TimeoutExpired):
+            if launcher.check(path).returncode:
+                return 0.0
+            with launcher.running(weights=path) as target:
+                return self._health_beside_texts(target, case, Budget(min(6.0, max(2.0, budget.left()))))
+        return 0.0
+
+    @staticmethod
+    def _health_beside_texts(target: Target, case: Backtracking, budget: Budget) -> float:
+        def attack(index: int) -> None:
+            size = (244, 1000, 2440, 30)[index % 4]
+            body = {"prompt": case.text(size), "max_tokens": 1, "stream": False}
+            call(
+                target.address,
+                "POST",
+                ("/complete", "/tokenize")[index // 4],
+                key=target.keys[1],
+                body=body,
+                timeout=20,
+            )
+
+        waits: list[float] = []
+        with Load(attack, 8):
+            while budget:
+                began = time.monotonic()
+                with suppress(OSError, MalformedAnswer):
+                    call(target.address, "GET", "/health/live", timeout=5)
+                waits.append(time.monotonic() - began)
+                time.sleep(0.05)
+        return percentile(waits, 0.95)
+
+
+class CrashDuringCopy(Attack):
+    """The engine is killed while new weights are copied over the served ones, before any SIGHUP."""
+
+    name = "crash-during-copy"
+    share = 14.0
+    needs_launcher = True
+    streams = 4
+
+    def run(self, setting: Setting) -> None:
+        launcher, report = setting.launcher, setting.report
+        assert launcher is not None
+        report.limit = "every stream byte-identical"
+        lost = 0
+        ways = ["in place, whole", "in place, half", "replaced by rename", "removed"]
+        setting.rng.shuffle(ways)
+        while setting.budget and report.tries < setting.most_tries:
+            how = ways[report.tries % len(ways)]
+            report.tries += 1
+            served = copied_weights(launcher)
+            with suppress(ServiceFailed), launcher.running(weights=served) as target:
+                problem = self._try(setting.rng, target, served, how)
+                lost += bool(problem)
+                if problem:
+                    repro = f"{self.streams} streams; new model.safetensors {how}; kill -9 ENGINE; no SIGHUP"
+                    report.add("high", f"new file {how}, then an engine crash: {problem}", repro)
+        report.worst = f"{lost} of {report.tries} crashes lost something"
+
+    def _try(self, rng: Random, target: Target, served: Path, how: str) -> str:
+        bodies = [
+            {"prompt": f"Chapter {i}", "max_tokens": 300, "seed": i, "ignore_eos": True} for i in range(self.streams)
+        ]
+        expected = [self._read(target, body) for body in bodies]
+        probe = probe_text(target)
+        results: list[str] = [""] * self.streams
+        threads = [
+            Thread(target=self._store, args=(results, i, target, body), daemon=True) for i, body in enumerate(bodies)
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(rng.uniform(0.01, 0.1))
+        self._change(served, how, rng)
+        engine = engine_of(target.pid)
+        if engine is None:
+            return "no engine process found"
+        os.kill(engine, signal.SIGKILL)
+        for thread in threads:
+            thread.join(30)
+        if not target.is_alive():
+            return "the service ended"
+        same = sum(a == b for a, b in zip(results, expected, strict=True))
+        if same < self.streams:
+            return f"{same} of {self.streams} streams are byte-identical"
+        return "" if probe_text(target) == probe else "another text afterwards"
+
+    @staticmethod
+    def _change(served: Path, how: str, rng: Random) -> None:
+        file = served / "model.safetensors"
+        tensors = TensorFile(file)
+        for name in rng.sample(tensors.names(), 5):
+            tensors.fill(name, tensors.number(name, 0.01))
+        new = tensors.to_bytes()
+        if how == "removed":
+            shutil.rmtree(served)
+        elif how == "replaced by rename":
+            (served / "new").write_bytes(new)
+            (served / "new").rename(file)
+        else:
+            with file.open("r+b") as opened:
+                opened.write(new if how.endswith("whole") else new[: rng.randrange(len(new))])
+
+    def _store(self, results: list[str], index: int, target: Target, body: dict[str, Any]) -> None:
+        try:
+            results[index] = self._read(target, body)
+        except (OSError, ValueError) as error:
+            results[index] = f"broken off: {error}"
+
+    @staticmethod
+    def _read(target: Target, body: dict[str, Any]) -> str:
+        with open_stream(target.address, body, key=target.keys[0], timeout=40) as (status, events):
+            return f"{status} {text_of(events)}"

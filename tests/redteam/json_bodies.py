@@ -1,0 +1,254 @@
+"""Random JSON bodies made from the service's own /openapi.json: valid, nearly valid, and hostile."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from random import Random
+from typing import Any
+
+from redteam.attack import Attack, Budget, Setting
+from redteam.http_client import Answer, MalformedAnswer
+from redteam.service import INTERNALS, error_object
+
+ALLOWED = {200, 400, 404, 408, 413, 415, 429, 503, 504}
+PATH_OR_TRACE = re.compile(r"Traceback|File \"/|/site-packages/|\.py\b|0x[0-9a-f]{8,}|<class ")
+HANG_SECONDS = 25.0
+
+
+class Raw(str):
+    """JSON text that no serializer would write."""
+
+
+class BodyGenerator:
+    """Values by a JSON schema, and others in their place."""
+
+    def __init__(self, rng: Random, document: dict[str, Any]) -> None:
+        self.rng = rng
+        self._document = document
+
+    def resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema behind a reference."""
+        while "$ref" in schema:
+            found: Any = self._document
+            for part in schema["$ref"].removeprefix("#/").split("/"):
+                found = found[part]
+            schema = found
+        return schema
+
+    def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
+        schema = self.resolved(schema)
+        for word in ("anyOf", "oneOf"):
+            if word in schema:
+                return [self.resolved(part) for part in schema[word]]
+        return [schema]
+
+    def valid(self, schema: dict[str, Any], depth: int = 0) -> Any:
+        """A value that the schema allows."""
+        chosen = self.rng.choice(self.alternatives(schema))
+        if "anyOf" in chosen or "oneOf" in chosen:
+            return self.valid(chosen, depth)
+        if "const" in chosen:
+            return chosen["const"]
+        if "enum" in chosen:
+            return self.rng.choice(chosen["enum"])
+        kind = chosen.get("type")
+        if kind == "object":
+            return self.object(chosen, depth)
+        if kind == "array":
+            least, most = chosen.get("minItems", 0), min(chosen.get("maxItems", 4), 4)
+            return [
+                self.valid(chosen.get("items", {}), depth + 1) for _ in range(self.rng.randint(least, max(least, most)))
+            ]
+        if kind in ("integer", "number"):
+            return self.rng.choice(self.numbers(chosen))
+        if kind == "string":
+            return self.rng.choice(["a", "Once upon", "\u00e9\U0001f600", "\u0000", " " * 9, "x" * 60])[
+                : chosen.get("maxLength", 60)
+            ]
+        return {"boolean": self.rng.random() < 0.5, "null": None}.get(str(kind), "a")
+
+    def numbers(self, schema: dict[str, Any]) -> list[Any]:
+        """The bounds of a number, values between them, and integers written as floats."""
+        low = schema.get("minimum", schema.get("exclusiveMinimum", -5))
+        high = schema.get("maximum", schema.get("exclusiveMaximum", low + 1000))
+        if schema["type"] == "integer":
+            low, high = (
+                math.ceil(low) + ("exclusiveMinimum" in schema),
+                math.floor(high) - ("exclusiveMaximum" in schema),
+            )
+            least = max(int(low), -(2**53))  # beyond it a float is no longer exact, and may be refused
+            near = self.rng.randint(least, min(int(high), least + 20))
+            return [int(low), int(high), near, Raw(f"{near}.0"), Raw(f"{near}e0")]
+        middle = low + (high - low) / 3
+        inclusive = [low] * ("minimum" in schema) + [high] * ("maximum" in schema)
+        return [*inclusive, middle, Raw(repr(float(middle)))]
+
+    def object(self, schema: dict[str, Any], depth: int = 0) -> dict[str, Any]:
+        properties = schema.get("properties", {})
+        required = set(schema.get("required", ()))
+        kept = [name for name in properties if name in required or (depth < 4 and self.rng.random() < 0.15)]
+        return {name: self.valid(properties[name], depth + 1) for name in kept}
+
+    def hostile(self) -> Any:
+        """A value that fits nowhere, or only just."""
+        n = self.rng.choice([10, 1000, 100_000])
+        return self.rng.choice([
+            Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-0.0"), Raw("1E400"), Raw("9" * 5000),
+            Raw("11.0"),
+            Raw('"\\ud800"'), Raw('"\\udfff\\ud800"'), Raw('"\\u0000"'), Raw("[" * n + "]" * n),
+            Raw('{"a":' * n + "1" + "}" * n),
+            2**31, 2**63, -(2**63) - 1, 2**64, 10**30, 0.5, -1, 0, True, None, "", "1", [], {}, [None], [[]], [-1],
+            [2**40],
+            {"a": 1}, "x" * n, ["x"] * min(n, 5000), [0] * n, Raw("1.5e-400"), Raw("1" + "0" * 400), [True, "a", 1.5],
+            Raw("-9" + "9" * 30),
+        ])  # fmt: skip
+
+    def text(self, value: Any) -> str:
+        """JSON with the raw parts as they are."""
+        if isinstance(value, Raw):
+            return str(value)
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{json.dumps(k)}:{self.text(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(self.text(v) for v in value) + "]"
+        return json.dumps(value)
+
+    def spoiled(self, body: dict[str, Any], properties: list[str]) -> bytes:
+        """The body with fields replaced, or its text damaged."""
+        for _ in range(self.rng.randint(1, 3)):
+            body[self.rng.choice([*properties, "prompt", "unknown", "", "__proto__"])] = self.hostile()
+        text = self.text(body)
+        how = self.rng.randrange(9)
+        if how == 0:
+            name = self.rng.choice(list(body))
+            text = text[:-1] + f",{json.dumps(name)}:{self.text(self.hostile())}" + "}"
+        elif how == 1:
+            text = text[: self.rng.randrange(len(text) + 1)]
+        elif how == 2:
+            return self.rng.choice([b"\xef\xbb\xbf", b"\xff\xfe", b"\x00", b"\xed\xa0\x80"]) + text.encode()
+        elif how == 3:
+            return text.encode("utf-16")
+        elif how == 4:
+            text = self.text(self.hostile())
+        elif how == 5:
+            at = self.rng.randrange(len(text) + 1)
+            return text[:at].encode() + bytes([self.rng.randrange(256)]) + text[at:].encode()
+        return text.encode()
+
+
+class JsonBodies(Attack):
+    """No body gets a 5xx other than 503 and 504, an undocumented error, or no answer; valid numbers are accepted."""
+
+    name = "json-bodies"
+    share = 14.0
+
+    def run(self, setting: Setting) -> None:
+        target, rng, report = setting.target, setting.rng, setting.report
+        report.limit = "documented answers only"
+        document = target.call("GET", "/openapi.json").json()
+        generator = BodyGenerator(rng, document)
+        operations = list(self._operations(document, generator))
+        self._boundaries(setting, generator, operations, setting.budget.share(0.5))
+        slowest = 0.0
+        while setting.budget and report.tries < setting.most_tries:
+            report.tries += 1
+            method, path, schema = rng.choice(operations)
+            body = generator.object(schema)
+            properties = list(schema.get("properties", {}))
+            self._keep_short(body, properties)
+            is_valid = rng.random() < 0.3
+            data = generator.text(body).encode() if is_valid else generator.spoiled(body, properties)
+            slowest = max(slowest, self._send(setting, method, path, data))
+        report.worst = f"{report.found} bad answers, slowest {slowest:.2f} s"
+
+    @staticmethod
+    def _operations(document: dict[str, Any], generator: BodyGenerator) -> Any:
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                content = operation.get("requestBody", {}).get("content", {}) if isinstance(operation, dict) else {}
+                for described in content.values():
+                    for schema in generator.alternatives(described["schema"]):
+                        yield method.upper(), path, schema
+
+    @staticmethod
+    def _keep_short(body: dict[str, Any], properties: list[str]) -> None:
+        """So that a valid body does not run for minutes."""
+        if "max_tokens" in properties:
+            body["max_tokens"] = 2
+            body.pop("max_completion_tokens", None)
+        body.pop("min_tokens", None)
+        if "deadline_ms" in properties:
+            body["deadline_ms"] = 8000
+
+    def _send(self, setting: Setting, method: str, path: str, data: bytes) -> float:
+        repro = (
+            f"{method} {path} {data[:300].hex()}{'...' if len(data) > 300 else ''} ({len(data)} bytes: {data[:80]!r})"
+        )
+        began = time.monotonic()
+        try:
+            answer = setting.target.call(method, path, body=data, timeout=HANG_SECONDS)
+        except (OSError, MalformedAnswer) as error:
+            if time.monotonic() - began >= HANG_SECONDS * 0.9 or isinstance(error, MalformedAnswer):
+                setting.report.add("high", f"no answer or a broken one: {error}", repro)
+            return time.monotonic() - began
+        if problem := self._problem(answer):
+            setting.report.add(*problem, repro)
+        return answer.seconds
+
+    @staticmethod
+    def _problem(answer: Answer) -> tuple[str, str] | None:
+        if answer.status not in ALLOWED:
+            return "high" if answer.status >= 500 else "low", f"status {answer.status}: {answer.body[:120]!r}"
+        if answer.status == 200:
+            ends = answer.body.count(b"\nevent: done\n") + answer.body.count(b"\nevent: error\n")
+            is_native = (answer.header("content-type") or "").startswith(
+                "text/event-stream"
+            ) and b"\nevent: start" in answer.body
+            return ("high", f"{ends} terminal events in a stream") if is_native and ends != 1 else None
+        error = error_object(answer)
+        if error is None:
+            return "medium", f"an undocumented error: {answer.body[:120]!r}"
+        if INTERNALS.search(error["message"]) or PATH_OR_TRACE.search(error["message"]) or len(error["message"]) > 1000:
+            return "medium", f"an error with internals: {error['message'][:160]!r}"
+        return None
+
+    def _boundaries(self, setting: Setting, generator: BodyGenerator, operations: list[Any], budget: Budget) -> None:
+        """Each number that the schema allows, alone in an otherwise plain body, must not be refused for its value."""
+        skipped = {"min_tokens", "best_of", "stop_token_ids", "logit_bias", "created"}
+        for method, path, schema in operations:
+            plain = self._plain_body(schema)
+            properties = schema.get("properties", {})
+            for name in [n for n in properties if n not in skipped and plain is not None]:
+                numeric = [
+                    a for a in generator.alternatives(properties[name]) if a.get("type") in ("integer", "number")
+                ]
+                for value in [v for a in numeric for v in generator.numbers(a) if budget]:
+                    self._boundary(setting, generator, method, path, {**(plain or {}), name: value}, name)
+
+    @staticmethod
+    def _plain_body(schema: dict[str, Any]) -> dict[str, Any] | None:
+        known = {"prompt": "a", "max_tokens": 1, "stream": False, "model": None}
+        required = set(schema.get("required", ()))
+        if not required <= {"prompt"} or "prompt" not in schema.get("properties", {}):
+            return None
+        return {n: v for n, v in known.items() if n in schema["properties"] and v is not None}
+
+    def _boundary(
+        self, setting: Setting, generator: BodyGenerator, method: str, path: str, body: dict[str, Any], name: str
+    ) -> None:
+        setting.report.tries += 1
+        text = generator.text(body)
+        answer = setting.target.call(method, path, body=text.encode(), timeout=HANG_SECONDS)
+        error = error_object(answer)
+        if problem := self._problem(answer):
+            setting.report.add(*problem, f"{method} {path} {text}")
+        elif answer.status == 400 and error and error["param"] == name:
+            setting.report.add(
+                "low",
+                f"/openapi.json allows it, the service does not: {error['message'][:120]}",
+                f"{method} {path} {text}",
+                group="11.0 as an integer" if isinstance(body[name], Raw) else f"bounds of {name}",
+            )

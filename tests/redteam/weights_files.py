@@ -1,0 +1,160 @@
+"""Weights directories that should never be served, written by a safetensors writer of this suite's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from redteam.service import Launcher
+
+PROOFS = ("manifest.json", "golden.json")
+"""What directories from elsewhere do not have; with them, changed tensors would be noticed by their hash."""
+
+
+class TensorFile:
+    """A safetensors file as its header and one block of data: enough to rewrite it in wrong ways."""
+
+    def __init__(self, path: Path) -> None:
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        self.header: dict[str, Any] = json.loads(raw[8 : 8 + length])
+        self.data = bytearray(raw[8 + length :])
+
+    def names(self) -> list[str]:
+        return sorted(name for name in self.header if name != "__metadata__")
+
+    def fill(self, name: str, pattern: bytes, *, values: int | None = None) -> None:
+        """Repeats the bytes of one number over a tensor, or over its first values."""
+        begin, end = self.header[name]["data_offsets"]
+        count = (end - begin) // len(pattern)
+        count = count if values is None else min(values, count)
+        self.data[begin : begin + count * len(pattern)] = pattern * count
+
+    def number(self, name: str, value: float) -> bytes:
+        """The value in the tensor's own format."""
+        if self.header[name]["dtype"] == "BF16":
+            return struct.pack("<f", value)[2:]
+        return struct.pack({"F16": "<e", "F32": "<f"}[self.header[name]["dtype"]], value)
+
+    def to_bytes(self) -> bytes:
+        header = json.dumps(self.header).encode()
+        return struct.pack("<Q", len(header)) + header + bytes(self.data)
+
+
+def copied_weights(launcher: Launcher, *, files: dict[str, bytes] | None = None, proofs: bool = False) -> Path:
+    """A copy of the weights, with some files replaced; without the proofs, as most directories come."""
+    number = len(list(launcher.directory.glob("weights-*")))
+    path = launcher.directory / f"weights-{number}"
+    shutil.copytree(launcher.weights, path, ignore=None if proofs else shutil.ignore_patterns(*PROOFS))
+    for name, data in (files or {}).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def _filled(value: float, share: float) -> Callable[[Path, Random], None]:
+    """Fills a share of the tensors with one number: finite, and far outside what a model learns."""
+
+    def change(path: Path, rng: Random) -> None:
+        tensors = TensorFile(path / "model.safetensors")
+        names = tensors.names()
+        for name in rng.sample(names, max(1, int(share * len(names)))):
+            tensors.fill(name, tensors.number(name, value))
+        (path / "model.safetensors").write_bytes(tensors.to_bytes())
+
+    return change
+
+
+def _exploding_norms(path: Path, _: Random) -> None:
+    """Every number is finite and every activation overflows."""
+    tensors = TensorFile(path / "model.safetensors")
+    for name in [name for name in tensors.names() if "norm" in name]:
+        tensors.fill(name, tensors.number(name, 1e30))
+    (path / "model.safetensors").write_bytes(tensors.to_bytes())
+
+
+def _one_number(value: float) -> Callable[[Path, Random], None]:
+    def change(path: Path, rng: Random) -> None:
+        tensors = TensorFile(path / "model.safetensors")
+        name = rng.choice(tensors.names())
+        tensors.fill(name, tensors.number(name, value), values=1)
+        (path / "model.safetensors").write_bytes(tensors.to_bytes())
+
+    return change
+
+
+def _header(edit: Callable[[dict[str, Any], str, Random], None]) -> Callable[[Path, Random], None]:
+    """Changes what the header says of one tensor."""
+
+    def change(path: Path, rng: Random) -> None:
+        tensors = TensorFile(path / "model.safetensors")
+        edit(tensors.header, rng.choice(tensors.names()), rng)
+        (path / "model.safetensors").write_bytes(tensors.to_bytes())
+
+    return change
+
+
+def _transpose(header: dict[str, Any], name: str, rng: Random) -> None:
+    name = rng.choice([n for n in header if n != "__metadata__" and len(set(header[n]["shape"])) == 2])
+    header[name]["shape"].reverse()
+
+
+def _offsets(header: dict[str, Any], name: str, rng: Random) -> None:
+    begin, end = header[name]["data_offsets"]
+    header[name]["data_offsets"] = rng.choice([[begin - 2, end], [begin, end + 2**40], [end, begin], [-4, end], [0, 0]])
+
+
+def _dtype(header: dict[str, Any], name: str, rng: Random) -> None:
+    header[name]["dtype"] = rng.choice(["I16", "U16", "F64", "I8", "BOOL", "Q4", ""])
+
+
+def _truncate(path: Path, rng: Random) -> None:
+    file = path / "model.safetensors"
+    os.truncate(file, rng.randrange(file.stat().st_size))
+
+
+def _config(path: Path, rng: Random) -> None:
+    config = json.loads((path / "config.json").read_text())
+    name = rng.choice(
+        ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads", "intermediate_size", "head_dim"]
+    )
+    config[name] = rng.choice([0, -1, 7, 2**31, 2**63, 1e9, "384", None, [1]])
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _index(path: Path, rng: Random) -> None:
+    """Shards that lead out of the directory."""
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    names = TensorFile(path / "model-00001-of-00001.safetensors").names()
+    shard = rng.choice(["../../../../etc/passwd", "/dev/zero", "/proc/self/mem", "", "a\x00b", "/dev/stdin", "."])
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+
+
+def _hostile_json(path: Path, rng: Random) -> None:
+    name = rng.choice(["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"])
+    content = rng.choice(
+        ["[" * 100_000, '{"a":' * 50_000, "", "null", "[]", "NaN", '{"a": 1e99999}', "9" * 5000, "\x00", '"\\ud800"']
+    )
+    (path / name).write_text(content)
+
+
+KINDS: dict[str, Callable[[Path, Random], None]] = {
+    "exploding: every norm 1e30": _exploding_norms,
+    "exploding: a few tensors 3e38": _filled(3e38, 0.15),
+    "exploding: every tensor 1e30": _filled(1e30, 1.0),
+    "one NaN": _one_number(float("nan")),
+    "one infinity": _one_number(float("inf")),
+    "transposed shape": _header(_transpose),
+    "wrong offsets": _header(_offsets),
+    "wrong dtype": _header(_dtype),
+    "truncated": _truncate,
+    "hostile config": _config,
+    "hostile index": _index,
+    "hostile JSON": _hostile_json,
+    "all zeros": _filled(0.0, 1.0),
+}
