@@ -38,7 +38,7 @@ def engine_alone(
     runner = Runner(compute, sampler=sampler, guides=guides)
     runner.warm_up(max_running)
     limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
-    return Engine(Scheduler(limits, BlockPool(blocks, BLOCK)), runner)
+    return Engine(Scheduler(limits, BlockPool(blocks, BLOCK)), runner, masks=guides)
 
 
 def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False) -> NativeCompute:

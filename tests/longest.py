@@ -22,6 +22,7 @@ LONGEST = (
     "test_processes",
     "test_presets_served",
     "test_streaming",
+    "test_redteam",
     "test_held_service",
     "test_sampler_oracle",
     "test_parity",

@@ -53,4 +53,4 @@ def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | N
         runner.capture(capture)
     limits = SchedulerLimits(tokens_per_step=tokens, max_running=running)
     scheduler = Scheduler(limits, BlockPool(blocks, room.get("block_size", 16)))
-    return Engine(scheduler, runner, runner if depth else None)
+    return Engine(scheduler, runner, runner if depth else None, masks=room.get("guides"))

@@ -16,6 +16,7 @@ from app.chat_frames import Chat
 from app.chat_renderer import render
 from app.chat_template import ChatTemplate
 from app.engine.errors import InvalidRequest
+from app.tenant_queue import WorkAccount
 from model.chat_template import ChatTemplateFile, read_chat_template
 from model.files import CheckpointError
 
@@ -57,7 +58,7 @@ def _rendered(template: ChatTemplate | None, chat: list[dict[str, Any]], **optio
     async def run() -> str:
         assert template
         try:
-            return await template.render(chat, **options)
+            return await template.render(chat, WorkAccount(), **options)
         finally:
             await template.close()
 
@@ -113,6 +114,7 @@ def test_the_template_is_found_wherever_transformers_puts_it(
         ("chat_template.jinja", b"a" * (1 << 20) + b"b", "more than"),
         ("chat_template.json", b"[]", "JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "neither a text nor"),
+        ("tokenizer_config.json", b'{"chat_template": "a\\ud800"}', "a lone surrogate"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "neither a text nor"),
     ],
 )
@@ -145,6 +147,7 @@ def test_a_service_does_not_start_with_a_template_that_cannot_be_read(
         ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "refuses these messages"),
         ("{{ namespace(__init__=1) }}", "refuses these messages"),
         ("{% include '/etc/passwd' %}", "fails with these messages"),
+        (r"a{{ '\ud83d' }}", "writes half a character (U+D83D)"),
         (
             "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'a' * 1000 }}{% endfor %}{% endfor %}",
             "characters",
@@ -164,6 +167,8 @@ def test_what_a_template_does_wrong_is_told(source: str, reason: str) -> None:
         ("{{ 3 ** 1000000000 }}", "more than 0.5 seconds"),
         ("{{ ('a' * 2000000000) | length }}", "too much memory"),
         ("{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "memory"),
+        (r"{{ '\udc00' }}", r"chat template writes half a character \(U\+DC00\)"),
+        (r"{{ raise_exception('\udc00') }}", "refuses these messages: \ufffd"),
         ("{{ messages[0].content | upper }}", None),
     ],
 )

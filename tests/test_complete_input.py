@@ -17,6 +17,8 @@ from wire import whole
 
 from app.long_texts import LongTexts
 from app.prompts import Reader
+from app.tenant_queue import WorkAccount
+from app.text_encoder import TextEncoder
 from app.wish import Wish
 from model.tokenizer import Tokenizer
 
@@ -225,7 +227,7 @@ def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
     tokenizer = Tokenizer.load(weights)
     prompt = text * (40_000 // len(text))
     ready = SimpleNamespace(context=8192, vocab_size=tokenizer.vocab_size, start_id=0)
-    reader = Reader(ready, tokenizer, LongTexts())  # type: ignore[arg-type]
+    reader = Reader(ready, TextEncoder(tokenizer), LongTexts(), WorkAccount())  # type: ignore[arg-type]
     (read,) = asyncio.run(reader.prompts(Wish(prompts=[prompt], truncate_prompt_tokens=limit)))
     assert read.truncated and len(read.ids) == limit
     assert prompt.encode().endswith(tokenizer.written(read.ids))

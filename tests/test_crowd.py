@@ -22,7 +22,7 @@ class _Guest:
 
 def _connections(most: int, of_one: int) -> Connections:
     numbers = {"header_bytes": 1, "headers": 1, "url_bytes": 1}
-    seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds"), 1.0)
+    seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds", "answer_seconds"), 1.0)
     return Connections(Limits(connections=most, per_address=of_one, **numbers, **seconds))
 
 

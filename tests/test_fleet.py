@@ -25,6 +25,7 @@ from app.engine.memory import CacheRoom
 from app.engine.peers import EngineGone
 from app.engine.probe import NAME
 from app.engine.stream import MOST_WAITING, Stream
+from app.engine.supervisor import FilesOfWeights, as_in_directory
 from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
 from app.engine.waiting_line import WaitingLine
 from app.main import _worker_configs, make_fleet
@@ -70,7 +71,7 @@ class Played:
     def send(self, frame: Down) -> None:
         self.frames.append(frame)
 
-    def start(self) -> None:
+    def start(self, _files: FilesOfWeights = as_in_directory) -> None:
         self.load()
 
     async def stop(self) -> None:

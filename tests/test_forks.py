@@ -76,7 +76,7 @@ def test_a_copy_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_follower_lets_others_pass_while_its_leaders_prompt_is_computed() -> None:
     scheduler, device = make_scheduler(64, 4, 5, 4), SimulatedDevice(4)
-    for request in (*_choices(3, 9), Request(id="other", prompt=(1, 2), max_tokens=1, salt="x")):
+    for request in (*_choices(3, 9), Request(id="other", prompt=(1, 2), max_tokens=1)):
         scheduler.add(request)
     plans = [step(scheduler, device)[0] for _ in range(3)]
     assert [[c.sequence.request.id for c in plan.chunks] for plan in plans] == [

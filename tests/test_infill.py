@@ -17,6 +17,8 @@ from app.engine.errors import InvalidRequest
 from app.engine.frames import Ready
 from app.long_texts import LongTexts
 from app.prompts import Read, Reader
+from app.tenant_queue import WorkAccount
+from app.text_encoder import TextEncoder
 from app.wish import Wish
 from model.tokenizer import Tokenizer
 
@@ -34,7 +36,7 @@ READY: dict[str, Any] = {
 def _read(tokenizer: Tokenizer, **wish: Any) -> list[Read]:
     texts = LongTexts()
     try:
-        return asyncio.run(Reader(Ready(**READY), tokenizer, texts).prompts(Wish(**wish)))
+        return asyncio.run(Reader(Ready(**READY), TextEncoder(tokenizer), texts, WorkAccount()).prompts(Wish(**wish)))
     finally:
         texts.close()
 

@@ -325,7 +325,7 @@ def test_sampling_defaults_outside_their_range_are_refused(tmp_path: Path, weigh
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     result = _serve("--weights", str(tiny_weights(tmp_path / "narrow", vocab_size=300)))
     assert result.returncode == 2
-    assert "the tokenizer has 320 tokens, the model only 300" in result.stderr.splitlines()[-1]
+    assert "tokenizer.json: has 320 tokens, the model only 300" in result.stderr.splitlines()[-1]
 
 
 def test_a_model_with_a_padded_vocabulary_serves(tmp_path: Path) -> None:

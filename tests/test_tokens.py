@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tiny import TEXT, VOCAB
 
 from app.long_texts import LongTexts
+from app.tenant_queue import WorkAccount
 from model.tokenizer import SEPARATOR, Tokenizer
 
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
@@ -104,7 +105,7 @@ def test_nothing_is_no_tokens_and_no_text(server: Server) -> None:
         ("/detokenize", {"tokens": [0, VOCAB]}, "tokens", f"from 0 to {VOCAB - 1}"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "greater than"),
         ("/detokenize", {"tokens": [True]}, "tokens", "integer"),
-        ("/detokenize", {"tokens": [1.0]}, "tokens", "integer"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens", "integer"),
         ("/detokenize", {"tokens": [10**30]}, "tokens", ""),
         ("/detokenize", {"tokens": [[1]]}, "tokens", "integer"),
         ("/detokenize", {"tokens": [1], "model": "x"}, "model", "unknown field"),
@@ -151,8 +152,10 @@ def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
     async def run() -> list[str]:
         done: list[str] = []
         texts = LongTexts()
-        long_ones = [asyncio.create_task(texts.run(10**6, lambda name=name: done.append(name))) for name in "ab"]
-        await texts.run(10, lambda: done.append("short"))
+        long_ones = [
+            asyncio.create_task(texts.run(10**6, lambda name=name: done.append(name), WorkAccount())) for name in "ab"
+        ]
+        await texts.run(10, lambda: done.append("short"), WorkAccount())
         assert done == ["short"]
         await asyncio.gather(*long_ones)
         texts.close()
@@ -168,7 +171,7 @@ def test_the_event_loop_comes_before_long_work_where_both_want_a_core() -> None:
 
     async def run() -> tuple[int, int]:
         texts = LongTexts()
-        short, long = await texts.run(10, nice), await texts.run(10**6, nice)
+        short, long = await texts.run(10, nice, WorkAccount()), await texts.run(10**6, nice, WorkAccount())
         texts.close()
         return short, long
 

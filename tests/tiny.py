@@ -87,14 +87,16 @@ def tiny_engine(
         assert block_size == BLOCK
         compute: Compute = native_compute(decoder, blocks, int8=WAY.get() == "int8")
         sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
-        return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides))
+        return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides), masks=guides)
     dtype, device = decoder.embedding.dtype, decoder.embedding.device
     cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     sources = None
     if decoder.config.n_encoder_layers:
         context = decoder.config.context
         sources = SourceCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
-    return Engine(scheduler, Runner(TorchCompute(decoder, cache, sources), sampler=TorchSampler(), guides=guides))
+    return Engine(
+        scheduler, Runner(TorchCompute(decoder, cache, sources), sampler=TorchSampler(), guides=guides), masks=guides
+    )
 
 
 def can_be_native(decoder: Decoder) -> bool:

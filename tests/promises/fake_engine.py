@@ -16,6 +16,7 @@ from pathlib import Path
 from app.engine.blocks import BlockPool
 from app.engine.engine import Engine
 from app.engine.frames import Ready, WorkerConfig
+from app.engine.grammar_workers import GrammarWorkers, Job
 from app.engine.limits import SchedulerLimits
 from app.engine.loop import run
 from app.engine.result import Drawn, StepResult
@@ -23,6 +24,7 @@ from app.engine.scheduler import Scheduler
 from app.engine.start import Assembled
 from app.engine.types import BatchPlan, Request, TokenScore
 from app.faults import fault, is_armed
+from model.files import regular_file, sha256
 
 BLOCK_SIZE, CONTEXT = 16, 8192
 _PRINTABLE = range(33, 256)
@@ -72,11 +74,21 @@ class NoGuides:
 
     n_prepared = 0
 
-    def prepare(self, request: Request) -> None:
-        """Nothing to do."""
+    def __init__(self) -> None:
+        self._workers = GrammarWorkers()
+
+    def prepare(self, request: Request) -> Job:
+        """Nothing to do but to fail where a test wants it."""
+        job = Job(request.salt, lambda: fault("engine.guide", request), is_long=True)
+        self._workers.submit(job)
+        return job
 
     def forget(self, request_id: str) -> None:
         """Nothing to do."""
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """Nothing took time."""
+        return ()
 
 
 def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], None]], Assembled]:
@@ -95,14 +107,15 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
 
 
 def _ready(config: WorkerConfig, blocks: int) -> Ready:
-    shape = json.loads((Path(config.weights) / "config.json").read_bytes())
+    weights = Path(config.weights)
+    shape = json.loads(regular_file(weights / "config.json").read_bytes())
     return Ready(
         context=config.max_context or CONTEXT,
         vocab_size=shape["vocab_size"],
         n_params=0,
         dtype="none",
         device="none",
-        weights_version=hashlib.sha256((Path(config.weights) / "model.safetensors").read_bytes()).hexdigest(),
+        weights_version=sha256(weights / "model.safetensors"),
         eos_ids=(),
         start_id=0,
         sampling_defaults={},

@@ -108,16 +108,15 @@ def test_the_engine_dies_with_a_killed_service_whatever_it_does(
     assert server.wait_for(lambda: is_gone(engine), 3)
 
 
-def test_the_process_that_checks_guides_dies_with_a_killed_service(tmp_path: Path, weights: Path) -> None:
+def test_the_processes_that_check_guides_die_with_a_killed_service(tmp_path: Path, weights: Path) -> None:
     server = start_server(tmp_path, weights, fake_ms=5)
     assert httpx.post(f"{server.url}/complete", json=_GUIDED, timeout=60).status_code == 200
     pids = children(server)
     checker = [pid for pid in pids if b"guide_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(checker) == 1
-    os.kill(checker[0], signal.SIGSTOP)
+    os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
     server.process.kill()
     server.process.wait()
-    assert server.wait_for(lambda: all(map(is_gone, pids)), 3)
+    assert server.wait_for(lambda: all(map(is_gone, pids)), 10)
 
 
 @pytest.fixture

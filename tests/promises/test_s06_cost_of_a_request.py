@@ -48,7 +48,7 @@ _NASTY: dict[str, tuple[str, bytes]] = {
     "nothing but brackets": ("/complete", b"[" * _MEGABYTE),
     "deep schema": ("/complete", _nested(150_000)),
     "schema within limits": ("/complete", _nested(100)),
-    "many unknown fields": ("/complete", json.dumps({f"f{i}": i for i in range(70_000)}).encode()),
+    "many unknown fields": ("/complete", json.dumps({f"f{i}": i for i in range(60_000)}).encode()),
     "the same field again": ("/complete", b"{" + b'"prompt":"a",' * 70_000 + b'"max_tokens":1}'),
     "many stops": ("/complete", _body(stop=["x" * 256] * 16, max_tokens=50)),
     "too many stops": ("/complete", _body(stop=["x"] * (_MEGABYTE // 5))),

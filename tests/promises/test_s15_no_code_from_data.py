@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -125,17 +126,25 @@ def _ask(server: Server, words: str) -> None:
     assert httpx.post(f"{server.url}/complete", json={"prompt": words, "seed": words}).status_code == 400
 
 
+def _has_loaded(log: Path, processes: int) -> bool:
+    """Whether so many processes have started and none of them has imported anything for a second."""
+    before = log.read_text()
+    time.sleep(1.0)
+    return before.count('"armed"') >= processes and log.read_text() == before
+
+
 def test_no_process_runs_data_while_it_loads_and_answers(tmp_path: Path, weights: Path, promise: Promise) -> None:
     server, log = _start(tmp_path, weights)
     try:
         _ask(server, "The moon")  # msgspec reads the annotations of its structs when it first needs them
+        assert server.wait_for(lambda: _has_loaded(log, 4)), "a second checker of guides starts behind the first one"
         before = log.read_text().count("\n")
         _ask(server, "eval('1') {{ 7*7 }} ${x} __import__('os')")
         events = [json.loads(line) for line in log.read_text().splitlines()]
     finally:
         assert stop_server(server) == 0
     processes = {event["pid"] for event in events if event["event"] == "armed"}
-    assert server.process.pid in processes and len(processes) >= 3, "API, engine, and who looks at guides"
+    assert server.process.pid in processes and len(processes) >= 4, "API, engine, and two that check guides"
     seen = [event for event in events if event["event"] != "armed"]
     assert seen, "libraries evaluate annotations when they are imported; a hook that sees nothing is no hook"
     harm = [e for e in seen if e["ours"] or e["event"] in ("pickle.find_class", "os.system", "marshal.load")]

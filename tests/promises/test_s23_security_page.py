@@ -19,8 +19,11 @@ SECTIONS = {
         "author of a weights directory",
         "**Trusted:**",
     ),
+    "Threats by resource": ("event loop", "prefix cache timing", "supply chain", "what is left"),
+    "Shared resources": ("S26", "event loop", "grammar processes", "engine step", "quota"),
     "What is a vulnerability": ("- A route that answers without a key", "weights directory"),
     "What is not": ("--insecure-no-auth", "What the model says"),
+    "What is not defended": ("TLS", "many addresses", "without keys", "Stolen keys"),
     "Hardening": ("1. ", "read-only root", "requirements.lock"),
     "What is tested": ("RELIABILITY.md",),
 }
