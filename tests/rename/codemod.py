@@ -26,6 +26,7 @@ _CODE = ("app", "model", "benchmarks", "tests", "deploy")
 _TEXTS = {".md", ".toml", ".yml", ".yaml", ".cpp", ".h", ".js", ".mjs", ".html", ".css", ".conf", ".sh", ""}
 _DOTTED = re.compile(r"(?<![\w./])((?:app|model)(?:\.\w+)+)")
 _PATH = re.compile(r"(?<![\w.-])((?:app|model)/[\w/]*\w)(\.py)?")
+_BARE = re.compile(r"(?<![\w./*{}\"'-])((?:\w+/)?\w+)\.py\b(?!\")")
 _WIDTH = 118
 
 Edit = tuple[int, int, str]
@@ -53,6 +54,8 @@ class Renames:
     """Module -> old name -> new name."""
     known: frozenset[str]
     """All modules that there are before the change."""
+    helpers: frozenset[str]
+    """Names of files of tests and benchmarks."""
 
     @classmethod
     def read(cls, path: Path = MAP) -> Renames:
@@ -63,7 +66,8 @@ class Renames:
             module, _, name = key.partition(":")
             names[module][name] = new
         known = frozenset(module_of(f) for f in git("ls-files", *_CODE) if f.endswith(".py"))
-        return cls(raw["modules"], raw["folders"], dict(names), known)
+        helpers = frozenset(Path(f).stem for f in git("ls-files", "tests", "benchmarks"))
+        return cls(raw["modules"], raw["folders"], dict(names), known, helpers)
 
     def dotted(self, text: str) -> str:
         """app.alarm.Alarm.set -> app.common.lazy_timer.LazyTimer.set."""
@@ -84,8 +88,24 @@ class Renames:
                 return new + text.removeprefix(folder)
         return text
 
-    def mentions(self, text: str) -> Iterator[Edit]:
+    def bare(self, text: str, package: str) -> str:
+        """door, mentioned in app.engine -> app/engine/guided/grammar_compile_queue; text itself where that is unclear."""
+        name = text.replace("/", ".")
+        beside = f"{package}.{name}"
+        found = [beside] if beside in self.known else [m for m in self.modules if m.endswith(f".{name}")]
+        if "/" not in text and not package and name in self.helpers:
+            return text
+        if len(found) > 1:
+            print(f"unclear: {text}.py in {package} may be {found}", file=sys.stderr)
+        return self.modules.get(found[0], text).replace(".", "/") if len(found) == 1 else text
+
+    def mentions(self, text: str, package: str = "") -> Iterator[Edit]:
         """Dotted names and paths in prose, strings and configuration."""
+        for found in _BARE.finditer(text):
+            if not found[1].startswith(("app/", "model/", "tests/", "benchmarks/")):
+                new = self.bare(found[1], package)
+                if new != found[1]:
+                    yield *found.span(1), new
         for found in _DOTTED.finditer(text):
             # Hugging Face names tensors like this.
             if not found[1].startswith("model.layers") and (new := self.dotted(found[1])) != found[1]:
@@ -183,7 +203,7 @@ class SourceFile:
         for token in tokenize.generate_tokens(io.StringIO(self._text).readline):
             if token.type in (tokenize.STRING, tokenize.COMMENT):
                 start = self._starts[token.start[0] - 1] + token.start[1]
-                edits = list(self._renames.mentions(token.string))
+                edits = list(self._renames.mentions(token.string, self._module.rpartition(".")[0]))
                 if pattern:
                     edits += [(*found.span(1), self._local[found[1]]) for found in pattern.finditer(token.string)]
                 self._edits += [(start + first, start + end, new) for first, end, new in edits]
