@@ -22,7 +22,7 @@ WORKDIR /build
 COPY app/__init__.py app/__main__.py app/
 COPY app/cli/__init__.py app/cli/compile.py app/cli/
 COPY app/engine/__init__.py app/engine/
-COPY app/engine/native app/engine/native
+COPY app/engine/cpu app/engine/cpu
 RUN python3 -m app compile --all-levels --cache-dir /kernels
 
 FROM ${BASE} AS builder
@@ -43,7 +43,7 @@ COPY model model
 COPY benchmarks benchmarks
 RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inkstream/bin/pip check
 COPY --from=kernels /kernels /kernels
-RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.native.shelf import PACKAGED; print(PACKAGED)')" \
+RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.cpu.build.library_cache import PACKAGED; print(PACKAGED)')" \
     && mkdir "$built" && cp /kernels/inkstream-* "$built"
 # Readable for the user below, whatever the umask of whoever trained or checked out.
 COPY weights weights

@@ -13,35 +13,39 @@ from pathlib import Path
 from fastapi import FastAPI
 from msgspec.structs import replace
 
-from app import VERSION, logs
-from app.api import chat, complete, errors, openai, operations, page, score, tokens
-from app.api.auth import Gate, public_routes
-from app.api.cors import Cors
-from app.api.hosts import HostNames
+from app import VERSION
+from app.access.api_keys import ApiKeys
+from app.api import health, score, static_pages, tokens
 from app.api.metrics import Metrics
+from app.api.native import routes
+from app.api.openai import chat, completions
 from app.api.openapi import TAGS, DescribedApp
-from app.api.request_log import RequestLog
-from app.api.shelf import Shelf
-from app.chat_template import ChatTemplate
-from app.connections import Connections, Limits, possible_connections
-from app.descriptors import watch_descriptors
-from app.engine.admission import QueueLimits
-from app.engine.client import EngineClient
-from app.engine.cores import available_cores
-from app.engine.fleet import Fleet
-from app.engine.frames import WorkerConfig
-from app.engine.native.shelf import cache_directory
-from app.engine.waiting_line import WaitingLine
-from app.kernels import build_for_next_start, libraries_at_start
-from app.keys import Keys
-from app.long_texts import LongTexts
-from app.reload import Reloader
-from app.served import Served
-from app.service import Service
-from app.settings import Settings
-from app.weights_snapshot import WeightsSnapshot
-from app.weights_watch import look, without_links
-from model.presence import check_layout
+from app.api.resume_store import ResumeStore
+from app.chat.template import ChatTemplate
+from app.common import logs
+from app.common.cpu_count import available_cores
+from app.common.ipc import WorkerConfig
+from app.common.settings import Settings
+from app.engine.cpu.build.library_cache import cache_directory
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.queue_limits import QueueLimits
+from app.http import errors
+from app.http.auth import AuthMiddleware, public_routes
+from app.http.connection_limits import ConnectionLimits, HttpLimits, possible_connections
+from app.http.cors import CorsMiddleware
+from app.http.fd_monitor import watch_descriptors
+from app.http.host_filter import HostFilter
+from app.http.request_log import RequestLogMiddleware
+from app.serving.hot_reload import HotReload
+from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
+from app.serving.model_instance import ModelInstance
+from app.serving.service import Service
+from app.serving.weights_fingerprint import look, without_links
+from app.serving.weights_snapshot import WeightsSnapshot
+from app.tokenization.tokenizer_pool import TokenizerPool
+from model.checkpoint.layout_check import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
@@ -50,21 +54,21 @@ Errors have one shape: `{"error": {"message", "type", "param", "code", "request_
 _log = logging.getLogger("inkstream")
 
 
-def create_app(settings: Settings, engine: Callable[[Settings], Fleet] | None = None) -> FastAPI:
+def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> FastAPI:
     """The application; its engine starts and ends with its lifespan. `engine` makes others (tests)."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async def make() -> Served:
+        async def make() -> ModelInstance:
             return await _serve_next(settings, engine or make_fleet)
 
-        app.state.long_texts = long_texts = LongTexts()
+        app.state.long_texts = long_texts = TokenizerPool()
         served = await make()
         app.state.service = service = Service(settings, served, long_texts)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
-        app.state.shelf = shelf = Shelf(settings.resume_seconds)
+        app.state.shelf = shelf = ResumeStore(settings.resume_seconds)
         served.start()
-        app.state.reloader = reloader = Reloader(service, make, metrics.reloaded)
+        app.state.reloader = reloader = HotReload(service, make, metrics.reloaded)
         works = [service.load(), reloader.run(), metrics.watch_loop(), watch_descriptors(), service.failures.run()]
         works.append(build_for_next_start(served.engine, settings.cache_dir))
         tasks = [asyncio.create_task(work) for work in works]
@@ -91,26 +95,26 @@ def create_app(settings: Settings, engine: Callable[[Settings], Fleet] | None = 
         lifespan=lifespan,
     )
     _guard(app, settings)
-    app.state.connections = connections = Connections(_connection_limits(settings))
+    app.state.connections = connections = ConnectionLimits(_connection_limits(settings))
     errors.install(app)
-    for room in (complete, openai, chat, score):
+    for room in (routes, completions, chat, score):
         app.include_router(room.router, tags=["completion"])
-    for room in (tokens, operations, page):
+    for room in (tokens, health, static_pages):
         app.include_router(room.router)
     return app
 
 
 def _guard(app: FastAPI, settings: Settings) -> None:
     """What every request passes before a route is looked for; the last one added is the first one passed."""
-    keys = Keys(settings.keys_file) if settings.keys_file else None
-    app.add_middleware(Gate, keys=keys, public=public_routes([operations.router, page.router]))
+    keys = ApiKeys(settings.keys_file) if settings.keys_file else None
+    app.add_middleware(AuthMiddleware, keys=keys, public=public_routes([health.router, static_pages.router]))
     if settings.origins:
-        app.add_middleware(Cors, origins=settings.origins)
-    app.add_middleware(HostNames, allowed=settings.host_names)
-    app.add_middleware(RequestLog)
+        app.add_middleware(CorsMiddleware, origins=settings.origins)
+    app.add_middleware(HostFilter, allowed=settings.host_names)
+    app.add_middleware(RequestLogMiddleware)
 
 
-async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Fleet]) -> Served:
+async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
     """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
     seen = await asyncio.to_thread(look, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
@@ -121,7 +125,7 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Flee
     except BaseException:
         snapshot.close()
         raise
-    return Served(
+    return ModelInstance(
         weights,
         seen,
         engine,
@@ -147,11 +151,11 @@ def _folders_for_copies(settings: Settings) -> list[Path]:
     return [folder for folder in folders if folder]
 
 
-def _connection_limits(settings: Settings) -> Limits:
+def _connection_limits(settings: Settings) -> HttpLimits:
     connections = possible_connections(settings.max_connections)
     if connections < settings.max_connections:
         _log.warning("the limit of open files (ulimit -n) allows %d connections", connections)
-    return Limits(
+    return HttpLimits(
         connections=connections,
         per_address=settings.max_connections_per_address or max(1, connections // 2),
         header_bytes=settings.max_header_bytes,
@@ -165,7 +169,7 @@ def _connection_limits(settings: Settings) -> Limits:
     )
 
 
-def make_fleet(settings: Settings) -> Fleet:
+def make_fleet(settings: Settings) -> EnginePool:
     """Engine processes with what the settings say of them."""
     cores = available_cores()
     if settings.threads > cores:
@@ -182,9 +186,9 @@ def make_fleet(settings: Settings) -> Fleet:
             threads,
         )
     limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-    queue = WaitingLine(limits)
+    queue = FairQueue(limits)
     configs = _worker_configs(settings, cores)
-    return Fleet([EngineClient(config, queue, silence_seconds=settings.engine_silence) for config in configs])
+    return EnginePool([EngineClient(config, queue, silence_seconds=settings.engine_silence) for config in configs])
 
 
 def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:

@@ -18,21 +18,21 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from app import event_loop, logs
-from app.connections import Connections, possible_connections
-from app.engine.errors import NotReady
-from app.engine.fleet import Fleet
-from app.engine.native.choice import check_possible
-from app.engine.peers import EngineGone
-from app.kernels import libraries_at_start
-from app.key_file import KeysError, read_keys
+from app.access.key_store import KeyFileError, read_keys
+from app.common import event_loop, logs
+from app.common.errors import NotReady
+from app.common.settings import Settings
+from app.common.terminal import has_terminal
+from app.engine.cpu.build.backend_selection import check_possible
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.pool_events import EngineGone
+from app.http.connection_limits import ConnectionLimits, possible_connections
+from app.http.http_protocol import HttpProtocol
 from app.main import create_app
-from app.protocol import Connection
-from app.service import Service
-from app.settings import Settings
-from app.terminal import has_terminal
-from model.chat_template import read_chat_template
-from model.presence import check_layout
+from app.serving.kernel_prebuild import libraries_at_start
+from app.serving.service import Service
+from model.checkpoint.chat_template import read_chat_template
+from model.checkpoint.layout_check import check_layout
 
 _UNSENT_BYTES = 1 << 14
 _LAST_SECONDS = 2.0
@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert isinstance(self.config.app, FastAPI)
         self._service: Service = self.config.app.state.service
-        self._connections: Connections = self.config.app.state.connections
+        self._connections: ConnectionLimits = self.config.app.state.connections
         self._watching = asyncio.create_task(self._watch())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
@@ -83,8 +83,8 @@ class _Server(uvicorn.Server):
         self._connections.is_draining = True
 
     @property
-    def _open(self) -> list[Connection]:
-        return list(cast(set[Connection], self.server_state.connections))
+    def _open(self) -> list[HttpProtocol]:
+        return list(cast(set[HttpProtocol], self.server_state.connections))
 
     @property
     def drain_timeout(self) -> float:
@@ -137,13 +137,15 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings, engine: Callable[[Settings], Fleet] | None = None) -> int:
+def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> int:
     """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
 
     `engine` makes other engines (benchmarks bring a stand-in).
     """
     logs.set_up(settings.log_level, logs.chosen(settings.log_format))
-    os.environ["RUST_BACKTRACE"] = "0"  # a panic in the tokenizers library is one log line of app/text_encoder.py
+    os.environ["RUST_BACKTRACE"] = (
+        "0"  # a panic in the tokenizers library is one log line of app/tokenization/text_encoder.py
+    )
     _check_files(settings)
     _check_weights(settings.weights)
     _check_kernels(settings)
@@ -159,12 +161,12 @@ def serve(settings: Settings, engine: Callable[[Settings], Fleet] | None = None)
 
 
 async def _serve(
-    settings: Settings, listener: socket.socket, engine: Callable[[Settings], Fleet] | None
+    settings: Settings, listener: socket.socket, engine: Callable[[Settings], EnginePool] | None
 ) -> EngineGone | None:
     app = create_app(settings, engine)
     # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.
     gc.freeze()
-    connection = cast(type[asyncio.Protocol], functools.partial(Connection, app.state.connections))
+    connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))
     config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=connection, ws="none")
     server = _Server(config)
     loop = asyncio.get_running_loop()
@@ -181,7 +183,7 @@ def _has_keys(settings: Settings) -> bool:
     """Raises StartError for a file of keys that cannot be used."""
     try:
         return bool(settings.keys_file and read_keys(settings.keys_file))
-    except KeysError as error:
+    except KeyFileError as error:
         raise StartError(str(error)) from None
 
 

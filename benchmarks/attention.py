@@ -1,7 +1,7 @@
 """The classroom's two questions about speed, asked of this code: `python -m benchmarks.attention`.
 
 1. What does one matrix product over all heads save against a loop over the heads (PerHeadAttend, CausalAttend)?
-2. What does a KV cache save against computing the whole text again for each token (model.reference, app.engine)?
+2. What does a KV cache save against computing the whole text again for each token (model.nn.reference, app.engine)?
 
 Random weights, float32, one sequence, no gradients; the engine runs in this process, without service and pipe. The two
 ways are timed in turn, so that a slow moment of the machine meets both; figures are medians. The last line of stdout is
@@ -21,23 +21,23 @@ from functools import partial
 import msgspec
 import torch
 
-from app.engine.blocks import BlockPool
-from app.engine.compute import TorchCompute
-from app.engine.engine import Engine
-from app.engine.kv_cache import KVCache
-from app.engine.limits import SchedulerLimits
-from app.engine.params import SamplingParams
-from app.engine.runner import Runner
-from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler
-from app.engine.types import Request
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.execution.runner import Runner
+from app.engine.execution.step_executor import TorchExecutor
+from app.engine.memory.kv_cache import KVCache
+from app.engine.sampling.sampler import TorchSampler
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
 from benchmarks.result import Machine, this_machine
-from model.arguments import OneLineParser
-from model.attention import CausalAttend, PerHeadAttend
+from model.argument_parser import OneLineParser
 from model.config import ModelConfig
+from model.nn.attention import CausalAttend, PerHeadAttend
+from model.nn.reference import generate
+from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
-from model.reference import generate
-from model.transformer import Decoder
 
 _LENGTH_OF_HEADS = 256
 """At which the number of heads grows."""
@@ -163,9 +163,9 @@ def _engine(decoder: Decoder) -> Engine:
     config = decoder.config
     blocks = -(-config.context // _BLOCK)
     cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=decoder.embedding.device)
-    limits = SchedulerLimits(tokens_per_step=config.context, max_running=1)
+    limits = StepLimits(tokens_per_step=config.context, max_running=1)
     return Engine(
-        Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchCompute(decoder, cache), sampler=TorchSampler())
+        Scheduler(limits, BlockPool(blocks, _BLOCK)), Runner(TorchExecutor(decoder, cache), sampler=TorchSampler())
     )
 
 

@@ -17,12 +17,12 @@ from ctypes import CDLL
 import msgspec
 import torch
 
-from app.engine.native.build import find_or_build
-from app.engine.native.sampler import NativeSampler
-from app.engine.sampler import sample
-from app.engine.sampling_row import SamplingRow
+from app.engine.cpu.build.builder import find_or_build
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampling_input import SamplingInput
 from benchmarks.sampling import WAYS
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
 
 _PROMPT, _LENGTH = 200, 264
 
@@ -52,7 +52,7 @@ def _times(native: NativeSampler, way: str, n_rows: int, turns: int) -> tuple[fl
     logits_SV = torch.randn(n_rows, native.vocab, generator=generator) * 3
     tokens = [array("q", torch.randint(native.vocab, (_LENGTH,), generator=generator).tolist()) for _ in range(n_rows)]
     params = [msgspec.structs.replace(WAYS[way], seed=i) for i in range(n_rows)]
-    rows = [SamplingRow(p, history, _PROMPT) for p, history in zip(params, tokens, strict=True)]
+    rows = [SamplingInput(p, history, _PROMPT) for p, history in zip(params, tokens, strict=True)]
     by_torch, natively = [], []
     for _ in range(turns):
         by_torch.append(_microseconds(lambda: sample(logits_SV, rows)))

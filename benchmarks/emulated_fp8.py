@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from app.engine.gpu.install import install
-from model.checkpoint import load
-from model.reference import logits
+from app.engine.gpu.quantized_install import install
+from model.checkpoint.checkpoint import load
+from model.nn.reference import logits
 
 
 class EmulatedFp8:

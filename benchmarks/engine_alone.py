@@ -6,21 +6,21 @@ from functools import cache
 
 import torch
 
-from app.engine.blocks import BlockPool
-from app.engine.compute import Compute, TorchCompute
-from app.engine.engine import Engine
-from app.engine.guides import Guides
-from app.engine.kv_cache import KVCache
-from app.engine.limits import SchedulerLimits
-from app.engine.native.build import find_or_build
-from app.engine.native.compute import NativeCompute, Threads
-from app.engine.native.library import Library
-from app.engine.native.program import BLOCK
-from app.engine.native.sampler import NativeSampler
-from app.engine.runner import Runner, Sampler
-from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler
-from model.transformer import Decoder
+from app.engine.cpu.build.builder import find_or_build
+from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.library import Library
+from app.engine.cpu.program import BLOCK
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.execution.engine import Engine
+from app.engine.execution.runner import Runner, Sampler
+from app.engine.execution.step_executor import StepExecutor, TorchExecutor
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.kv_cache import KVCache
+from app.engine.sampling.sampler import TorchSampler
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from model.nn.transformer import Decoder
 
 KERNELS = ("native", "torch")
 
@@ -31,13 +31,19 @@ def blocks_for(texts: int, tokens: int) -> int:
 
 
 def engine_alone(
-    decoder: Decoder, *, kernels: str, blocks: int, tokens_per_step: int, max_running: int, guides: Guides | None = None
+    decoder: Decoder,
+    *,
+    kernels: str,
+    blocks: int,
+    tokens_per_step: int,
+    max_running: int,
+    guides: GrammarTracker | None = None,
 ) -> Engine:
     """Computes on the CPU, in the decoder's number format, as a service with `--kernels` native or torch would."""
     compute, sampler = _native(decoder, blocks) if kernels == "native" else _torch(decoder, blocks)
     runner = Runner(compute, sampler=sampler, guides=guides)
     runner.warm_up(max_running)
-    limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
+    limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     return Engine(Scheduler(limits, BlockPool(blocks, BLOCK)), runner, masks=guides)
 
 
@@ -47,13 +53,13 @@ def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False) -> Nati
     return NativeCompute(library, decoder, threads, blocks=blocks, int8=int8)
 
 
-def _native(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
+def _native(decoder: Decoder, blocks: int) -> tuple[StepExecutor, Sampler]:
     library, threads = _kernels()
     compute = native_compute(decoder, blocks)
     return compute, NativeSampler(library.loaded, decoder.config.vocab_size, pool=threads)
 
 
-def _torch(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
+def _torch(decoder: Decoder, blocks: int) -> tuple[StepExecutor, Sampler]:
     kv_cache = KVCache(
         decoder.config,
         blocks=blocks,
@@ -61,7 +67,7 @@ def _torch(decoder: Decoder, blocks: int) -> tuple[Compute, Sampler]:
         dtype=decoder.embedding.dtype,
         device=decoder.embedding.device,
     )
-    return TorchCompute(decoder, kv_cache), TorchSampler()
+    return TorchExecutor(decoder, kv_cache), TorchSampler()
 
 
 @cache

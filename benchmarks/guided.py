@@ -19,20 +19,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from app.engine.engine import Engine
-from app.engine.guides import Guides
-from app.engine.params import SamplingParams
-from app.engine.result import Drawn
-from app.engine.types import Request
-from app.engine.types import Sequence as EngineSequence
-from app.guide import guide_of
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.common.types import Sequence as EngineSequence
+from app.engine.execution.engine import Engine
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.sampling.sampled_token import SampledToken
+from app.guided.grammar import guide_of
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
-from model.arguments import OneLineParser
-from model.checkpoint import load
+from model.argument_parser import OneLineParser
+from model.checkpoint.checkpoint import load
 from model.device import choose_dtype
 from model.files import one_line
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 _BLOCK = 16
 _PROMPT = "Once upon a time there was"
@@ -70,7 +70,7 @@ class GuidedResult:
     cost_percent: float
     """Median over the pairs."""
     guides_ms_per_step: float
-    """Of a step of all streams, in app/engine/guides.py: time in the step itself, also spent waiting for masks."""
+    """Of a step of all streams, in app/engine/guided/grammar_tracker.py: time in the step itself, also spent waiting for masks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,27 +137,27 @@ def measure(weights: Path, *, kernels: str, streams: int, max_tokens: int, repea
     )
 
 
-class _TimedGuides(Guides):
+class _TimedGuides(GrammarTracker):
     """Guides that know what they cost."""
 
     def __init__(self, tokenizer: Tokenizer, streams: int) -> None:
         super().__init__(lambda: tokenizer.bytes_of, vocab_size=tokenizer.vocab_size, most=streams)
         self.seconds = 0.0
 
-    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | Drawn | None]:
+    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | SampledToken | None]:
         started = time.perf_counter()
         result = super().allowed(sequences)
         self.seconds += time.perf_counter() - started
         return result
 
-    def follow(self, sequences: Sequence[EngineSequence], drawn: Sequence[Drawn]) -> list[Drawn]:
+    def follow(self, sequences: Sequence[EngineSequence], drawn: Sequence[SampledToken]) -> list[SampledToken]:
         started = time.perf_counter()
         result = super().follow(sequences, drawn)
         self.seconds += time.perf_counter() - started
         return result
 
 
-def _engine(weights: Path, guides: Guides, streams: int, max_tokens: int, kernels: str) -> Engine:
+def _engine(weights: Path, guides: GrammarTracker, streams: int, max_tokens: int, kernels: str) -> Engine:
     device = torch.device("cpu")
     decoder = load(weights, device=device, dtype=choose_dtype("auto", device)).decoder
     return engine_alone(

@@ -26,8 +26,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.connections import Connections, Limits
-from app.protocol import Connection
+from app.http.connection_limits import ConnectionLimits, HttpLimits
+from app.http.http_protocol import HttpProtocol
 
 _EVENT = b"event: token\ndata: " + b'{"text": " word", "index": 7, "id": "req-0123456789abcdef"}'.ljust(120) + b"\n\n"
 _STREAMS = 32
@@ -48,7 +48,7 @@ _CPU = b"GET /cpu HTTP/1.1\r\n" + _FIELDS + b"\r\n"
 class _H11Parser:
     """h11's public API behind the interface of RequestParser: what our protocol would cost with h11 underneath."""
 
-    def __init__(self, events: Connection) -> None:
+    def __init__(self, events: HttpProtocol) -> None:
         self._events = events
         self._connection = h11.Connection(h11.SERVER)
         self._request = h11.Request(method="GET", target="/", headers=[("Host", "x")])
@@ -94,21 +94,21 @@ class _H11Parser:
         del self._events
 
 
-class _ConnectionOnH11(Connection):
+class _ConnectionOnH11(HttpProtocol):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
         self.parser = _H11Parser(self)  # type: ignore[assignment]
 
 
-def _ours(protocol: type[Connection]) -> Callable[[], Any]:
+def _ours(protocol: type[HttpProtocol]) -> Callable[[], Any]:
     seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds"), _SECONDS)
     sizes = {"header_bytes": 16384, "headers": 100, "url_bytes": 8192}
-    limits = Limits(connections=1000, per_address=1000, **sizes, **seconds)  # type: ignore[arg-type]
-    return lambda: functools.partial(protocol, Connections(limits))
+    limits = HttpLimits(connections=1000, per_address=1000, **sizes, **seconds)  # type: ignore[arg-type]
+    return lambda: functools.partial(protocol, ConnectionLimits(limits))
 
 
 _VARIANTS: dict[str, Callable[[], Any]] = {
-    "ours, httptools": _ours(Connection),
+    "ours, httptools": _ours(HttpProtocol),
     "ours, h11": _ours(_ConnectionOnH11),
     "uvicorn, httptools": lambda: HttpToolsProtocol,
     "uvicorn, h11": lambda: H11Protocol,

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from app import event_loop
+from app.common import event_loop
 from benchmarks.http_body import ProtocolError
 from benchmarks.http_client import Connection, explain
 from benchmarks.level import Tally, drive, warm_up

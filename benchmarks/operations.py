@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from app.engine.params import SamplingParams
-from app.engine.types import BatchPlan, Chunk, Request
-from app.engine.types import Sequence as Text
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, Chunk, Request
+from app.common.types import Sequence as Text
 from benchmarks.engine_alone import native_compute
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.result import this_machine
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
 from model.config import ModelConfig
+from model.nn.transformer import Decoder
 from model.presets import preset
-from model.transformer import Decoder
 
 _BEFORE = 200
 _BLOCK = 16

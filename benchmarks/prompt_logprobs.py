@@ -25,16 +25,16 @@ from pathlib import Path
 import msgspec
 import torch
 
-from app.engine.engine import Engine
-from app.engine.params import SamplingParams
-from app.engine.types import Request, StepReport
+from app.common.params import SamplingParams
+from app.common.types import Request, StepReport
+from app.engine.execution.engine import Engine
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
-from model.arguments import OneLineParser
-from model.checkpoint import load
+from model.argument_parser import OneLineParser
+from model.checkpoint.checkpoint import load
 from model.device import choose_dtype
+from model.nn.transformer import Decoder
 from model.presets import preset
-from model.transformer import Decoder
 
 _WEIGHTS = Path(__file__).parent.parent / "weights"
 _MODELS = ("default weights", "random, vocabulary 50257")

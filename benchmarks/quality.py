@@ -18,17 +18,17 @@ from typing import Literal
 
 import msgspec
 
-from app.engine.assembly import assemble
-from app.engine.engine import Engine
-from app.engine.frames import WorkerConfig
-from app.engine.native.build import find_or_build
-from app.engine.params import SamplingParams
-from app.engine.types import Request
+from app.common.ipc import WorkerConfig
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.engine.cpu.build.builder import find_or_build
+from app.engine.execution.engine import Engine
+from app.engine.startup import assemble
 from benchmarks.emulated_fp8 import EmulatedFp8
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
+from model.checkpoint.layout_check import check_layout
 from model.files import one_line
-from model.presence import check_layout
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 Window = tuple[int, ...]
 Reader = Callable[[Sequence[Window]], Iterable[float]]

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 import torch
 
-from app.engine.engine import Engine
-from app.engine.params import SamplingParams
-from app.engine.types import Request
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.engine.execution.engine import Engine
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
-from model.arguments import OneLineParser
-from model.checkpoint import Checkpoint, load
+from model.argument_parser import OneLineParser
+from model.checkpoint.checkpoint import Checkpoint, load
 from model.device import choose_device, choose_dtype
 from model.files import one_line
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app import event_loop
+from app.common import event_loop
 from benchmarks.crowd import Crowd, Door
 from benchmarks.statistics import percentile
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
 
 _START_SECONDS = 30.0
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from app.engine.frames import Cancel, Ready, Submit, WorkerConfig, encode_frame
-from app.engine.inbox import Inbox
-from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
+from app.common.ipc import Cancel, Ready, Submit, WorkerConfig, encode_frame
+from app.common.ipc_reader import FrameReceiver
+from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 
 
 @dataclass(slots=True)
@@ -25,18 +25,18 @@ class _Open:
     request: Request
     n_tokens: int = 0
 
-    def next(self) -> TokenEvent:
+    def next(self) -> SampledEvent:
         index, prompt = self.n_tokens, self.request.prompt
         self.n_tokens += 1
         finish = FinishReason.LENGTH if self.n_tokens >= self.request.max_tokens else None
         logprob = None if self.request.params.logprobs is None else -1.0
-        return TokenEvent(self.request.id, index, prompt[index % len(prompt)], logprob, (), finish)
+        return SampledEvent(self.request.id, index, prompt[index % len(prompt)], logprob, (), finish)
 
 
 def main(step_seconds: float, descriptor: int) -> int:
     """Runs until the pipe closes."""
     pipe = socket.socket(fileno=descriptor)
-    inbox = Inbox(pipe)
+    inbox = FrameReceiver(pipe)
     (config,) = inbox.receive(60.0)
     assert isinstance(config, WorkerConfig), "the first frame tells the configuration"
     try:
@@ -46,15 +46,15 @@ def main(step_seconds: float, descriptor: int) -> int:
         return 0
 
 
-def _serve(pipe: socket.socket, inbox: Inbox, step_seconds: float, heartbeat_seconds: float) -> NoReturn:
+def _serve(pipe: socket.socket, inbox: FrameReceiver, step_seconds: float, heartbeat_seconds: float) -> NoReturn:
     open_requests: dict[str, _Open] = {}
     due = time.monotonic()
     while True:
-        begun: list[Started] = []
+        begun: list[RequestStarted] = []
         for frame in inbox.receive(0.0 if open_requests else heartbeat_seconds):
             if isinstance(frame, Submit):
                 open_requests[frame.request.id] = _Open(frame.request)
-                begun.append(Started(frame.request.id, 0))
+                begun.append(RequestStarted(frame.request.id, 0))
             elif isinstance(frame, Cancel):
                 open_requests.pop(frame.request_id, None)
         if begun:
@@ -69,7 +69,7 @@ def _serve(pipe: socket.socket, inbox: Inbox, step_seconds: float, heartbeat_sec
         pipe.sendall(encode_frame(_report(events, (), len(open_requests))))
 
 
-def _report(events: tuple[TokenEvent, ...], started: tuple[Started, ...], running: int) -> StepReport:
+def _report(events: tuple[SampledEvent, ...], started: tuple[RequestStarted, ...], running: int) -> StepReport:
     return StepReport(events=events, started=started, counters=Counters(running=running), at=time.monotonic())
 
 

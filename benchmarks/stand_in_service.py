@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app import logs
-from app.engine.admission import QueueLimits
-from app.engine.client import EngineClient
-from app.engine.fleet import Fleet
-from app.engine.frames import WorkerConfig
-from app.engine.waiting_line import WaitingLine
+from app.common import logs
+from app.common.ipc import WorkerConfig
+from app.common.settings import Settings
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.queue_limits import QueueLimits
 from app.server import StartError, serve
-from app.settings import Settings
 from model.files import one_line
 
 
@@ -22,10 +22,10 @@ def main(weights: str, step_ms: str) -> int:
 
     settings: dict[str, Any] = {"weights": Path(weights), "port": 0}
 
-    def stand_in(settings: Settings) -> Fleet:
+    def stand_in(settings: Settings) -> EnginePool:
         command = (sys.executable, "-P", "-m", "benchmarks.stand_in", step_ms)
         limits = QueueLimits(max_requests=settings.max_waiting, max_prompt_tokens=settings.max_waiting_tokens)
-        return Fleet([EngineClient(WorkerConfig(weights=weights), WaitingLine(limits), command=command)])
+        return EnginePool([EngineClient(WorkerConfig(weights=weights), FairQueue(limits), command=command)])
 
     try:
         return serve(Settings(**settings), stand_in)

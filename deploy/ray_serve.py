@@ -1,6 +1,6 @@
 """The service on a Ray Serve cluster: `serve run deploy.ray_serve:build replicas=2 gpus=1` (docs/ray.md).
 
-    Ray's HTTP proxies  ->  Front: app/relay, loses no request  ->  Engine: the whole service with its engine process
+    Ray's HTTP proxies  ->  Front: app/cluster, loses no request  ->  Engine: the whole service with its engine process
 The only file that imports Ray. What the service is, is said by its own settings: the same INKSTREAM_ variables.
 """
 
@@ -18,15 +18,15 @@ from ray import exceptions, serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from app import logs
 from app.cli.serve import read_settings
-from app.engine.errors import NotReady
+from app.cluster import asgi_adapter
+from app.cluster.gateway import Gateway
+from app.cluster.messages import Call, Part, ReplicaLost, Whole
+from app.common import logs
+from app.common.errors import NotReady
+from app.common.settings import Settings
 from app.main import create_app
-from app.relay import replica
-from app.relay.call import Call, Part, ReplicaLost, Whole
-from app.relay.front import Front
 from app.server import StartError
-from app.settings import Settings
 
 _log = logging.getLogger("inkstream.relay")
 _LOST = (
@@ -77,13 +77,13 @@ class EngineReplica:
 
     async def answer(self, call: Call) -> AsyncGenerator[Part, None]:
         """One request's answer as it is made; cancelled, the application sees its client leave."""
-        async with aclosing(replica.answer(self._app, call, self._name)) as parts:
+        async with aclosing(asgi_adapter.answer(self._app, call, self._name)) as parts:
             async for part in parts:
                 yield part
 
     async def whole(self, call: Call) -> Whole:
         """The same at once, for what is asked of every replica."""
-        return await replica.whole(self._app, call, self._name)
+        return await asgi_adapter.whole(self._app, call, self._name)
 
     async def check_health(self) -> None:
         """Ray replaces a replica whose service has come to its end; an engine that starts again is none of that."""
@@ -109,14 +109,14 @@ class FrontReplica:
     """The ingress: an ASGI application in Ray's terms."""
 
     def __init__(self, settings: Settings, engine: DeploymentHandle, resends: int) -> None:
-        self._front = Front(settings, _Handle(engine), resends=resends)
+        self._front = Gateway(settings, _Handle(engine), resends=resends)
 
-    def __serve_build_asgi_app__(self) -> Front:
+    def __serve_build_asgi_app__(self) -> Gateway:
         return self._front
 
 
 class _Handle:
-    """Replicas as app/relay knows them, reached through Ray."""
+    """Replicas as app/cluster knows them, reached through Ray."""
 
     def __init__(self, engine: DeploymentHandle) -> None:
         self._engine = engine

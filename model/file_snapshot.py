@@ -1,7 +1,7 @@
 """Reads the files of a directory through descriptors that were opened earlier, whatever their names lead to now.
 
 A service has to restart its processes from the weights that it serves, even while the files are being replaced. It
-keeps these files open (app/weights_snapshot.py) and tells each process where: name -> /proc/PID/fd/N. Inside
+keeps these files open (app/serving/weights_snapshot.py) and tells each process where: name -> /proc/PID/fd/N. Inside
 reading_from(), model/files.py opens those, so every error message still names the file in the user's directory.
 """
 

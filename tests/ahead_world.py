@@ -8,9 +8,9 @@ import msgspec
 from delayed import Delayed
 from simulation import Delivered, SimulatedDevice, alone
 
-from app.engine.engine import Engine
-from app.engine.result import StepResult
-from app.engine.types import BatchPlan, FinishReason, Request, Started, StepReport
+from app.common.types import BatchPlan, FinishReason, Request, RequestStarted, StepReport
+from app.engine.execution.engine import Engine
+from app.engine.sampling.sampled_token import StepResult
 
 
 class Faulty:
@@ -106,5 +106,5 @@ class World:
             if name in self.left:
                 assert not any(has(plan, name) for plan in self.device.begun[self.left[name] :])
 
-    def _hear(self, started: tuple[Started, ...]) -> None:
+    def _hear(self, started: tuple[RequestStarted, ...]) -> None:
         self.started.update(each.request_id for each in started)

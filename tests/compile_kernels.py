@@ -14,11 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from app.engine.kernels import triton_int8 as int8
-from app.engine.kernels.fp8 import LARGEST
-from app.engine.kernels.sampling_table import TOP
-from app.engine.kernels.sampling_words import COUNTED
-from app.engine.kernels.tiling import (
+from app.engine.gpu.kernels.fp8 import LARGEST
+from app.engine.gpu.kernels.launch_config import (
     COLUMNS,
     HEADS,
     POSITIONS,
@@ -29,17 +26,20 @@ from app.engine.kernels.tiling import (
     norm_launch,
     padded_dim,
 )
-from app.engine.kernels.triton_adjust import adjust
-from app.engine.kernels.triton_attention import attention_kernel
-from app.engine.kernels.triton_draw import draw
-from app.engine.kernels.triton_fp8 import round_row, warps
-from app.engine.kernels.triton_gate import gate_kernel
-from app.engine.kernels.triton_heads import heads_kernel
-from app.engine.kernels.triton_merge import merge_kernel
-from app.engine.kernels.triton_norm import norm_kernel
-from app.engine.kernels.triton_rows import advance_kernel, look_up_kernel
-from app.engine.kernels.triton_sampler import WARPS, Sizes
-from app.engine.kernels.triton_scores import score
+from app.engine.gpu.kernels.sampling_layout import COUNTED
+from app.engine.gpu.kernels.sampling_state import TOP
+from app.engine.gpu.kernels.triton import int8
+from app.engine.gpu.kernels.triton.attention import attention_kernel
+from app.engine.gpu.kernels.triton.draw import draw
+from app.engine.gpu.kernels.triton.fp8 import round_row, warps
+from app.engine.gpu.kernels.triton.logprobs import score
+from app.engine.gpu.kernels.triton.mlp_activation import gate_kernel
+from app.engine.gpu.kernels.triton.norm import norm_kernel
+from app.engine.gpu.kernels.triton.penalties import adjust
+from app.engine.gpu.kernels.triton.qkv_rope_cache import heads_kernel
+from app.engine.gpu.kernels.triton.rows import advance_kernel, look_up_kernel
+from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling
+from app.engine.gpu.kernels.triton.split_kv_merge import merge_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 VOCAB = 128_256
@@ -110,7 +110,7 @@ def gate(number: str, kind: str, *, gated: bool) -> Any:
 
 def sampling(number: str) -> dict[str, Any]:
     """As they are launched for a large vocabulary, with logits in the format `number`."""
-    cut = Sizes.of(VOCAB)
+    cut = SamplerTiling.of(VOCAB)
     tiles = triton.next_power_of_2(triton.cdiv(VOCAB, cut.tile))
     sizes = {"B": cut.tile, "G": cut.groups, "C": cut.room, "T": tiles, "K": TOP, "COUNTED": COUNTED}
     options = {"num_warps": WARPS}

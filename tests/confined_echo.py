@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from app.confined import serve
+from app.sandbox.sandbox_child import serve
 
 
 def _answer(question: bytes) -> bytes:

@@ -33,11 +33,11 @@ from native import compiled as compiled_sampler
 from promise import Promise
 from tiny import TEXT, WAY, tiny_weights
 
-from app.engine.native.build import find_or_build
-from app.engine.native.errors import BuildError
-from app.engine.native.level import NoLevel
-from app.engine.native.recipe import ABI
-from app.engine.sampler import sample as torch_sample
+from app.engine.cpu.build.builder import find_or_build
+from app.engine.cpu.build.cache_key import ABI
+from app.engine.cpu.build.cpu_target import UnsupportedCpu
+from app.engine.cpu.build.errors import BuildError
+from app.engine.sampling.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent
 # Triton looks when it is imported, which nothing above does. Without a GPU its kernels run in its interpreter.
@@ -335,7 +335,7 @@ def native_library() -> Path:
     """The real kernels for this machine, from the cache of whoever runs the tests; built where they are not there."""
     try:
         return find_or_build()
-    except (NoLevel, BuildError) as error:
+    except (UnsupportedCpu, BuildError) as error:
         pytest.skip(f"no native kernels here: {error}")
 
 

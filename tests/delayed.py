@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
-from app.engine.blocks import BlockPool
-from app.engine.engine import Engine
-from app.engine.isolation import Runs
-from app.engine.limits import SchedulerLimits
-from app.engine.result import StepResult
-from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Chunk, Sequence
+from app.common.types import BatchPlan, Chunk, Sequence
+from app.engine.execution.engine import Engine
+from app.engine.execution.fault_isolation import Runs
+from app.engine.sampling.sampled_token import StepResult
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
 
 
 class WatchedPool(BlockPool):
@@ -110,7 +110,7 @@ class Delayed:
         return result
 
 
-def engine_ahead(runner: Runs, limits: SchedulerLimits, *, blocks: int, block_size: int) -> tuple[Engine, Delayed]:
+def engine_ahead(runner: Runs, limits: StepLimits, *, blocks: int, block_size: int) -> tuple[Engine, Delayed]:
     """An engine that is one step ahead of this runner."""
     pool = WatchedPool(blocks, block_size)
     device = Delayed(runner, pool)

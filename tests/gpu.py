@@ -12,8 +12,8 @@ import pytest
 import torch
 from interpreted import repair
 
-from app.engine.kernels.face import Kernels
-from app.engine.kernels.twins import TorchKernels
+from app.engine.gpu.kernels.interface import Kernels
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.scene import Shape
 from benchmarks.gpu.conformance.subject import triton_kernels
 
@@ -40,4 +40,4 @@ SHAPES = {
 
 def kernels(kind: str, **options: int) -> Kernels:
     """torch or triton."""
-    return TorchKernels() if kind == "torch" else triton_kernels(**options)
+    return ReferenceKernels() if kind == "torch" else triton_kernels(**options)

@@ -28,12 +28,12 @@ from safetensors.torch import load, save
 from tiny import TEXT, VOCAB, tiny_config, tiny_decoder
 
 from app.cli import check
-from model import shards
-from model.checkpoint import weights_files
+from model.checkpoint import tensor_index
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import golden_file
+from model.checkpoint.safetensors_header import Entry
 from model.config import ModelConfig
-from model.golden import golden_file
-from model.safetensors_header import Entry
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 SECONDS = 5.0
 GROWTH_MIB = 256
@@ -56,7 +56,7 @@ _SHAPES = {
 }  # fmt: skip
 # What a check may do beyond reading the files of its directory: throw away what a Rust panic prints.
 _MAY_WRITE = {os.devnull}
-_SANDBOX = [sys.executable, "-P", "-m", "app.tokenizer_worker"]
+_SANDBOX = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker"]
 """Regular expressions that are not known to be linear are timed there."""
 # What an engine asks of the machine that it starts on.
 _MAY_READ = {"/proc/meminfo", "/proc/cpuinfo"}
@@ -258,7 +258,7 @@ def _take_time(text: str) -> str:
 
 # A checker that ... and must be found out within so many mutations.
 SABOTAGE: dict[str, tuple[Any, str, Any, int]] = {
-    "believes the header": (shards, "read_header", _believing_header, 40),
+    "believes the header": (tensor_index, "read_header", _believing_header, 40),
     "raises a bare exception": (check, "one_line", _raise, 1),
     "names no file": (check, "one_line", lambda _: "", 5),
     "runs code": (check, "one_line", _run_code, 1),

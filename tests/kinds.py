@@ -11,7 +11,7 @@ from typing import Any
 from tiny import TEXT
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model.tokenizer import SPLIT
+from model.tokenizer.tokenizer import SPLIT
 
 SPACE = "\u2581"
 SPECIAL = ["<unk>", "<s>", "</s>"]

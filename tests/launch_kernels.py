@@ -16,17 +16,17 @@ from on_device import tiny_device_runner
 from tiny import run_all, tiny_config, tiny_decoder
 from triton.backends.compiler import GPUTarget
 
-from app.engine.blocks import BlockPool
-from app.engine.dummy import dummies
-from app.engine.engine import Engine
-from app.engine.gpu.install import install
-from app.engine.kernels.door import RoundedKernels, triton_kernels
-from app.engine.kernels.face import Places
-from app.engine.kernels.triton_int8 import product
-from app.engine.limits import SchedulerLimits
-from app.engine.params import SamplingParams
-from app.engine.scheduler import Scheduler
-from app.engine.types import Request
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.kernels.interface import Places
+from app.engine.gpu.kernels.triton.int8 import product
+from app.engine.gpu.quantized_install import install
+from app.engine.gpu.triton_loader import RoundedKernels, triton_kernels
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
 
 ROWS, TOKENS, BLOCKS = 12, 64, 96
 
@@ -84,7 +84,7 @@ def main() -> dict[str, Any]:
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)
     runner.graphs.steps.out.tokens_S.zero_()  # else nobody has drawn anything
-    scheduler = Scheduler(SchedulerLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, 64))
+    scheduler = Scheduler(StepLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, 64))
     texts = run_all(Engine(scheduler, runner, runner), asked())
     runner.run(dummies(1, TOKENS, prompt_logprobs=0))
     return {"early": early, "late": sorted(wanted - {*early}), "tokens": sum(map(len, texts.values()))}

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from app.engine.native.sampler import NativeSampler
-from app.engine.result import Drawn
-from app.engine.sampling_row import SamplingRow
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampling_input import SamplingInput
 
-Sample = Callable[[Tensor, Items[SamplingRow]], list[Drawn]]
+Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]
 
-_SOURCE = Path(__file__).parent.parent / "app/engine/native/source"
+_SOURCE = Path(__file__).parent.parent / "app/engine/cpu/source"
 _FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 _WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 # With doors to what only tests look at.

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.block import Attention, Block, CrossAttention
 from model.config import ModelConfig
-from model.transformer import Decoder
+from model.nn.block import Attention, Block, CrossAttention
+from model.nn.transformer import Decoder
 
 
 def random_decoder(config: ModelConfig) -> Decoder:

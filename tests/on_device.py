@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.engine.blocks import BlockPool
-from app.engine.engine import Engine
-from app.engine.gpu.build import DeviceWishes, device_runner
+from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import Capture
+from app.engine.gpu.kernels.interface import Kernels
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.runner import DeviceRunner
-from app.engine.guides import Guides
-from app.engine.kernels.face import Kernels
-from app.engine.kernels.twins import TorchKernels
-from app.engine.limits import SchedulerLimits
-from app.engine.scheduler import Scheduler
-from model.transformer import Decoder
+from app.engine.gpu.runner_config import RunnerConfig, device_runner
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from model.nn.transformer import Decoder
 
 ROOM = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}
 
@@ -29,11 +29,11 @@ def tiny_device_runner(
     max_running: int = 32,
     deterministic: bool = False,
     kernels: Kernels | None = None,
-    guides: Guides | None = None,
+    guides: GrammarTracker | None = None,
 ) -> DeviceRunner:
     """Around `decoder`, whose weights it shares."""
-    kernels = kernels or TorchKernels()
-    wishes = DeviceWishes(
+    kernels = kernels or ReferenceKernels()
+    wishes = RunnerConfig(
         max_running=max_running,
         tokens_per_step=tokens_per_step,
         context=decoder.config.context,
@@ -51,6 +51,6 @@ def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | N
     runner.warm_up(tokens)
     if capture:
         runner.capture(capture)
-    limits = SchedulerLimits(tokens_per_step=tokens, max_running=running)
+    limits = StepLimits(tokens_per_step=tokens, max_running=running)
     scheduler = Scheduler(limits, BlockPool(blocks, room.get("block_size", 16)))
     return Engine(scheduler, runner, runner if depth else None, masks=room.get("guides"))

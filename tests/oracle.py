@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.filters import COLDEST
-from app.engine.params import SamplingParams
-from app.engine.sampling_row import SamplingRow
+from app.common.params import SamplingParams
+from app.engine.sampling.filters import COLDEST
+from app.engine.sampling.sampling_input import SamplingInput
 
 _CLOSE = 1e-4
 _F32_MAX = torch.finfo(torch.float32).max
@@ -27,7 +27,7 @@ class Survivors:
     clear: bool = True
 
 
-def allowed_tokens(row: SamplingRow, vocab: int) -> set[int]:
+def allowed_tokens(row: SamplingInput, vocab: int) -> set[int]:
     """What the guide's bitmask lets through."""
     if row.allowed is None:
         return set(range(vocab))
@@ -35,7 +35,7 @@ def allowed_tokens(row: SamplingRow, vocab: int) -> set[int]:
     return {token for token in range(vocab) if words[token // 32] >> token % 32 & 1}
 
 
-def adjusted(logits: list[float], row: SamplingRow) -> list[float]:
+def adjusted(logits: list[float], row: SamplingInput) -> list[float]:
     """After guide mask, ban of the tokens that end the text, biases and penalties."""
     p, generated = row.params, list(row.tokens)[row.n_prompt :]
     allowed = allowed_tokens(row, len(logits))

@@ -1,4 +1,4 @@
-"""Replicas for tests of app/relay: played from a list, or real applications in this process that are lost on demand."""
+"""Replicas for tests of app/cluster: played from a list, or real applications in this process that are lost on demand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from app.relay import replica
-from app.relay.call import Call, Head, Part, ReplicaLost, Taken, Whole
+from app.cluster import asgi_adapter
+from app.cluster.messages import Call, Head, Part, ReplicaLost, Taken, Whole
 
 EVENTS = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"r")))
 JSON = Head(200, ((b"content-type", b"application/json"),))
@@ -107,7 +107,7 @@ class Mortal:
     async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
         """The application's answer, as far as it comes."""
         left = self._deaths.pop(0) if self._deaths else None
-        async with aclosing(replica.answer(self._app, call, "a")) as parts:
+        async with aclosing(asgi_adapter.answer(self._app, call, "a")) as parts:
             async for part in parts:
                 if left == 0:
                     raise ReplicaLost
@@ -116,4 +116,4 @@ class Mortal:
 
     async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
         """There is one."""
-        return [asyncio.ensure_future(replica.whole(self._app, call, "a"))]
+        return [asyncio.ensure_future(asgi_adapter.whole(self._app, call, "a"))]

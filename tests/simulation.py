@@ -11,20 +11,12 @@ from typing import Any
 
 import msgspec
 
-from app.engine.blocks import BlockPool
-from app.engine.limits import SchedulerLimits
-from app.engine.params import SamplingParams
-from app.engine.result import LATE, Drawn, StepResult
-from app.engine.scheduler import Scheduler
-from app.engine.types import (
-    BatchPlan,
-    Chunk,
-    Request,
-    Sequence,
-    StepReport,
-    TokenEvent,
-    TokenScore,
-)
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
+from app.engine.sampling.sampled_token import LATE, SampledToken, StepResult
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
 
 VOCAB, EOS = 50, 0
 
@@ -56,7 +48,7 @@ class SimulatedDevice:
             assert not self.poison.intersection(own), "a block that was not cleared"
         drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in good if c.samples}
         scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
-        drawn |= {c.sequence.request.id: Drawn(None) for c in spoilt if c.samples}
+        drawn |= {c.sequence.request.id: SampledToken(None) for c in spoilt if c.samples}
         drawn |= dict.fromkeys(late & drawn.keys(), LATE)
         return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
 
@@ -76,11 +68,11 @@ class SimulatedDevice:
     def _slot(self, sequence: Sequence, place: int) -> tuple[int, int]:
         return sequence.blocks[place // self.block_size], place % self.block_size
 
-    def _draw(self, sequence: Sequence, length: int) -> Drawn:
+    def _draw(self, sequence: Sequence, length: int) -> SampledToken:
         read = [self.slots[self._slot(sequence, place)] for place in range(length)]
         assert [place for place, _ in read] == list(range(length)), "a slot holds another position"
         seen = hashlib.sha256(repr((sequence.request.params.seed, read)).encode()).digest()
-        return Drawn(int.from_bytes(seen[:4], "big") % VOCAB)
+        return SampledToken(int.from_bytes(seen[:4], "big") % VOCAB)
 
 
 def step(
@@ -119,7 +111,7 @@ class Delivered:
     """What a client has of its requests: events in order, each prompt token's score once and before all events."""
 
     def __init__(self, requests: list[Request]) -> None:
-        self.events = {request.id: list[TokenEvent]() for request in requests}
+        self.events = {request.id: list[SampledEvent]() for request in requests}
         self.scores = {request.id: [float(n) for n in range(request.scored)] for request in requests}
         self.finished: set[str] = set()
 
@@ -140,7 +132,7 @@ class Delivered:
 
 
 def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, beside: int | None = None) -> Scheduler:
-    limits = SchedulerLimits(tokens_per_step=budget, max_running=running, prompt_tokens_beside=beside)
+    limits = StepLimits(tokens_per_step=budget, max_running=running, prompt_tokens_beside=beside)
     return Scheduler(limits, BlockPool(blocks, block_size))
 
 

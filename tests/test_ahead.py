@@ -11,16 +11,16 @@ from ahead_world import Faulty, World, has
 from delayed import Delayed, engine_ahead
 from simulation import VOCAB, SimulatedDevice, random_requests
 
-from app.engine.engine import Engine
-from app.engine.flight import Flights
-from app.engine.limits import SchedulerLimits
-from app.engine.types import Sequence
+from app.common.types import Sequence
+from app.engine.execution.engine import Engine
+from app.engine.scheduling.in_flight import StepsInFlight
+from app.engine.scheduling.step_limits import StepLimits
 
 
 def _simulate(rng: random.Random) -> Counter[str]:
     """One random schedule, with launches that are refused or raise; returns what happened in it."""
     block_size, longest, running = rng.choice([1, 2, 4]), rng.randint(8, 40), rng.randint(1, 8)
-    limits = SchedulerLimits(
+    limits = StepLimits(
         tokens_per_step=running + rng.randint(0, 12), max_running=running, prompt_tokens_beside=rng.choice([None, 1, 3])
     )
     blocks = -(-longest // block_size) + rng.randint(0, 12)
@@ -81,7 +81,7 @@ def test_every_schedule_gives_every_request_what_it_gets_alone(part: int) -> Non
 
 def test_the_simulation_notices_blocks_released_while_a_step_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control."""
-    monkeypatch.setattr(Flights, "release", lambda self, blocks: self._pool.release(blocks))
+    monkeypatch.setattr(StepsInFlight, "release", lambda self, blocks: self._pool.release(blocks))
     with pytest.raises(AssertionError, match="released while it is used"):
         _simulate_many(50)
 

@@ -8,18 +8,18 @@ import pytest
 from delayed import Delayed, WatchedPool
 from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.engine import Engine
-from app.engine.limits import SchedulerLimits
-from app.engine.params import SamplingParams
-from app.engine.scheduler import Scheduler
-from app.engine.types import Request
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from model.nn.transformer import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _engine_ahead(decoder: Decoder, *, blocks: int, tokens: int, running: int = 32) -> tuple[Engine, Delayed]:
-    limits = SchedulerLimits(tokens_per_step=tokens, max_running=running)
+    limits = StepLimits(tokens_per_step=tokens, max_running=running)
     pool = WatchedPool(blocks, 16)
     device = Delayed(tiny_engine(decoder, blocks=blocks, tokens_per_step=tokens, max_running=running).runner, pool)
     return Engine(Scheduler(limits, pool), device, device), device

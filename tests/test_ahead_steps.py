@@ -7,15 +7,15 @@ from ahead_world import Faulty, World, has
 from delayed import engine_ahead
 from simulation import alone
 
-from app.engine.limits import SchedulerLimits
-from app.engine.params import SamplingParams
-from app.engine.types import BatchPlan, Request
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, Request
+from app.engine.scheduling.step_limits import StepLimits
 
 
 def _world(*requests: Request, blocks: int = 64, running: int = 8, tokens: int = 64) -> tuple[World, Faulty]:
     """An engine that has all these requests."""
     faulty = Faulty(4)
-    limits = SchedulerLimits(tokens_per_step=tokens, max_running=running)
+    limits = StepLimits(tokens_per_step=tokens, max_running=running)
     engine, device = engine_ahead(faulty, limits, blocks=blocks, block_size=4)
     world = World(engine, device)
     world.add(*requests)

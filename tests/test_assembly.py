@@ -12,11 +12,11 @@ import torch
 from test_device_errors import accelerator_error
 from tiny import tiny_weights
 
-from app.engine.assembly import assemble
-from app.engine.frames import WorkerConfig
-from app.engine.start import StartError
-from app.engine.start_clock import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
-from app.engine.ways import TorchWay
+from app.common.ipc import WorkerConfig
+from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
+from app.engine.backends import TorchBackend
+from app.engine.start_result import EngineStartError
+from app.engine.startup import assemble
 
 
 def _config(directory: Path, **changes: Any) -> WorkerConfig:
@@ -60,7 +60,7 @@ def _fails_otherwise(*_given: object, **_named: object) -> Any:
 
 def test_weights_that_find_no_memory_are_a_matter_of_configuration(tmp_path: Path) -> None:
     """It would be missing again and again: no crash that another start could mend."""
-    with pytest.raises(StartError, match="the weights do not fit"):
+    with pytest.raises(EngineStartError, match="the weights do not fit"):
         assemble(_config(tmp_path), read=_lacks)
 
 
@@ -68,9 +68,11 @@ def test_weights_that_find_no_memory_are_a_matter_of_configuration(tmp_path: Pat
 def test_a_start_that_finds_no_memory_beside_the_cache_says_which_number_to_change(
     lacks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchWay, "start", lacks)
+    monkeypatch.setattr(TorchBackend, "start", lacks)
     for changes, flag in (({}, "--gpu-memory-utilization"), ({"kv_blocks": 32}, "--kv-blocks")):
-        with pytest.raises(StartError, match=rf"a cache of \d+ blocks .* give a smaller {flag} or --max-running$"):
+        with pytest.raises(
+            EngineStartError, match=rf"a cache of \d+ blocks .* give a smaller {flag} or --max-running$"
+        ):
             assemble(_config(tmp_path, **changes))
 
 
@@ -78,14 +80,14 @@ def test_a_capture_that_breaks_off_is_refused_with_all_that_may_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every other start would end there, too."""
-    monkeypatch.setattr(TorchWay, "start", _ends_a_capture)
-    with pytest.raises(StartError, match=r"--max-running; or --kernels torch, .* during capture\)$"):
+    monkeypatch.setattr(TorchBackend, "start", _ends_a_capture)
+    with pytest.raises(EngineStartError, match=r"--max-running; or --kernels torch, .* during capture\)$"):
         assemble(_config(tmp_path))
 
 
 def test_a_start_that_fails_otherwise_is_not_called_a_want_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchWay, "start", _fails_otherwise)
+    monkeypatch.setattr(TorchBackend, "start", _fails_otherwise)
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
         assemble(_config(tmp_path))

@@ -7,10 +7,10 @@ import time
 import pytest
 from simulation import SimulatedDevice, make_scheduler
 
-from app.engine.audit import Audit
-from app.engine.engine import Engine
-from app.engine.scheduler import Scheduler
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.scheduling.block_leak_check import BlockLeakCheck
+from app.engine.scheduling.scheduler import Scheduler
 
 
 def _running() -> tuple[Scheduler, Engine]:
@@ -42,7 +42,7 @@ def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.Lo
 @pytest.mark.parametrize(("blocks", "steps"), [(16, 1000), (100_000, 10_000)])
 def test_it_looks_every_so_many_steps(blocks: int, steps: int) -> None:
     scheduler = make_scheduler(blocks, 4, 64, 4)
-    audit = Audit(scheduler)
+    audit = BlockLeakCheck(scheduler)
     scheduler.pool.allocate(1)  # nobody's
     for _ in range(steps - 1):
         audit.after_step()
@@ -54,7 +54,7 @@ def test_it_looks_every_so_many_steps(blocks: int, steps: int) -> None:
 def test_a_look_takes_less_than_a_microsecond_for_each_step() -> None:
     """Of the 120 that a step of the default model takes with one stream; measured 0.6, allowed five times as much."""
     scheduler = make_scheduler(20_000, 4, 64, 4)
-    audit, seconds = Audit(scheduler), list[float]()
+    audit, seconds = BlockLeakCheck(scheduler), list[float]()
     for _ in range(5):
         start = time.process_time()
         for _ in range(2000):

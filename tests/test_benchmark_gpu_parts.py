@@ -18,8 +18,8 @@ from benchmarks.gpu.shapes import decoder_of, random_state, shape_of
 from benchmarks.gpu.stages import STAGES, seconds_for
 from benchmarks.gpu.work import Roofs
 from benchmarks.peers.numbers import ModelSize
-from model.reference import generate, logits
-from model.transformer import Decoder
+from model.nn.reference import generate, logits
+from model.nn.transformer import Decoder
 
 
 def _outcome(status: str) -> Outcome:

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.train.__main__ import main
 from benchmarks.train.plain import PlainDecoder, PlainLoop
+from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.transformer import Decoder
 
 
 def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

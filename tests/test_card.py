@@ -13,13 +13,13 @@ from test_curve import draw, records
 from tiny import TEXT, tiny_config
 
 from model.config import ModelConfig
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.sample import GREEDY, LIVELY, Drawing, Sample
 from model.train.data.batch import of_windows
-from model.train.data.material import Material
-from model.train.report.card import RunFacts, model_card, without_places
-from model.train.report.summary import closing, opening
-from model.train.sample import GREEDY, LIVELY, Drawing, Sample
-from model.train.schedule import Limits
+from model.train.reporting.model_card import RunFacts, model_card, without_places
+from model.train.reporting.summary import closing, opening
+from model.train.setup.dataset import Dataset
+from model.train.step.schedule import Limits
 
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",
@@ -145,7 +145,7 @@ def test_the_picture_that_the_card_shows_is_one_that_github_may_show() -> None:
     ],
 )
 def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
-    material = Material(
+    material = Dataset(
         tokenizer=Tokenizer.train([TEXT], 300),
         batch=lambda _: of_windows(torch.zeros(16, 257, dtype=torch.long)),
         rows=16,

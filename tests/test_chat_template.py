@@ -12,12 +12,12 @@ from kinds import llama2, save
 from transformers import PreTrainedTokenizerFast
 
 from app.__main__ import main
-from app.chat_frames import Chat
-from app.chat_renderer import render
-from app.chat_template import ChatTemplate
-from app.engine.errors import InvalidRequest
-from app.tenant_queue import WorkAccount
-from model.chat_template import ChatTemplateFile, read_chat_template
+from app.access.tenant_queue import WorkAccount
+from app.chat.messages import RenderJob
+from app.chat.template import ChatTemplate
+from app.chat.template_worker import render
+from app.common.errors import InvalidRequest
+from model.checkpoint.chat_template import ChatTemplateFile, read_chat_template
 from model.files import CheckpointError
 
 CHATML = """{%- for message in messages %}
@@ -76,7 +76,7 @@ def test_a_chat_reads_as_in_transformers(tmp_path: Path, source: str) -> None:
             expected = oracle.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
             given = [{name: value for name, value in message.items() if value is not None} for message in chat]
             variables = {**file.names, "messages": given, "tools": None, "add_generation_prompt": prompt}
-            assert render(Chat(source=source, variables=variables)).text == expected
+            assert render(RenderJob(source=source, variables=variables)).text == expected
     assert _rendered(ChatTemplate.load(tmp_path), CHATS[2]) == oracle.apply_chat_template(
         CHATS[2], tokenize=False, add_generation_prompt=True
     )
@@ -155,7 +155,7 @@ def test_a_service_does_not_start_with_a_template_that_cannot_be_read(
     ],
 )
 def test_what_a_template_does_wrong_is_told(source: str, reason: str) -> None:
-    answer = render(Chat(source=source, variables={"messages": [{"role": "user", "content": "a"}]}))
+    answer = render(RenderJob(source=source, variables={"messages": [{"role": "user", "content": "a"}]}))
     assert answer.text == ""
     assert reason in answer.error
 

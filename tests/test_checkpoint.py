@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_decoder
 
-from model.checkpoint import load, weights_files
+from model.checkpoint.checkpoint import load, weights_files
 from model.files import CheckpointError, write_files
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.choice import Choice, TextRules
-from app.echo import Echo
-from app.engine.types import FinishReason, PromptScores, Request, TokenEvent
-from app.news import Delta
+from app.common.types import FinishReason, PromptScores, Request, SampledEvent
+from app.generation.events import Delta
+from app.generation.output_choice import OutputChoice, TextRules
+from app.generation.prompt_echo import PromptEcho
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"stop", b"st", b"op", "\u00e9".encode(), "\U0001f98a".encode(), b"\xf0\x9f",
           b"\xa6\x8a", b"\xc3", b"\xff", b"", b"o s"]  # fmt: skip
@@ -27,23 +27,25 @@ class _Table:
         return PIECES[token]
 
 
-def _run(ids: list[int], rules: TextRules, last: FinishReason, echo: Echo | None = None) -> tuple[Choice, list[Delta]]:
+def _run(
+    ids: list[int], rules: TextRules, last: FinishReason, echo: PromptEcho | None = None
+) -> tuple[OutputChoice, list[Delta]]:
     table: Any = _Table()
     request = Request(id="r", prompt=(0,), max_tokens=len(ids), stop_ids=(EOS,))
-    choice, deltas = Choice(0, request, table, rules, echo), []
+    choice, deltas = OutputChoice(0, request, table, rules, echo), []
     for index, token in enumerate(ids):
         if choice.ended:
             break
         finish = last if index == len(ids) - 1 else None
-        deltas += choice.take(TokenEvent("r", index, token, -0.5, ((token, -0.5),), finish))
+        deltas += choice.take(SampledEvent("r", index, token, -0.5, ((token, -0.5),), finish))
     return choice, deltas
 
 
-def _echo(prompt: list[int], scored: int) -> Echo:
+def _echo(prompt: list[int], scored: int) -> PromptEcho:
     """A prompt of which so many tokens have been scored."""
     table: Any = _Table()
     text = b"".join(PIECES[t] for t in prompt).decode("utf-8", "replace")
-    echo = Echo(text, tuple(prompt), table, is_scored=True)
+    echo = PromptEcho(text, tuple(prompt), table, is_scored=True)
     echo.add(PromptScores("r", 1, tuple((-1.0, ((t, -1.0),)) for t in prompt[1:scored])))
     return echo
 
@@ -129,7 +131,7 @@ def test_an_echo_that_must_end_early_tells_what_was_scored(prompt: list[int], pa
     scored = max(1, round(part * len(prompt)))
     echo = _echo(prompt, scored)
     table: Any = _Table()
-    choice = Choice(3, Request(id="r", prompt=tuple(prompt), max_tokens=1), table, TextRules(), echo)
+    choice = OutputChoice(3, Request(id="r", prompt=tuple(prompt), max_tokens=1), table, TextRules(), echo)
     deltas = choice.end("timeout")
     assert "".join(delta.text for delta in deltas) == echo.text
     assert [d.id for delta in deltas for d in delta.tokens] == prompt[:scored]

@@ -17,8 +17,8 @@ import pytest
 from conftest import ROOT
 from fake_compiler import FakeCompiler, fake_compiler
 
-from app.engine.native.level import X86_LEVELS, this_level
-from app.engine.native.recipe import SOURCE, Recipe
+from app.engine.cpu.build.cache_key import SOURCE, BuildRecipe
+from app.engine.cpu.build.cpu_target import X86_LEVELS, this_level
 
 SLOW = "sleep 60"
 
@@ -85,7 +85,7 @@ def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path:
 def test_the_variable_names_the_directory_too(tmp_path: Path, compiler: FakeCompiler) -> None:
     environment = {**os.environ, "INKSTREAM_CACHE_DIR": str(tmp_path / "named"), "CXX": str(compiler.path)}
     subprocess.run([sys.executable, "-m", "app", "compile"], cwd=ROOT, env=environment, check=True, timeout=60)
-    assert Recipe(level=this_level()).name in _left(tmp_path / "named")
+    assert BuildRecipe(level=this_level()).name in _left(tmp_path / "named")
 
 
 def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path
     )
     assert (code, errors) == (0, "")
     levels = X86_LEVELS if this_level() in X86_LEVELS else (this_level(),)
-    assert {Recipe(level=level).name for level in levels} <= set(_left(tmp_path / "cache"))
+    assert {BuildRecipe(level=level).name for level in levels} <= set(_left(tmp_path / "cache"))
 
 
 def test_an_installation_carries_every_package_and_the_sources() -> None:

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import whole
 
-from app.long_texts import LongTexts
-from app.prompts import Reader
-from app.tenant_queue import WorkAccount
-from app.text_encoder import TextEncoder
-from app.wish import Wish
-from model.tokenizer import Tokenizer
+from app.access.tenant_queue import WorkAccount
+from app.generation.prompt_encoder import PromptEncoder
+from app.generation.request import GenerationRequest
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_pool import TokenizerPool
+from model.tokenizer.tokenizer import Tokenizer
 
 KEYS = {"message", "type", "param", "code", "request_id"}
 
@@ -227,8 +227,8 @@ def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
     tokenizer = Tokenizer.load(weights)
     prompt = text * (40_000 // len(text))
     ready = SimpleNamespace(context=8192, vocab_size=tokenizer.vocab_size, start_id=0)
-    reader = Reader(ready, TextEncoder(tokenizer), LongTexts(), WorkAccount())  # type: ignore[arg-type]
-    (read,) = asyncio.run(reader.prompts(Wish(prompts=[prompt], truncate_prompt_tokens=limit)))
+    reader = PromptEncoder(ready, TextEncoder(tokenizer), TokenizerPool(), WorkAccount())  # type: ignore[arg-type]
+    (read,) = asyncio.run(reader.prompts(GenerationRequest(prompts=[prompt], truncate_prompt_tokens=limit)))
     assert read.truncated and len(read.ids) == limit
     assert prompt.encode().endswith(tokenizer.written(read.ids))
     if " " in text:

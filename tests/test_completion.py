@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from kinds import KINDS, save
 
-from app.choice import Choice, TextRules
-from app.engine.types import FinishReason, Request, TokenEvent
-from model.tokenizer import Tokenizer
+from app.common.types import FinishReason, Request, SampledEvent
+from app.generation.output_choice import OutputChoice, TextRules
+from model.tokenizer.tokenizer import Tokenizer
 
 WITH_A_SPACE_IN_FRONT = ("mistral", "llama2", "words", "unigram")
 
 
 def _text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     request = Request(id="r", prompt=tuple(prompt), max_tokens=9)
-    choice, text = Choice(0, request, tokenizer, TextRules()), ""
+    choice, text = OutputChoice(0, request, tokenizer, TextRules()), ""
     for index, token in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
-        text += "".join(delta.text for delta in choice.take(TokenEvent("r", index, token, finish=finish)))
+        text += "".join(delta.text for delta in choice.take(SampledEvent("r", index, token, finish=finish)))
     return text
 
 

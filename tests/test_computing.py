@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from training import TINY, train
 
-from model.attention import CausalAttend
 from model.device import choose_dtype
+from model.nn.attention import CausalAttend
+from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train import computing
-from model.train.computing import Asked, Computing, choose, computing_for, missing_for
 from model.train.data.batch import Batch, of_windows
-from model.train.fused import FusedAttend
-from model.train.learner import Learner
-from model.train.objective import Objective
-from model.train.optimiser import Optimiser
-from model.train.ranks import Ranks
-from model.transformer import Decoder
+from model.train.step import loss_backend
+from model.train.step.distributed import ProcessGroup
+from model.train.step.loss_backend import Asked, LossBackend, choose, computing_for, missing_for
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.sdpa_attention import FusedAttend
+from model.train.step.trainer import Trainer
 
 CPU = torch.device("cpu")
-_BY_HAND, _PLAIN = Computing(by_hand=True), Computing()
+_BY_HAND, _PLAIN = LossBackend(by_hand=True), LossBackend()
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,15 @@ _BY_HAND, _PLAIN = Computing(by_hand=True), Computing()
     [
         ("auto", "cpu", "", _BY_HAND),
         ("off", "cpu", "", _BY_HAND),
-        ("on", "cpu", "", Computing(backend="inductor")),
-        ("auto", "cuda", "", Computing(backend="inductor", may_fall_back=True)),
+        ("on", "cpu", "", LossBackend(backend="inductor")),
+        ("auto", "cuda", "", LossBackend(backend="inductor", may_fall_back=True)),
         ("auto", "cuda", "triton", _PLAIN),
         ("off", "cuda", "", _PLAIN),
-        ("on", "cuda", "", Computing(backend="inductor")),
+        ("on", "cuda", "", LossBackend(backend="inductor")),
     ],
 )
 def test_a_gpu_compiles_and_a_cpu_has_its_gradients_by_hand(
-    asked: Asked, device: str, missing: str, expected: Computing
+    asked: Asked, device: str, missing: str, expected: LossBackend
 ) -> None:
     assert choose(asked, device, missing=missing) == expected
 
@@ -57,12 +57,12 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     tool.chmod(0o755)
     (tmp_path / "Python.h").write_text("")
     here, nowhere = {"CXX": str(tool), "CC": str(tool)}, {"CXX": "no-such-tool", "CC": "no-such-tool"}
-    monkeypatch.setattr(computing.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(computing, "find_spec", lambda _: None)
+    monkeypatch.setattr(loss_backend.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(loss_backend, "find_spec", lambda _: None)
     assert missing_for("cpu", here) == ""
     assert "C++ compiler (no-such-tool" in missing_for("cpu", nowhere)
     assert "triton" in missing_for("cuda", here)
-    monkeypatch.setattr(computing, "find_spec", lambda _: object())
+    monkeypatch.setattr(loss_backend, "find_spec", lambda _: object())
     assert missing_for("cuda", here) == ""
     assert "a C compiler (no-such-tool" in missing_for("cuda", nowhere)
     (tmp_path / "Python.h").unlink()
@@ -70,7 +70,7 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_cpu_is_not_searched_for_a_compiler_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(computing, "missing_for")
+    monkeypatch.delattr(loss_backend, "missing_for")
     assert computing_for("auto", "cpu") == computing_for("off", "cpu") == _BY_HAND
     assert computing_for("off", "cuda") == _PLAIN
 
@@ -116,7 +116,7 @@ def _batch(decoder: Decoder, rows: int = 2, tokens: int = 40) -> Batch:
     return of_windows(torch.randint(0, decoder.config.vocab_size, (rows, tokens + 1), generator=generator))
 
 
-def _learnt(decoder: Decoder, way: Computing, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _learnt(decoder: Decoder, way: LossBackend, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     objective = Objective(decoder, CPU, dtype, way)
     with objective.at_once():
         loss = objective.loss_sum(_batch(decoder), 0.5)
@@ -135,19 +135,21 @@ def test_what_is_compiled_has_the_loss_and_gradients_of_plain_modules(name: str)
     """Traced and differentiated by torch's compiler; its code for a device is torch's own matter."""
     decoder = _decoder(name)
     for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
-        ways = (Computing(backend="aot_eager"), _PLAIN)
+        ways = (LossBackend(backend="aot_eager"), _PLAIN)
         for compiled, plain in zip(*(_learnt(decoder, way, dtype) for way in ways), strict=True):
             torch.testing.assert_close(compiled, plain, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("way", [_PLAIN, Computing(backend="aot_eager")])
-def test_four_steps_are_two_and_two_more_from_their_state(way: Computing) -> None:
-    def learner() -> Learner:
+@pytest.mark.parametrize("way", [_PLAIN, LossBackend(backend="aot_eager")])
+def test_four_steps_are_two_and_two_more_from_their_state(way: LossBackend) -> None:
+    def learner() -> Trainer:
         decoder = _decoder("nano")
-        optimiser = Optimiser(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
-        return Learner(Objective(decoder, CPU, torch.float32, way), optimiser, ema=0.9, ranks=Ranks(), micro_windows=2)
+        optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        return Trainer(
+            Objective(decoder, CPU, torch.float32, way), optimiser, ema=0.9, ranks=ProcessGroup(), micro_windows=2
+        )
 
-    def learn(learner: Learner, steps: range) -> None:
+    def learn(learner: Trainer, steps: range) -> None:
         for step in steps:
             learner.gradients(_batch(learner.decoder, rows=4, tokens=8 + step % 2))
             learner.update(step, 1.0)
@@ -168,10 +170,10 @@ def _fails(*_: Any) -> None:
 def test_a_compiler_that_fails_is_warned_of_once_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.register_backend(compiler_fn=_fails, name="failing")
     decoder = _decoder("nano")
-    objective = Objective(decoder, CPU, torch.float32, Computing(backend="failing", may_fall_back=True))
+    objective = Objective(decoder, CPU, torch.float32, LossBackend(backend="failing", may_fall_back=True))
     losses = {float(objective.loss_sum(_batch(decoder)).detach()) for _ in range(2)}
     assert losses == {float(Objective(decoder, CPU, torch.float32, _PLAIN).loss_sum(_batch(decoder)).detach())}
     warned = capsys.readouterr().err
     assert warned.count("\n") == 1 and "no room for a kernel" in warned
     with pytest.raises(ValueError, match=r"--compile on: torch's compiler failed .*no room for a kernel"):
-        Objective(decoder, CPU, torch.float32, Computing(backend="failing")).loss_sum(_batch(decoder))
+        Objective(decoder, CPU, torch.float32, LossBackend(backend="failing")).loss_sum(_batch(decoder))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from app.engine.crash_loop import MOST_PARDONS, WINDOW_SECONDS, CrashLoop
+from app.engine_client.restart_policy import MOST_PARDONS, WINDOW_SECONDS, RestartPolicy
 
 
 def _verdicts(*crashes: tuple[bool, bool], pause: float = 1.0) -> list[bool]:
     """(delivered, explained) of each crash."""
-    loop = CrashLoop()
+    loop = RestartPolicy()
     return [
         loop.record(number * pause, delivered=delivered, explained=explained)
         for number, (delivered, explained) in enumerate(crashes)
@@ -40,7 +40,7 @@ def test_old_crashes_do_not_count() -> None:
 
 def _of_bad_requests(count: int, pause: float, *, is_proven: bool = True) -> list[bool]:
     """Verdicts on two crashes of each; the engine answers the probe between them, and nobody else comes."""
-    loop, now, verdicts = CrashLoop(), 0.0, []
+    loop, now, verdicts = RestartPolicy(), 0.0, []
     for number in range(count):
         for explained in (False, True):
             now += pause / 2
@@ -60,7 +60,7 @@ def test_an_engine_that_does_nothing_but_answer_probes_is_given_up() -> None:
 
 
 def test_tokens_for_somebody_forgive_all() -> None:
-    loop = CrashLoop()
+    loop = RestartPolicy()
     for number in range(5 * MOST_PARDONS):
         assert not loop.record(number, delivered=True, explained=False)
         assert not loop.record(number, delivered=False, explained=True)

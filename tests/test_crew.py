@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train.crew import in_shares, one_by_one
+from model.train.common.thread_pool import in_shares, one_by_one
 from model.train.data.batch import of_windows
-from model.train.learner import Learner
-from model.train.objective import Objective
-from model.train.optimiser import Optimiser
-from model.train.ranks import Ranks
-from model.transformer import Decoder
+from model.train.step.distributed import ProcessGroup
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal
     for n_threads in (1, 2, 3):
         torch.set_num_threads(n_threads)
         decoder = Decoder(config).initialise(3)
-        optimiser = Optimiser(decoder, kind, matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        optimiser = ParameterUpdates(decoder, kind, matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
         for _ in range(2):
             _give(decoder, gradients)
             optimiser.step(0.5)
@@ -121,9 +121,9 @@ def test_threads_learn_what_one_does_and_the_same_bits_every_time(name: str) -> 
     for n_threads, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.bfloat16), (2, torch.bfloat16)):
         torch.set_num_threads(n_threads)
         decoder = Decoder(config).initialise(3)
-        optimiser = Optimiser(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
         objective = Objective(decoder, torch.device("cpu"), dtype)
-        Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=1).gradients(batch)
+        Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=1).gradients(batch)
         found.append([p.grad for p in decoder.parameters()])
     for one, two, narrow, again in zip(*found, strict=True):
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import time
 
-from app.connections import Connections, Limits
-from app.crowd import Crowd, Wait
+from app.http.connection_limits import ConnectionLimits, HttpLimits
+from app.http.eviction import EvictionQueue, WaitReason
 
 
 class _Guest:
@@ -20,16 +20,18 @@ class _Guest:
         self.is_off = True
 
 
-def _connections(most: int, of_one: int) -> Connections:
+def _connections(most: int, of_one: int) -> ConnectionLimits:
     numbers = {"header_bytes": 1, "headers": 1, "url_bytes": 1}
     seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds", "answer_seconds"), 1.0)
-    return Connections(Limits(connections=most, per_address=of_one, **numbers, **seconds))
+    return ConnectionLimits(HttpLimits(connections=most, per_address=of_one, **numbers, **seconds))
 
 
 def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
     connections = _connections(5, 5)
     guests = [_Guest("a") for _ in range(5)]
-    for guest, wait in zip(guests, [Wait.HEAD, Wait.ANY, Wait.ANY, Wait.CLOSE, Wait.NEXT], strict=True):
+    for guest, wait in zip(
+        guests, [WaitReason.HEAD, WaitReason.ANY, WaitReason.ANY, WaitReason.CLOSE, WaitReason.NEXT], strict=True
+    ):
         assert connections.enter(guest)
         connections.rest(guest, wait)
     went = []
@@ -45,12 +47,12 @@ def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
 
 
 def test_the_address_with_the_most_gives_one_up() -> None:
-    crowd = Crowd()
+    crowd = EvictionQueue()
     slow = _Guest("slow")
-    crowd.put(slow, Wait.NEXT)
+    crowd.put(slow, WaitReason.NEXT)
     many = [_Guest("many") for _ in range(3)]
     for guest in many:
-        crowd.put(guest, Wait.HEAD)
+        crowd.put(guest, WaitReason.HEAD)
     assert crowd.first() is many[0]
     crowd.drop(many[0])
     crowd.drop(many[1])
@@ -59,12 +61,12 @@ def test_the_address_with_the_most_gives_one_up() -> None:
 
 def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
     rng = random.Random(7)
-    crowd, plain = Crowd(), {}
+    crowd, plain = EvictionQueue(), {}
     guests = [_Guest(rng.choice("aaaabbcdefg")) for _ in range(60)]
     for step in range(20_000):
         guest = rng.choice(guests)
         if rng.random() < 0.6:
-            wait = rng.choice(list(Wait))
+            wait = rng.choice(list(WaitReason))
             crowd.put(guest, wait)
             if plain.get(guest, (None,))[0] is not wait:
                 plain[guest] = wait, step

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from test_report import OUTLINE, progress
 
-from model.train.report.curve import linear_ticks, log_ticks, loss_curve, tick_label
-from model.train.report.journal import Record
-from model.train.report.report import Report
+from model.train.reporting.loss_plot import linear_ticks, log_ticks, loss_curve, tick_label
+from model.train.reporting.metrics_log import Record
+from model.train.reporting.report import Report
 
 _SVG = "{http://www.w3.org/2000/svg}"
 

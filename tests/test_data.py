@@ -18,17 +18,17 @@ import pytest
 import torch
 from tiny import TEXT
 
-from model.tokenizer import SEPARATOR, Tokenizer
+from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
 from model.train.__main__ import main
+from model.train.common.console_messages import Ticker
 from model.train.data.corpus import Corpus, prepare
-from model.train.data.hold_out import Document, document_key, split_documents
-from model.train.data.material import _windows
-from model.train.data.order import Order
+from model.train.data.shuffling import StepOrder
 from model.train.data.sources import Sources
 from model.train.data.text_file import DataError
 from model.train.data.token_cache import pieces
+from model.train.data.validation_split import Document, document_key, split_documents
 from model.train.data.vocabulary import Vocabulary
-from model.train.notices import Ticker
+from model.train.setup.dataset import _windows
 
 VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
 
@@ -150,19 +150,19 @@ def test_the_cache_is_used_for_the_same_input_and_not_for_another(tmp_path: Path
 
 def test_the_order_is_a_function_of_seed_and_step_and_an_epoch_sees_everything_once() -> None:
     tokens = np.arange(1000, dtype=np.uint16)
-    order = Order(tokens, length=10, windows=7, seed=1)
+    order = StepOrder(tokens, length=10, windows=7, seed=1)
     batches = [order.batch(step) for step in range(40)]
-    backwards = Order(tokens, length=10, windows=7, seed=1)
+    backwards = StepOrder(tokens, length=10, windows=7, seed=1)
     assert all(np.array_equal(backwards.batch(step), batches[step]) for step in reversed(range(40)))
     epoch = np.concatenate(batches)[: order.per_epoch]
     assert len({row[0] for row in epoch}) == order.per_epoch
     assert all(np.array_equal(np.diff(row), np.ones(10)) for row in epoch)
-    assert not np.array_equal(Order(tokens, length=10, windows=7, seed=2).batch(0), batches[0])
+    assert not np.array_equal(StepOrder(tokens, length=10, windows=7, seed=2).batch(0), batches[0])
 
 
 def test_too_little_text_for_a_window_is_refused() -> None:
     with pytest.raises(DataError, match="too few"):
-        Order(np.arange(12, dtype=np.uint16), length=10, windows=1, seed=1)
+        StepOrder(np.arange(12, dtype=np.uint16), length=10, windows=1, seed=1)
 
 
 def test_json_lines_with_line_separators_inside_stay_whole(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from conftest import ROOT, Server
 
-from app.api.operations import router
-from app.settings import Settings
+from app.api.health import router
+from app.common.settings import Settings
 
 KUBERNETES = ROOT / "deploy/kubernetes"
 QUEUE = "inkstream_requests_waiting"

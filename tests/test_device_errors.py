@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from app.engine.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
-from app.engine.isolation import Isolation
-from app.engine.result import StepResult
-from app.engine.types import BatchPlan, Chunk, Request, Sequence
+from app.common.types import BatchPlan, Chunk, Request, Sequence
+from app.engine.execution.fault_isolation import FaultIsolation
+from app.engine.memory.device_errors import broken_capture, is_out_of_memory, lacked_device_memory, lost_device
+from app.engine.sampling.sampled_token import StepResult
 
 HELP = """
 Search for `cudaError...' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more information.
@@ -133,7 +133,7 @@ def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(
         caplog.clear()
         runner = Raises(error)
         with pytest.raises(RuntimeError) as caught:
-            Isolation(runner, release=lambda: pytest.fail("there is nothing to give back")).run(_plan(3))
+            FaultIsolation(runner, release=lambda: pytest.fail("there is nothing to give back")).run(_plan(3))
         assert (caught.value, runner.steps) == (error, [3])
         assert [record.getMessage() for record in caplog.records] == [f"the device is lost: {STAYING[code]}"]
 
@@ -141,7 +141,7 @@ def test_a_lost_device_ends_the_engine_at_once_and_fails_no_request(
 def test_a_device_that_is_lost_while_rows_are_tried_alone_ends_the_engine_too() -> None:
     runner = Raises(RuntimeError("a row"), accelerator_error(719, STAYING[719]))
     with pytest.raises(torch.AcceleratorError):
-        Isolation(runner).run(_plan(3))
+        FaultIsolation(runner).run(_plan(3))
     assert runner.steps == [3, 1]
 
 
@@ -149,7 +149,7 @@ def test_missing_memory_fails_the_row_that_lacks_it_alone_and_is_given_back_befo
     lacking = torch.OutOfMemoryError("CUDA out of memory.")
     runner = Raises(lacking, accelerator_error(2, PASSING[2]))
     released: list[int] = []
-    result = Isolation(runner, release=lambda: released.append(len(runner.steps))).run(_plan(3))
+    result = FaultIsolation(runner, release=lambda: released.append(len(runner.steps))).run(_plan(3))
     assert [*result.failed] == ["0"] and "memory" in result.failed["0"]
     assert runner.steps == [3, 1, 1, 1, 1], "the last is the proof that the device still computes"
     assert released == [1, 2]
@@ -164,7 +164,7 @@ def test_what_the_release_of_memory_finds_out_ends_the_engine() -> None:
 
     runner = Raises(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"))
     with pytest.raises(torch.AcceleratorError) as caught:
-        Isolation(runner, release=release).run(_plan(2))
+        FaultIsolation(runner, release=release).run(_plan(2))
     assert caught.value is lost and runner.steps == [2]
 
 
@@ -188,5 +188,5 @@ def test_nothing_of_a_failed_step_is_alive_when_its_memory_is_given_back(monkeyp
                 raise torch.OutOfMemoryError(f"CUDA out of memory beside {held} for {plan}")
             return StepResult()
 
-    Isolation(Lacks(), release=lambda: seen.append([*alive])).run(_plan(2))
+    FaultIsolation(Lacks(), release=lambda: seen.append([*alive])).run(_plan(2))
     assert seen == [[], []]

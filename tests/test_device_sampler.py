@@ -1,4 +1,4 @@
-"""Sampling on a device draws what app/engine/sampler.py draws: in plain torch, and by Triton (interpreted in small)."""
+"""Sampling on a device draws what app/engine/sampling/sampler.py draws: in plain torch, and by Triton (interpreted in small)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from gpu import BOTH, DEVICE, kernels, needs_triton
 from torch import Tensor
 
-from app.engine.kernels import sampling_words as layout
-from app.engine.kernels.philox import uniforms
-from app.engine.kernels.sampling_table import TOP, SampleOut, SamplingTable
-from app.engine.params import MAX_BIASES, SamplingParams
-from app.engine.philox import Draw
-from app.engine.philox import uniforms as plain_uniforms
-from app.engine.sampler import sample as oracle
-from app.engine.sampling_row import SamplingRow
-from app.engine.types import Request
+from app.common.params import MAX_BIASES, SamplingParams
+from app.common.types import Request
+from app.engine.gpu.kernels import sampling_layout as layout
+from app.engine.gpu.kernels.philox import uniforms
+from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
+from app.engine.sampling.philox import Draw
+from app.engine.sampling.philox import uniforms as plain_uniforms
+from app.engine.sampling.sampler import sample as oracle
+from app.engine.sampling.sampling_input import SamplingInput
 from benchmarks.gpu.conformance.sampling_cases import FULL, Case, chance, edges
 from benchmarks.gpu.conformance.sampling_proof import draw, wrong
 
@@ -63,7 +63,7 @@ def test_every_kind_of_row_is_drawn_by_the_law(vocab: int) -> None:
 @pytest.mark.parametrize("name", ["chance", "equal", "few values"])
 def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_the_law(name: str) -> None:
     """Rows of 128,256 logits go so; here with rooms for 64."""
-    module = pytest.importorskip("app.engine.kernels.triton_sampler", reason="Triton is not installed")
+    module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
     small = partial(module.sample, sizes=module.Sizes(tile=64, groups=4, room=64))
     case = chance(name, 260, 16, 3) if name == "chance" else _some(MANY_TILES[name], len(name) % 2, 3)
     assert not list(wrong(small, case, DEVICE, exact=True))
@@ -90,7 +90,7 @@ def test_counts_of_earlier_steps_bear_on_later_ones(kind: str) -> None:
             logits_SV = torch.randn(1, 20, generator=torch.Generator().manual_seed(10 * seed + step))
             out = SampleOut.empty(2, DEVICE)
             kernels(kind).sample(logits_SV.to(DEVICE), _ints(1), _ints(len(tokens)), table, out.first(1))
-            expected = oracle(logits_SV, [SamplingRow(params, tokens, 2)])[0].token
+            expected = oracle(logits_SV, [SamplingInput(params, tokens, 2)])[0].token
             assert out.tokens_S.tolist() == [expected, -1] and expected is not None
             tokens.append(expected)
 
@@ -149,7 +149,7 @@ def test_rows_that_are_not_counted_need_no_counts() -> None:
 
 
 def test_a_small_vocabulary_has_no_more_to_tell() -> None:
-    case = Case(name="two", logits_SV=torch.tensor([[0.0, 1.0]]), rows=[SamplingRow(FULL, [0], 1)])
+    case = Case(name="two", logits_SV=torch.tensor([[0.0, 1.0]]), rows=[SamplingInput(FULL, [0], 1)])
     (drawn,), _, _ = draw(kernels("torch").sample, case, DEVICE)
     assert TOP > 2 and [token for token, _ in drawn.top] == [1, 0]
 
@@ -169,7 +169,7 @@ def test_a_sampler_that_draws_otherwise_is_found_out(what: str) -> None:
             out.top_logprobs_SN[0, -1] = logits_SV[0].log_softmax(-1).amin()
 
     logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(1), device="cpu")
-    lines = list(wrong(lie, Case(name="one", logits_SV=logits_SV, rows=[SamplingRow(FULL, [3, 4], 1)]), DEVICE))
+    lines = list(wrong(lie, Case(name="one", logits_SV=logits_SV, rows=[SamplingInput(FULL, [3, 4], 1)]), DEVICE))
     assert any(what in line for line in lines)
 
 

@@ -12,10 +12,10 @@ from conftest import Server
 from node import NODE
 from wire import parse_events, whole
 
-from app.api.native_fields import CompleteRequest
-from app.settings import Settings
+from app.api.native.request_schemas import CompleteRequest
+from app.common.settings import Settings
+from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
-from model.transformer import Decoder
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

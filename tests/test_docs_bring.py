@@ -21,11 +21,11 @@ from transformers import GPT2LMHeadModel
 from wire import whole
 
 from app.cli.check import main as check
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
 from model.families.registry import SUPPORTED, read_config
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
 from model.presets import preset
-from model.reference import logits
-from model.transformer import Decoder
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/bring-your-model.md").read_text()

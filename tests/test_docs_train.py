@@ -19,7 +19,7 @@ from training import shorten_samples
 from app.__main__ import main as inkstream
 from model.presets import SIZES
 from model.train.__main__ import main as train
-from model.train.options import parse
+from model.train.setup.options import parse
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/train.md").read_text()

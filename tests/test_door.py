@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.door import Door
-from app.engine.grammar_workers import Job
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
+from app.engine.guided.grammar_workers import Job
 
 
 class ManualGuides:
@@ -40,16 +40,16 @@ def _request(name: str, salt: str = "") -> Request:
     return Request(id=name, prompt=(1,), max_tokens=1, guide='start: "a"', salt=salt)
 
 
-def _queue(*names: str, most: int = 9) -> tuple[Door, ManualGuides]:
+def _queue(*names: str, most: int = 9) -> tuple[GrammarCompileQueue, ManualGuides]:
     """Requests of these names; the part before a slash is the key."""
     guides = ManualGuides()
-    door = Door(guides, most=most)
+    door = GrammarCompileQueue(guides, most=most)
     for name in names:
         door.enter(_request(name, name.partition("/")[0] if "/" in name else ""))
     return door, guides
 
 
-def _ready(door: Door) -> list[str]:
+def _ready(door: GrammarCompileQueue) -> list[str]:
     return [request.id for request in door.leave()]
 
 

@@ -10,9 +10,9 @@ import torch
 from tiny import tiny_decoder
 from training import EXACT, TINY, same, state_of, train, weights_of
 
-from model.train.copies import Average, Best
-from model.train.learner import below
 from model.train.loop import Loop
+from model.train.step.ema import BestWeights, WeightAverage
+from model.train.step.trainer import below
 
 
 def _filled(value: float) -> torch.nn.Module:
@@ -25,7 +25,7 @@ def _filled(value: float) -> torch.nn.Module:
 
 def test_an_average_follows_its_formula() -> None:
     decoder = _filled(1.0)
-    average = Average(decoder, 0.5)
+    average = WeightAverage(decoder, 0.5)
     expected = 1.0
     for step, value in ((1, 2.0), (2, 4.0), (30, 8.0)):
         with torch.no_grad():
@@ -40,7 +40,7 @@ def test_an_average_follows_its_formula() -> None:
 def test_looking_at_the_average_gives_the_weights_back_bit_for_bit() -> None:
     decoder = tiny_decoder(dtype=torch.bfloat16)
     before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
-    average = Average(decoder, 0.9)
+    average = WeightAverage(decoder, 0.9)
     average.tensors()["embedding"].add_(1.0)
     with contextlib.suppress(KeyboardInterrupt), average.in_place():
         assert not torch.equal(decoder.embedding, before["embedding"])
@@ -49,7 +49,7 @@ def test_looking_at_the_average_gives_the_weights_back_bit_for_bit() -> None:
 
 
 def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
-    decoder, best = _filled(1.0), Best()
+    decoder, best = _filled(1.0), BestWeights()
     best.consider(decoder, 5, 2.0)
     with torch.no_grad():
         decoder.embedding.fill_(7.0)

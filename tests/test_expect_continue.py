@@ -12,7 +12,7 @@ from conftest import Server
 from framing import LIMITS, Harness, Served
 from raw import connect, read_all
 
-from app.protocol import Connection
+from app.http.http_protocol import HttpProtocol
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 HEAD = b"POST /complete HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
@@ -35,14 +35,14 @@ class _Application:
     async def before_reading(self) -> None:
         await self._may_ask.wait()
 
-    async def release(self, _connection: Connection) -> None:
+    async def release(self, _connection: HttpProtocol) -> None:
         self._may_ask.set()
 
-    async def release_late(self, _connection: Connection) -> None:
+    async def release_late(self, _connection: HttpProtocol) -> None:
         await asyncio.sleep(0.1)
         self._may_ask.set()
 
-    async def release_after_reset(self, connection: Connection) -> None:
+    async def release_after_reset(self, connection: HttpProtocol) -> None:
         connection.transport.abort()
         connection.connection_lost(ConnectionResetError())
         self._may_ask.set()
@@ -52,7 +52,7 @@ def _serve(
     packets: tuple[bytes, ...],
     *,
     asks_at_once: bool,
-    then: Callable[[_Application], Callable[[Connection], Awaitable[None]]] = lambda application: application.release,
+    then: Callable[[_Application], Callable[[HttpProtocol], Awaitable[None]]] = lambda application: application.release,
 ) -> Served:
     async def run() -> Served:
         application = _Application(asks_at_once=asks_at_once)

@@ -14,13 +14,13 @@ from hub import CASES, family_name, save_theirs, their_logits, their_model
 from tiny import run_all, tiny_engine
 from transformers import AutoModelForCausalLM
 
-from app.engine.params import SamplingParams
-from app.engine.types import Request, TokenEvent
-from model.checkpoint import load, weights_files
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent
+from model.checkpoint.checkpoint import load, weights_files
 from model.families.registry import family_of
 from model.files import write_files
-from model.reference import logits
-from model.transformer import Decoder
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
 
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def _requests() -> list[Request]:
     return [Request(id=f"r{i}", prompt=tuple(p), max_tokens=64, params=params) for i, p in enumerate(prompts)]
 
 
-def _decode_difference(events: list[TokenEvent], expected_TV: torch.Tensor, first: int) -> float:
+def _decode_difference(events: list[SampledEvent], expected_TV: torch.Tensor, first: int) -> float:
     """Largest difference of the reported log-probabilities from theirs."""
     worst = 0.0
     for place, event in enumerate(events, start=first):

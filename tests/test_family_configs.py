@@ -11,7 +11,7 @@ from tiny import tiny_config
 
 from model.config import ConfigError, ModelConfig, RopeScaling
 from model.families.registry import SUPPORTED, family_of, read_config, write_config
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
 
 LLAMA = {
     "hidden_size": 48,

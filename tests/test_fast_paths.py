@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.alarm import Alarm
-from app.api import sse
-from app.api.chat import _ChatAnswer
-from app.api.chunks import Chunks, frame
 from app.api.metrics import _Gaps
-from app.api.openai import _TextAnswer
-from app.api.openai_answer import Answer
-from app.api.shelf import Journal
-from app.choice import Choice, TextRules
-from app.engine.frames import Cancel, Frames, decode_down, decode_up, encode_frame
-from app.engine.inbox import Inbox
-from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
-from app.text import StreamDecoder
+from app.api.openai.chat import _ChatAnswer
+from app.api.openai.chunk_writer import ChunkWriter, frame
+from app.api.openai.completions import _TextAnswer
+from app.api.openai.responder import Responder
+from app.api.resume_store import ReplayBuffer
+from app.common.ipc import Cancel, FrameDecoder, decode_down, decode_up, encode_frame
+from app.common.ipc_reader import FrameReceiver
+from app.common.lazy_timer import LazyTimer
+from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
+from app.generation.detokenizer import StreamDecoder
+from app.generation.output_choice import OutputChoice, TextRules
+from app.http import sse
 
 
 @given(st.integers(0, 20), st.text())
@@ -38,7 +38,7 @@ def test_a_text_event_is_the_event_of_its_dict(index: int, text: str) -> None:
 def test_a_chunk_is_the_frame_of_its_dict(text: str, extra: dict[str, Any]) -> None:
     head, choice = {"id": text, "seed": 1}, {"index": 0, "text": text}
     extra = {f"x{name}": value for name, value in extra.items()}
-    chunks = Chunks(head, extra)
+    chunks = ChunkWriter(head, extra)
     assert chunks.chunk(json.dumps(choice)) == frame({**head, "choices": [choice], **extra})
     told = chunks.chunk(json.dumps(choice), ', "usage": null')
     assert told == frame({**head, "choices": [choice], **extra, "usage": None})
@@ -46,7 +46,7 @@ def test_a_chunk_is_the_frame_of_its_dict(text: str, extra: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("kind", [_TextAnswer, _ChatAnswer])
 @given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=3))
-def test_a_choice_that_goes_on_is_the_json_of_its_dict(kind: type[Answer], texts: list[str]) -> None:
+def test_a_choice_that_goes_on_is_the_json_of_its_dict(kind: type[Responder], texts: list[str]) -> None:
     slow, fast = kind.__new__(kind), kind.__new__(kind)
     for answer in (slow, fast):
         answer._begun = set()  # type: ignore[attr-defined]
@@ -75,13 +75,13 @@ def test_bytes_cut_anywhere_decode_as_the_codec_decodes_them(text: str, noise: b
 @given(st.lists(st.integers(0, 255), min_size=1))
 def test_a_choice_with_nothing_to_look_for_gives_the_text_of_one_that_looks_in_vain(ids: list[int]) -> None:
     plain, looking = (
-        Choice(0, Request(id="r", prompt=(65,), max_tokens=9), _Bytes(), TextRules(stops=stops))  # type: ignore[arg-type]
+        OutputChoice(0, Request(id="r", prompt=(65,), max_tokens=9), _Bytes(), TextRules(stops=stops))  # type: ignore[arg-type]
         for stops in ((), ("\0" * 9,))
     )
     texts = ["", ""]
     for index, token in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
-        event = TokenEvent("r", index, token, finish=finish)
+        event = SampledEvent("r", index, token, finish=finish)
         for place, choice in enumerate((plain, looking)):
             texts[place] += "".join(delta.text for delta in choice.take(event))
     assert texts[0] == texts[1] == bytes(ids).decode("utf-8", "replace")
@@ -101,14 +101,14 @@ class _Bytes:
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 10_000])
 def test_frames_cut_anywhere_are_the_same_frames(size: int) -> None:
     report = StepReport(
-        events=(TokenEvent("a", 0, 7, -0.5, ((7, -0.5),)), TokenEvent("b", 3, None, finish=FinishReason.LENGTH)),
-        started=(Started("c", 4),),
+        events=(SampledEvent("a", 0, 7, -0.5, ((7, -0.5),)), SampledEvent("b", 3, None, finish=FinishReason.LENGTH)),
+        started=(RequestStarted("c", 4),),
         counters=Counters(running=2),
         at=1.5,
     )
     reports = [report, StepReport(), report]
     data = b"".join(map(encode_frame, reports))
-    frames = Frames()
+    frames = FrameDecoder()
     bodies = [body for at in range(0, len(data), size) for body in frames.feed(data[at : at + size])]
     assert [decode_up(body) for body in bodies] == reports
 
@@ -116,7 +116,7 @@ def test_frames_cut_anywhere_are_the_same_frames(size: int) -> None:
 def test_the_inbox_gives_what_there_is_and_ends_with_its_pipe() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        inbox = Inbox(theirs)
+        inbox = FrameReceiver(theirs)
         with ours:
             assert inbox.receive(0.0) == []
             ours.sendall(encode_frame(Cancel("a")) + encode_frame(Cancel("b"))[:5])
@@ -128,7 +128,7 @@ def test_the_inbox_gives_what_there_is_and_ends_with_its_pipe() -> None:
 
 
 def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
-    journal = Journal(limit=6)
+    journal = ReplayBuffer(limit=6)
     assert [journal.append(frame) for frame in (b"ab", b"cd", b"ef", b"gh")] == [b"ab", b"cd", b"ef", b"gh"]
     assert (journal.first, journal.next_number) == (1, 4)
     assert [journal.since(number) for number in (1, 3, 4)] == [b"cdefgh", b"gh", b""]
@@ -147,7 +147,7 @@ def test_gaps_are_counted_where_prometheus_counts_them() -> None:
 def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues: tuple[float, ...]) -> None:
     async def ring() -> None:
         heard = asyncio.Event()
-        alarm = Alarm(heard.set)
+        alarm = LazyTimer(heard.set)
         for due in dues:
             alarm.set(time.monotonic() + due)
         await asyncio.wait_for(heard.wait(), 20)
@@ -158,7 +158,7 @@ def test_an_alarm_set_to_later_rings_early_and_set_to_earlier_rings_earlier(dues
 def test_a_cancelled_alarm_is_silent() -> None:
     async def rung() -> bool:
         heard = asyncio.Event()
-        alarm = Alarm(heard.set)
+        alarm = LazyTimer(heard.set)
         alarm.set(time.monotonic())
         alarm.cancel()
         await asyncio.sleep(0.02)

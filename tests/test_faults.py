@@ -14,12 +14,12 @@ import pytest
 from arming import Faults
 from conftest import ROOT
 
-from app import faults
-from app.faults import InjectedFault, _Switchboard
+from app.common import fault_injection
+from app.common.fault_injection import InjectedFault, _Switchboard
 
 
 def _run(program: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    variables = {k: v for k, v in os.environ.items() if k != faults.VARIABLE} | environment
+    variables = {k: v for k, v in os.environ.items() if k != fault_injection.VARIABLE} | environment
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
     )
@@ -28,9 +28,9 @@ def _run(program: str, environment: dict[str, str]) -> subprocess.CompletedProce
 def test_faults_are_inert_without_their_variable(tmp_path: Path) -> None:
     armed = Faults(tmp_path)
     armed.arm("engine.step", "exit", code=7)
-    program = "from app.faults import fault, is_armed; fault('engine.step'); assert not is_armed('engine.step')"
+    program = "from app.common.fault_injection import fault, is_armed; fault('engine.step'); assert not is_armed('engine.step')"
     assert _run(program, {}).returncode == 0
-    assert _run(program, {faults.VARIABLE: ""}).returncode == 0
+    assert _run(program, {fault_injection.VARIABLE: ""}).returncode == 0
     assert _run(program, armed.environment).returncode == 7
 
 
@@ -39,12 +39,12 @@ def test_a_fault_happens_as_often_as_ordered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: tuple[str, type[Exception]]
 ) -> None:
     do, error = raised
-    monkeypatch.setattr(faults, "_SWITCHBOARD", _Switchboard(tmp_path))
+    monkeypatch.setattr(fault_injection, "_SWITCHBOARD", _Switchboard(tmp_path))
     Faults(tmp_path).arm("a.point", do, after=1, times=2, match="victim")
     happened = []
     for detail in ("victim 1", "somebody", "victim 2", "victim 3", "victim 4"):
         try:
-            faults.fault("a.point", detail)
+            fault_injection.fault("a.point", detail)
         except error:
             happened.append(detail)
     assert happened == ["victim 2", "victim 3"]

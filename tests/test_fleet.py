@@ -16,24 +16,24 @@ import torch
 from msgspec.structs import replace
 
 from app.api.engine_metrics import EngineState
-from app.engine.admission import QueueLimits
-from app.engine.client import EngineClient
-from app.engine.errors import NotReady, QueueFull
-from app.engine.fleet import Fleet
-from app.engine.frames import Cancel, Down, Ready, Submit, WorkerConfig
-from app.engine.memory import CacheRoom
-from app.engine.peers import EngineGone
-from app.engine.probe import NAME
-from app.engine.stream import MOST_WAITING, Stream
-from app.engine.supervisor import FilesOfWeights, as_in_directory
-from app.engine.types import Counters, FinishReason, Request, Started, StepReport, TokenEvent
-from app.engine.waiting_line import WaitingLine
+from app.common.errors import NotReady, QueueFull
+from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
+from app.common.settings import Settings
+from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
+from app.engine.memory.kv_budget import CacheShape
+from app.engine_client.canary import NAME
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.pool_events import EngineGone
+from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.supervisor import FilesOfWeights, as_in_directory
+from app.engine_client.token_stream import MOST_WAITING, TokenStream
 from app.main import _worker_configs, make_fleet
-from app.served import Served
-from app.settings import Settings
-from app.weights_watch import look
+from app.serving.model_instance import ModelInstance
+from app.serving.weights_fingerprint import look
 from model.config import ModelConfig
-from model.tokenizer import TokenizerError
+from model.tokenizer.tokenizer import TokenizerError
 
 _GROWING = ("inkstream_preemptions", "inkstream_block_violations")
 
@@ -113,7 +113,7 @@ class Played:
         while self.waiting and len(self.running) < self.places:
             name = next(iter(self.waiting))
             self.running[name] = self.waiting.pop(name)
-            started.append(Started(name, 0))
+            started.append(RequestStarted(name, 0))
         if self.deadly in self.running:
             self.client.on_report(StepReport(started=tuple(started), taken=tuple(taken), counters=self.counters))
             self.crash()
@@ -123,7 +123,7 @@ class Played:
             tokens.append(_next_token(tokens))
             written = len(tokens) - len(request.prompt)
             finish = FinishReason.LENGTH if written == request.max_tokens else None
-            events.append(TokenEvent(name, written - 1, tokens[-1], finish=finish))
+            events.append(SampledEvent(name, written - 1, tokens[-1], finish=finish))
             if finish:
                 del self.running[name]
         self.client.on_report(
@@ -139,17 +139,17 @@ class World:
     """A fleet, its engines, and everything that its streams were told."""
 
     def __init__(self, n: int = 2, *, places: int = 4, room: int = 1000, load: bool = True) -> None:
-        queue = WaitingLine(QueueLimits(max_requests=room, max_prompt_tokens=100_000))
+        queue = FairQueue(QueueLimits(max_requests=room, max_prompt_tokens=100_000))
         configs = [WorkerConfig(weights="", replica=place, replicas=n, max_running=places) for place in range(n)]
-        self.fleet = Fleet([EngineClient(config, queue) for config in configs])
+        self.fleet = EnginePool([EngineClient(config, queue) for config in configs])
         self.engines = [Played(client, places) for client in self.fleet.engines]
         for client, engine in zip(self.fleet.engines, self.engines, strict=True):
             client.supervisor = engine  # type: ignore[assignment]
-        self.streams: list[Stream] = []
+        self.streams: list[TokenStream] = []
         if load:
             self.fleet.start()
 
-    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, salt: str = "") -> Stream:
+    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, salt: str = "") -> TokenStream:
         number = len(self.streams)
         names = [f"r{number}/{i}" for i in range(n)]
         requests = [
@@ -159,7 +159,7 @@ class World:
         self.streams.append(self.fleet.submit(requests))
         return self.streams[-1]
 
-    def home(self, stream: Stream) -> int:
+    def home(self, stream: TokenStream) -> int:
         return next(i for i, client in enumerate(self.fleet.engines) if client is stream.source)
 
     def step(self, times: int = 1) -> None:
@@ -167,7 +167,7 @@ class World:
             for engine in self.engines:
                 engine.step()
 
-    async def texts(self, streams: list[Stream] | None = None) -> list[list[int] | str]:
+    async def texts(self, streams: list[TokenStream] | None = None) -> list[list[int] | str]:
         """What each stream said when all is over: tokens, or the name of its error."""
         for _ in range(2000):
             if not any(stream.is_open for stream in self.streams):
@@ -178,15 +178,15 @@ class World:
         return [await _text(stream) for stream in streams or self.streams]
 
 
-async def _text(stream: Stream) -> list[int] | str:
+async def _text(stream: TokenStream) -> list[int] | str:
     arrivals = await asyncio.wait_for(stream.receive(), 60)
     errors = [type(a.item).__name__ for a in arrivals if isinstance(a.item, Exception)]
-    tokens = [a.item for a in arrivals if isinstance(a.item, TokenEvent) and a.choice == 0]
+    tokens = [a.item for a in arrivals if isinstance(a.item, SampledEvent) and a.choice == 0]
     assert [token.index for token in tokens] == list(range(len(tokens))), "each token once, in order"
     return errors[0] if errors else [token.token for token in tokens if token.token is not None]
 
 
-def alone(stream: Stream) -> list[int]:
+def alone(stream: TokenStream) -> list[int]:
     """What a stream says where nothing happens to it."""
     tokens = list(stream.requests[0].prompt)
     for _ in range(stream.requests[0].max_tokens):
@@ -406,7 +406,7 @@ def test_a_tokenizer_that_does_not_fit_is_found_also_where_an_engine_has_crashed
 
     async def scenario() -> None:
         world = World(n, load=False)
-        served = Served(weights, look(weights), world.fleet, None, guide_seconds=1.0)
+        served = ModelInstance(weights, look(weights), world.fleet, None, guide_seconds=1.0)
         for engine in world.engines:
             engine.load(vocab_size=2)
         for engine in world.engines:
@@ -546,9 +546,9 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
             made.append(Process())
             return made[-1]
 
-        monkeypatch.setattr("app.engine.supervisor.EngineProcess.spawn", spawn)
+        monkeypatch.setattr("app.engine_client.supervisor.EngineProcess.spawn", spawn)
         config = WorkerConfig(weights="", replica=1, replicas=2, loading_beside=1)
-        client = EngineClient(config, WaitingLine(QueueLimits(max_requests=1, max_prompt_tokens=1)))
+        client = EngineClient(config, FairQueue(QueueLimits(max_requests=1, max_prompt_tokens=1)))
         client.supervisor.start()
         for count in (1, 2, 3):
             for _ in range(1000):
@@ -603,7 +603,7 @@ def test_engines_that_will_wait_for_one_another_are_told(
 def test_memory_that_engines_share_is_told_as_what_it_is() -> None:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
     shape = ModelConfig(**sizes, mlp_width=8, context=64)
-    room = CacheRoom(shape=shape, context=64, block_size=16, max_running=32, dtype=torch.float32)
+    room = CacheShape(shape=shape, context=64, block_size=16, max_running=32, dtype=torch.float32)
     free = 2 * 100 * room.block_bytes
     assert (room.blocks(0, free), room.blocks(0, free, 2)) == (100, 50)
     with pytest.raises(ValueError, match=r"--kv-blocks 60 .* and each engine's part .* \(--replicas 2\) holds 50$"):
@@ -650,7 +650,7 @@ def test_a_stream_that_is_held_outlives_its_engine() -> None:
         assert world.fleet.engines[1 - home].load == 1
         world.step(200)
         rest = await stream.receive()
-        tokens = [a.item.token for a in (*taken, *rest) if isinstance(a.item, TokenEvent)]
+        tokens = [a.item.token for a in (*taken, *rest) if isinstance(a.item, SampledEvent)]
         assert tokens == alone(stream) and not stream.is_open
 
     in_loop(scenario)
@@ -663,7 +663,7 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
     async def scenario() -> None:
         draw = random.Random(seed)
         world = World(draw.randint(2, 4), places=draw.randint(1, 6))
-        paused: list[Stream] = []
+        paused: list[TokenStream] = []
         for _ in range(120):
             what, engine = draw.random(), draw.choice(world.engines)
             if what < 0.3:

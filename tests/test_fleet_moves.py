@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from test_fleet import World, alone, in_loop
 
-from app.engine.frames import Cancel
-from app.engine.peers import EngineGone
-from app.engine.types import Started, StepReport, TokenEvent
+from app.common.ipc import Cancel
+from app.common.types import RequestStarted, SampledEvent, StepReport
+from app.engine_client.pool_events import EngineGone
 
 LONG = 400
 
@@ -81,8 +81,8 @@ def test_what_the_other_engine_says_of_it_before_it_hears_of_the_move_is_not_its
         world.engines[1].load()
         world.engines[1].step()
         assert world.home(streams[1]) == 1 and Cancel(old) in world.engines[0].frames
-        late = TokenEvent(old, 0, 7)
-        world.fleet.engines[0].on_report(StepReport(started=(Started(old, 0),), events=(late,)))
+        late = SampledEvent(old, 0, 7)
+        world.fleet.engines[0].on_report(StepReport(started=(RequestStarted(old, 0),), events=(late,)))
         assert streams[1].queue_position == 0
         assert await world.texts() == [alone(stream) for stream in streams]
 

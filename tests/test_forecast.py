@@ -10,17 +10,17 @@ import torch
 from tiny import TEXT
 
 from model.config import ModelConfig
+from model.nn.transformer import Decoder
 from model.presets import ARCHS, PRESET_NAMES, SIZES, preset
 from model.train.__main__ import main
-from model.train.optimiser import Optimiser
-from model.train.options import parse, shape
-from model.train.plan import forecast
-from model.train.plan.amount import Texts, amount_of, read_texts
-from model.train.plan.forecast import choose, parts, settle_size, steps_of
-from model.train.plan.machine import Speed, measure, sizes
+from model.train.plan import dry_run
+from model.train.plan.dataset_size import Texts, amount_of, read_texts
+from model.train.plan.dry_run import choose, parts, settle_size, steps_of
+from model.train.plan.resources import Speed, measure, sizes
 from model.train.run import Run
-from model.train.snapshot import load_snapshot
-from model.transformer import Decoder
+from model.train.setup.options import parse, shape
+from model.train.step.optimizer import ParameterUpdates
+from model.train.training_checkpoint import load_snapshot
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--windows", "4", "--device", "cpu", "--dtype", "float32"]
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def test_sizes_are_those_of_the_real_parts(arch: str, optimizer: str, ema: float
     decoder = Decoder(preset("nano", arch) if arch in ARCHS else preset(arch))  # type: ignore[arg-type]
     assert sum(parts(decoder).values()) == decoder.n_params
     told = sizes(decoder, optimizer, ema=ema, export_dtype="bfloat16")  # type: ignore[arg-type]
-    optimiser = Optimiser(decoder, optimizer, matrix_lr=0.1, other_lr=0.1, weight_decay=0.0)  # type: ignore[arg-type]
+    optimiser = ParameterUpdates(decoder, optimizer, matrix_lr=0.1, other_lr=0.1, weight_decay=0.0)  # type: ignore[arg-type]
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step(0.0)
@@ -96,7 +96,7 @@ def test_activations_grow_with_the_rows_and_are_about_what_the_network_keeps() -
 def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.train.plan.amount._SAMPLE", 100_000)
+    monkeypatch.setattr("model.train.plan.dataset_size._SAMPLE", 100_000)
     documents = [f"Chapter {i}. {TEXT[i % 50 : i % 50 + 900]}" for i in range(300)]
     (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
     flags = ["--data", str(tmp_path), "--out", "out", "--vocab-size", "300", "--steps", "1"]
@@ -148,7 +148,7 @@ def test_auto_takes_the_largest_size_that_text_and_time_feed(
     def speed(_shape: object, _options: object, _device: object, row_tokens: int) -> Speed:
         return _speed(row_tokens / tokens_per_second)
 
-    monkeypatch.setattr(forecast, "measure", speed)
+    monkeypatch.setattr(dry_run, "measure", speed)
     monkeypatch.setattr(Texts, "tokenised", lambda *_: (4.0, 1000))
     texts = Texts(n_documents=1, n_bytes=round(megabytes * 1e6), sample=[])
     options = parse(["--data", "x", "--out", "y", "--max-minutes", str(minutes), "--preset", "auto"])
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--context", "32", *TINY]
     assert main([*data, "--preset", "auto", "--steps", "1"]) == 0
     assert "--preset auto takes nano: the smallest there is; nano wants" in capsys.readouterr().out
-    monkeypatch.setattr(forecast, "choose", None)
+    monkeypatch.setattr(dry_run, "choose", None)
     options = parse([*data, "--preset", "auto", "--steps", "2", "--resume"])
     settle_size(options)
     assert options.preset == "nano"

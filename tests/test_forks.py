@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
 
-from app.engine.params import SamplingParams
-from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Request, StepReport
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, Request, StepReport
+from app.engine.scheduling.scheduler import Scheduler
 
 
 def _choices(count: int, prompt: int, *, max_tokens: int = 6, name: str = "r") -> list[Request]:

@@ -12,10 +12,10 @@ import torch
 from conftest import ROOT
 from tiny import tiny_config, tiny_decoder
 
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
+from model.checkpoint.golden import GOLDEN_FILE, as_stored, golden_file, verify
 from model.files import CheckpointError
-from model.golden import GOLDEN_FILE, as_stored, golden_file, verify
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
 
 PROMPT = [5, 9, 200, 31, 7]
 

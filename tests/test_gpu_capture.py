@@ -12,8 +12,8 @@ from on_device import tiny_device_runner
 from test_device_errors import accelerator_error
 from tiny import tiny_decoder
 
-from app.engine.device_errors import broken_capture, lacked_device_memory
 from app.engine.gpu.graphs import CudaCapture
+from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 
 
 class FakeCuda:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.gpu.install import install, what_stays
+from app.engine.checks.golden_check import prove
 from app.engine.gpu.linears import Quantize
-from app.engine.proof import prove
-from app.engine.quantize import round_weights
+from app.engine.gpu.quantized_install import install, what_stays
+from app.engine.quantization.int8_weights import round_weights
+from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.config import ModelConfig
 from model.files import CheckpointError
-from model.golden import GOLDEN_FILE, golden_file
-from model.reference import logits
-from model.transformer import Decoder
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
 
 PROMPT = [(7 * place) % 319 + 1 for place in range(40)]
 UNTIED = tiny_config(tied_head=False, head_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, logit_soft_cap=30.0)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.gpu.kernels import fp8, int8
+from app.engine.gpu.kernels.int8 import dequantised_product
 from app.engine.gpu.linears import Bf16Linear, Fp8Linear, Int8Linear, Quantize, check_quantize, make_linear
-from app.engine.kernels import fp8, int8
-from app.engine.kernels.door import TWINS, rounded_kernels
-from app.engine.kernels.int8 import dequantised_product
-from app.engine.quantize import quantize
+from app.engine.gpu.triton_loader import TWINS, rounded_kernels
+from app.engine.quantization.int8_weights import quantize
 
 KINDS: list[Quantize] = ["none", "int8", "fp8"]
 MEAN_ERROR = {"none": 0.005, "int8": 0.015, "fp8": 0.06}

@@ -16,22 +16,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.engine.dummy import costliest_step, dummies
-from app.engine.gpu.drawn import packed
-from app.engine.gpu.parts import _GRAPH_BYTES, GpuParts
-from app.engine.gpu.steps import Told
-from app.engine.gpu.upload import Upload
-from app.engine.kernels.door import check_triton
-from app.engine.kernels.face import AttentionBatch, AttentionSpec
-from app.engine.kernels.tiling import PARTIAL_BYTES
-from app.engine.kernels.twins import TorchKernels
-from app.engine.limits import SchedulerLimits
-from app.engine.memory import CacheRoom
-from app.engine.open_guides import OpenGuides
-from app.engine.params import SamplingParams
-from app.engine.sampler import sample
-from app.engine.sampling_row import SamplingRow
-from app.engine.ways import TorchWay
+from app.common.params import SamplingParams
+from app.engine.backends import TorchBackend
+from app.engine.execution.warmup_batches import costliest_step, dummies
+from app.engine.execution.warmup_grammars import PermissiveGrammars
+from app.engine.gpu.draw_transfers import packed
+from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec
+from app.engine.gpu.kernels.launch_config import PARTIAL_BYTES
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from app.engine.gpu.setup import _GRAPH_BYTES, GpuParts
+from app.engine.gpu.step import StepInputs
+from app.engine.gpu.step_upload import Upload
+from app.engine.gpu.triton_loader import check_triton
+from app.engine.memory.kv_budget import CacheShape
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.scheduling.step_limits import StepLimits
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 17, 4, 1), (1,) * 9, (4, 8, 16)])
@@ -45,7 +45,7 @@ def test_sections_of_an_upload_begin_where_16_bytes_do(lengths: tuple[int, ...])
         assert place.start * numbers_X.element_size() % 16 == 0
 
 
-class _Noting(TorchKernels):
+class _Noting(ReferenceKernels):
     """Computes no attention, and notes which of its variants was wanted: Triton has one for each of these pairs."""
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
 def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[_Making]) -> None:
     """Beside weights and cache: counts of a large vocabulary are not small."""
     config = tiny_config()
-    room = CacheRoom(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
-    limits = SchedulerLimits(tokens_per_step=32, max_running=2)
+    room = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
+    limits = StepLimits(tokens_per_step=32, max_running=2)
     parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
@@ -115,8 +115,8 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
     told = []
     for context in (512, 513):
         config = tiny_config(context=context)
-        room = CacheRoom(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
-        limits = SchedulerLimits(tokens_per_step=32, max_running=2)
+        room = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
+        limits = StepLimits(tokens_per_step=32, max_running=2)
         parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
         told.append((parts.activations(), parts.graph_bytes()))
     step, graphs = (after - before for before, after in zip(*told, strict=True))
@@ -127,12 +127,12 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
 def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[_Making]) -> None:
     """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
     config = tiny_config()
-    room = CacheRoom(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
-    limits = SchedulerLimits(tokens_per_step=64, max_running=40)
+    room = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
+    limits = StepLimits(tokens_per_step=64, max_running=40)
     if kind == "device":
         GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
     else:
-        TorchWay(tiny_decoder(config), room, limits).peaks()
+        TorchBackend(tiny_decoder(config), room, limits).peaks()
     guided_rows, vocab = 39, config.vocab_size
     made = measured[0].made
     assert {("where", (guided_rows, vocab)), ("sort", (guided_rows, vocab))} <= made
@@ -172,24 +172,24 @@ WISHES: list[dict[str, Any]] = [
 def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> None:
     vocab = 2048
     logits_SV = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
-    plan = costliest_step(SchedulerLimits(tokens_per_step=rows, max_running=rows), 64)
-    (allowed,) = OpenGuides(vocab).allowed([plan.chunks[0].sequence])
+    plan = costliest_step(StepLimits(tokens_per_step=rows, max_running=rows), 64)
+    (allowed,) = PermissiveGrammars(vocab).allowed([plan.chunks[0].sequence])
 
-    def held(asking: list[SamplingRow]) -> int:
+    def held(asking: list[SamplingInput]) -> int:
         with torch.inference_mode(), _Holding() as holding:
             sample(logits_SV, asking)
         return holding.most
 
     asked = [chunk.sequence.request for chunk in plan.chunks]
     most = held(
-        [SamplingRow(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.guide else None) for r in asked]
+        [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.guide else None) for r in asked]
     )
     for wish in WISHES:
         for temperature in (1.0, 10.0):
             params = SamplingParams(temperature=temperature, **wish)
             row, plain = (
-                SamplingRow(params, [0] * 64, 32, (2,), allowed),
-                SamplingRow(SamplingParams(temperature=0), [0], 1),
+                SamplingInput(params, [0] * 64, 32, (2,), allowed),
+                SamplingInput(SamplingParams(temperature=0), [0], 1),
             )
             assert held([row] * rows) <= most and held([row] * (rows - 1) + [plain]) <= most, wish
 
@@ -222,7 +222,7 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
     tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
     with torch.inference_mode(), _Strangers():  # type: ignore[no-untyped-call]
         steps.decode(3, 1)
-        steps.mixed(Told._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
+        steps.mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
         steps.prepare(tiles_X, draws_S, draws_S)
         words, upload = steps.rows.table.words_RW.shape[1], Upload()
         sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, *[3] * 2, *[2] * 4)]

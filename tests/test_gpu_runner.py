@@ -15,20 +15,20 @@ from test_parity_switches import _requests as _few_requests
 from tiny import run_all, tiny_decoder, tiny_engine
 from torch import Tensor
 
-from app.engine.dummy import dummies
-from app.engine.engine import Engine
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, TokenScore
+from app.engine.execution.engine import Engine
+from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import DecodeGraphs
-from app.engine.gpu.rows import Rows
+from app.engine.gpu.resident_batch import ResidentBatch
 from app.engine.gpu.runner import DeviceRunner, Shapes
-from app.engine.gpu.steps import Steps
-from app.engine.gpu.upload import Download
-from app.engine.guides import Guides
-from app.engine.types import BatchPlan, Chunk, Request, Sequence, TokenEvent, TokenScore
-from app.guide import guide_of
+from app.engine.gpu.step import StepProgram
+from app.engine.gpu.step_upload import Download
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.guided.grammar import guide_of
 
 CLOSE = 1e-3
 DEPTHS = [0, 1]
-Events = dict[str, list[TokenEvent]]
+Events = dict[str, list[SampledEvent]]
 
 
 def _assert_same_texts(some: Events, others: Events) -> None:
@@ -146,7 +146,7 @@ def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: p
     failing = _FailingLaunches(engine.runner)
     engine.isolation._ahead = failing
     kernels = engine.runner.graphs.steps._kernels  # type: ignore[attr-defined]
-    for owner, name in ((kernels, "advance"), (Rows, "apply"), (Steps, "prepare")):
+    for owner, name in ((kernels, "advance"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
         monkeypatch.setattr(owner, name, failing.spoilt(getattr(owner, name)))
     _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
     assert engine.isolation.grounded > 3
@@ -260,9 +260,9 @@ def _mixed() -> list[Request]:
     return [*made, replace(leader, id="fork", leader=leader.id, params=forked), late]
 
 
-def _guides() -> Guides:
+def _guides() -> GrammarTracker:
     bytes_of = [bytes([i % 256]) for i in range(320)]
-    return Guides(lambda: bytes_of, vocab_size=320, most=32)
+    return GrammarTracker(lambda: bytes_of, vocab_size=320, most=32)
 
 
 def _told(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:

@@ -12,9 +12,9 @@ from on_device import tiny_device_engine, tiny_device_runner
 from test_parity import _requests
 from tiny import run_all, tiny_decoder, tiny_engine
 
-from app.engine.dummy import dummies
+from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import CudaCapture
-from app.engine.kernels.door import triton_kernels
+from app.engine.gpu.triton_loader import triton_kernels
 
 
 @needs_triton

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from app.engine.grammar_workers import GrammarWorkers, Job
+from app.engine.guided.grammar_workers import GrammarWorkers, Job
 
 
 def _spin(seconds: float) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from app.engine.errors import InvalidRequest
-from app.guide import MOST_BYTES, MOST_LEVELS, Guide, guide_of
+from app.common.errors import InvalidRequest
+from app.guided.grammar import MOST_BYTES, MOST_LEVELS, Grammar, guide_of
 
 
-def _schema(guide: Guide | None) -> dict[str, Any]:
+def _schema(guide: Grammar | None) -> dict[str, Any]:
     assert guide
     text = guide.grammar.removeprefix("start: %json ").partition("\n%llguidance")[0]
     schema: dict[str, Any] = json.loads(text)
@@ -53,7 +53,7 @@ def test_white_space_is_the_schemas_own_where_it_says_so() -> None:
 
 def test_a_regex_stays_inside_its_slashes() -> None:
     guide = guide_of("regex", "a/b\\/c\\\\/\n")
-    assert guide == Guide("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
+    assert guide == Grammar("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
 
 
 @pytest.mark.parametrize(

@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from app.engine.errors import EngineFailed, InvalidRequest
-from app.guide import guide_of
-from app.guide_checker import MOST_JOBS, GuideChecker
-from app.guide_process import explain
-from app.tenant_queue import Busy, WorkAccount
+from app.access.tenant_queue import Busy, WorkAccount
+from app.common.errors import EngineFailed, InvalidRequest
+from app.guided.grammar import guide_of
+from app.guided.validator import MOST_JOBS, GrammarValidator
+from app.guided.validator_worker import explain
 
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
 """Tells multiples of large primes by their digits: as many states as the product has."""
 
 
-async def _check(checker: GuideChecker, tenant: str = "", **fields: Any) -> None:
+async def _check(checker: GrammarValidator, tenant: str = "", **fields: Any) -> None:
     guide = guide_of(*next(iter(fields.items())))
     assert guide
     await checker.check(guide, WorkAccount(tenant))
 
 
-async def _problem(checker: GuideChecker, tenant: str = "", **fields: Any) -> str:
+async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -> str:
     with pytest.raises(InvalidRequest) as caught:
         await _check(checker, tenant, **fields)
     assert [caught.value.param] == list(fields)
@@ -43,7 +43,7 @@ def _run(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(story)
 
 
-def _pid(checker: GuideChecker) -> int:
+def _pid(checker: GrammarValidator) -> int:
     return checker.pids[0]
 
 
@@ -56,7 +56,7 @@ def _is_gone(pid: int) -> bool:
 
 def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         try:
             assert not checker.pids, "started only when needed"
             await _check(checker, regex="[ab]+/")
@@ -82,7 +82,7 @@ def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_chec
     weights: Path,
 ) -> None:
     async def story() -> tuple[float, int]:
-        checker, ticks = GuideChecker(weights, seconds=0.3), 0
+        checker, ticks = GrammarValidator(weights, seconds=0.3), 0
         await _check_patiently(checker, "a")
         first = _pid(checker)
 
@@ -109,7 +109,7 @@ def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_chec
     assert any(took < 3 and n_ticks > 5 for took, n_ticks in (asyncio.run(story()) for _ in range(3)))
 
 
-async def _check_patiently(checker: GuideChecker, letter: str) -> None:
+async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
     """On a machine that is busy with other things, even a small guide may be late."""
     for attempt in range(20):
         with contextlib.suppress(InvalidRequest):
@@ -119,7 +119,7 @@ async def _check_patiently(checker: GuideChecker, letter: str) -> None:
 
 def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         try:
             await _check(checker, regex="a")
             os.kill(_pid(checker), signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) 
 
 def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         await _check(checker, regex="a")
         await _problem(checker, regex="(")
         await checker.close()
@@ -146,7 +146,7 @@ def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> N
 
 def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=0.3)
+        checker = GrammarValidator(weights, seconds=0.3)
         assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
         await checker.close()  # nothing can be asked any more
         assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
@@ -158,11 +158,11 @@ def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=0.3)
+        checker = GrammarValidator(weights, seconds=0.3)
         await _problem(checker, json_schema=SLOW)
         await checker.close()
         later = time.monotonic() + 301
-        monkeypatch.setattr("app.guide_checker.time.monotonic", lambda: later)
+        monkeypatch.setattr("app.guided.validator.time.monotonic", lambda: later)
         with pytest.raises(EngineFailed, match="closed"):
             await _check(checker, json_schema=SLOW)
 
@@ -171,7 +171,7 @@ def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy
 
 def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         await _check(checker, tenant="a", regex="abc")
         await checker.close()
         await _check(checker, tenant="a", regex="abc")
@@ -183,7 +183,7 @@ def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
 
 def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
     async def story() -> None:
-        checker, asked = GuideChecker(weights, seconds=60), []
+        checker, asked = GrammarValidator(weights, seconds=60), []
         ask = checker._pool.ask
 
         async def counted(question: bytes, account: WorkAccount) -> bytes:
@@ -206,7 +206,7 @@ def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_b
 
 def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         try:
             await _check(checker, regex="a")
             await _wait_for_two(checker)
@@ -218,7 +218,7 @@ def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weight
         finally:
             await checker.close()
 
-    async def _wait_for_two(checker: GuideChecker) -> None:
+    async def _wait_for_two(checker: GrammarValidator) -> None:
         async with asyncio.timeout(60):
             while len(checker.pids) < 2:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
@@ -228,7 +228,7 @@ def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weight
 
 def test_a_check_that_nobody_waits_for_leaves_no_answer_to_the_next(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         try:
             await _check(checker, regex="a")
             slow = asyncio.create_task(_check(checker, json_schema=SLOW))
@@ -243,7 +243,7 @@ def test_a_check_that_nobody_waits_for_leaves_no_answer_to_the_next(weights: Pat
 
 def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         try:
             assert "memory" in await _problem(checker, json_schema=SLOW)
             await _check(checker, regex="a")
@@ -256,14 +256,14 @@ def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothin
 def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path) -> None:
     async def story() -> None:
         with pytest.raises(EngineFailed, match="does not start"):
-            await _check(GuideChecker(tmp_path, seconds=60), regex="a")
+            await _check(GrammarValidator(tmp_path, seconds=60), regex="a")
 
     _run(story())
 
 
 def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=1, installed=False)
+        checker = GrammarValidator(weights, seconds=1, installed=False)
         assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
 
     _run(story())
@@ -271,7 +271,7 @@ def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
 
 def test_only_so_many_guides_wait(weights: Path) -> None:
     async def story() -> None:
-        checker = GuideChecker(weights, seconds=60)
+        checker = GrammarValidator(weights, seconds=60)
         checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MOST_JOBS // 2 + 8)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
         await checker.close()
@@ -283,10 +283,10 @@ def test_only_so_many_guides_wait(weights: Path) -> None:
 def test_the_process_goes_with_its_parent(weights: Path) -> None:
     program = (
         "import asyncio, os, sys; from pathlib import Path\n"
-        "from app.guide import Guide; from app.guide_checker import GuideChecker\n"
-        "from app.tenant_queue import WorkAccount\n"
+        "from app.guided.grammar import Guide; from app.guided.validator import GrammarValidator\n"
+        "from app.access.tenant_queue import WorkAccount\n"
         "async def main():\n"
-        "    checker = GuideChecker(Path(sys.argv[1]), seconds=20)\n"
+        "    checker = GrammarValidator(Path(sys.argv[1]), seconds=20)\n"
         "    await checker.check(Guide('start: \"a\"', 'grammar'), WorkAccount())\n"
         "    print(checker.pids[0], flush=True)\n"
         "    os._exit(0)\n"

@@ -19,15 +19,15 @@ from schemas import random_schema, whole
 from tiny import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
-from app.engine import grammar_state
-from app.engine.guides import Guides
-from app.engine.params import SamplingParams
-from app.engine.result import LATE, Drawn
-from app.engine.types import BatchPlan, FinishReason, Request, TokenEvent
-from app.engine.types import Sequence as EngineSequence
-from app.guide import guide_of
-from model.tokenizer import Tokenizer
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, FinishReason, Request, SampledEvent
+from app.common.types import Sequence as EngineSequence
+from app.engine.guided import grammar_state
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.sampling.sampled_token import LATE, SampledToken
+from app.guided.grammar import guide_of
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
 EOS = TOKENIZER.eos_id
@@ -36,8 +36,8 @@ ALPHABET = ["a", "b", "/", "\u00e9"]
 LONGEST = 5
 
 
-def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VOCAB, most: int = 32) -> Guides:
-    return Guides(lambda: bytes_of, vocab_size=vocab_size, most=most)
+def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VOCAB, most: int = 32) -> GrammarTracker:
+    return GrammarTracker(lambda: bytes_of, vocab_size=vocab_size, most=most)
 
 
 def _grammar(**fields: Any) -> str:
@@ -46,14 +46,14 @@ def _grammar(**fields: Any) -> str:
     return guide.grammar
 
 
-def _allowed(guides: Guides, sequence: EngineSequence) -> Tensor | Drawn | None:
+def _allowed(guides: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
     """What allowed() says once the mask is there."""
     while (allowed := guides.allowed([sequence])[0]) is LATE:
         guides.wait(1.0)
     return allowed
 
 
-def _ids(allowed_W: Tensor | Drawn | None) -> set[int]:
+def _ids(allowed_W: Tensor | SampledToken | None) -> set[int]:
     assert isinstance(allowed_W, Tensor)
     bits = allowed_W[:, None] >> torch.arange(32) & 1
     return set(bits.flatten().nonzero().flatten().tolist())
@@ -92,7 +92,7 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
             allowed = _allowed(guides, sequence)
             texts = {i for i, data in enumerate(bytes_of) if data and text + data in prefixes} - set(stop_ids)
             if not texts:
-                assert isinstance(allowed, Drawn)
+                assert isinstance(allowed, SampledToken)
                 ending = FinishReason.STOP if text in language else None
                 assert (allowed.finish, bool(allowed.failure)) == (ending, ending is None), (regex, text)
                 break
@@ -100,7 +100,7 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
             assert _ids(allowed) == texts | ends, (regex, text)
             token = rng.choice(sorted(texts))
             text += bytes_of[token]
-            assert guides.follow([sequence], [Drawn(token)]) == [Drawn(token)]
+            assert guides.follow([sequence], [SampledToken(token)]) == [SampledToken(token)]
             sequence.tokens.append(token)
 
 
@@ -123,7 +123,7 @@ def _requests(guides: Sequence[str], max_tokens: int = 300) -> list[Request]:
     ]
 
 
-def _text(events: Sequence[TokenEvent]) -> str:
+def _text(events: Sequence[SampledEvent]) -> str:
     return b"".join(TOKENIZER.token_bytes(event.token) for event in events if event.token is not None).decode()
 
 
@@ -151,7 +151,7 @@ MIXED = [
 ]
 
 
-def _alone(requests: Sequence[Request]) -> dict[str, list[TokenEvent]]:
+def _alone(requests: Sequence[Request]) -> dict[str, list[SampledEvent]]:
     return {r.id: run_all(tiny_engine(_decoder(), guides=_guides()), [r])[r.id] for r in requests}
 
 
@@ -164,7 +164,7 @@ def test_guided_requests_get_in_a_batch_what_they_get_alone_also_after_preemptio
     assert result == _alone(requests)
 
 
-class _LateGuides(Guides):
+class _LateGuides(GrammarTracker):
     """Masks that are late at random."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -172,7 +172,7 @@ class _LateGuides(Guides):
         self._rng = rng
         self.n_late = 0
 
-    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | Drawn | None]:
+    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | SampledToken | None]:
         late = [self._rng.random() < 0.3 for _ in sequences]
         on_time = [sequence for sequence, is_late in zip(sequences, late, strict=True) if not is_late]
         answers = iter(super().allowed(on_time))
@@ -257,9 +257,9 @@ def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
     while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
         token = rng.choice(sorted(_ids(allowed_W)))
-        guides.follow([sequence], [Drawn(token)])
+        guides.follow([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
-    assert isinstance(allowed_W, Drawn) and not allowed_W.failure
+    assert isinstance(allowed_W, SampledToken) and not allowed_W.failure
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -267,13 +267,13 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where as many are kept as may run, as in the service: compiling in a step would make all others wait."""
-    compiled, build = list[str](), Guides._build
+    compiled, build = list[str](), GrammarTracker._build
 
-    def count(self: Guides, request: Request, tokens: Sequence[int]) -> object:
+    def count(self: GrammarTracker, request: Request, tokens: Sequence[int]) -> object:
         compiled.append(request.id)
         return build(self, request, tokens)
 
-    monkeypatch.setattr(Guides, "_build", count)
+    monkeypatch.setattr(GrammarTracker, "_build", count)
     requests = _requests(MIXED * 4, max_tokens=50)
     engine = tiny_engine(_decoder(), blocks=30, guides=_guides(most=32))
     honest = engine.runner.compute.run  # type: ignore[attr-defined]
@@ -349,7 +349,7 @@ def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, m
     assert engine.scheduler.pool.counts.active == 0
 
 
-def _kept(guides: Guides) -> int:
+def _kept(guides: GrammarTracker) -> int:
     return len(guides._states) + len(guides._prepared)
 
 
@@ -398,6 +398,6 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
         allowed = _ids(allowed_W)
         assert all(tokenizer.token_bytes(token) for token in allowed)
         token = rng.choice(sorted(allowed))
-        guides.follow([sequence], [Drawn(token)])
+        guides.follow([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))

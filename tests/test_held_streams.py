@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from app.completion import Clock, Completion, Patience
-from app.engine.admission import QueueLimits
-from app.engine.client import EngineClient
-from app.engine.errors import EngineFailed, NotReady
-from app.engine.frames import Cancel, Down, Submit, WorkerConfig
-from app.engine.peers import EngineGone
-from app.engine.stream import MOST_WAITING, Cancelled, Stream
-from app.engine.types import FinishReason, PromptScores, Request, Started, StepReport, TokenEvent
-from app.engine.waiting_line import WaitingLine
+from app.common.errors import EngineFailed, NotReady
+from app.common.ipc import Cancel, Down, Submit, WorkerConfig
+from app.common.types import FinishReason, PromptScores, Request, RequestStarted, SampledEvent, StepReport
+from app.engine_client.client import EngineClient
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.pool_events import EngineGone
+from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.token_stream import MOST_WAITING, Cancelled, TokenStream
+from app.generation.session import GenerationSession, SessionTimes, Timeouts
 
 TOP = tuple((token, -1.0) for token in range(20))
 
@@ -39,7 +39,7 @@ class _World:
 
     def __init__(self, *, room: int = 16) -> None:
         self.client = EngineClient(
-            WorkerConfig(weights=""), WaitingLine(QueueLimits(max_requests=room, max_prompt_tokens=10_000))
+            WorkerConfig(weights=""), FairQueue(QueueLimits(max_requests=room, max_prompt_tokens=10_000))
         )
         self.supervisor = _Supervisor()
         self.client.supervisor = self.supervisor  # type: ignore[assignment]
@@ -54,7 +54,7 @@ class _World:
                 self.submitted += 1
                 self.open[frame.request.id] = frame.request
                 self.written[frame.request.id] = len(frame.request.generated)
-                self.report(started=(Started(frame.request.id, 0),), taken=(frame.request.id,))
+                self.report(started=(RequestStarted(frame.request.id, 0),), taken=(frame.request.id,))
             elif isinstance(frame, Cancel):
                 self.open.pop(frame.request_id, None)
         self.supervisor.frames.clear()
@@ -70,7 +70,7 @@ class _World:
             place = self.written[name]
             self.written[name] += 1
             finish = FinishReason.LENGTH if place + 1 == request.max_tokens else None
-            events.append(TokenEvent(name, place, place, -0.5 if top else None, top, finish))
+            events.append(SampledEvent(name, place, place, -0.5 if top else None, top, finish))
             if finish:
                 del self.open[name]
         self.report(events=tuple(events))
@@ -85,7 +85,7 @@ class _World:
             self.step(top=top)
         return steps
 
-    def submit(self, n: int = 1, max_tokens: int = 3 * MOST_WAITING, **wish: Any) -> Stream:
+    def submit(self, n: int = 1, max_tokens: int = 3 * MOST_WAITING, **wish: Any) -> TokenStream:
         names = [f"r{i}" for i in range(n)]
         requests = [
             Request(id=name, prompt=(1, 2, 3), max_tokens=max_tokens, leader="r0" if i else None, **wish)
@@ -95,10 +95,10 @@ class _World:
 
 
 def _tokens(items: list[Any], choice: int = 0) -> list[int]:
-    return [a.item.token for a in items if a.choice == choice and isinstance(a.item, TokenEvent)]
+    return [a.item.token for a in items if a.choice == choice and isinstance(a.item, SampledEvent)]
 
 
-async def _read_to_the_end(world: _World, stream: Stream) -> list[Any]:
+async def _read_to_the_end(world: _World, stream: TokenStream) -> list[Any]:
     got: list[Any] = []
     while stream.is_open or not got or stream._arrivals:
         got += await asyncio.wait_for(stream.receive(), 60)
@@ -116,7 +116,7 @@ def test_a_stream_that_nobody_reads_is_dropped_and_goes_on_when_it_is_read(n: in
         world = _World(room=n)
         stream = world.submit(n, 900 if top else 3 * MOST_WAITING)
         world.run(top=top)
-        weight = sum(1 + len(a.item.top) for a in stream._arrivals if isinstance(a.item, TokenEvent))
+        weight = sum(1 + len(a.item.top) for a in stream._arrivals if isinstance(a.item, SampledEvent))
         assert MOST_WAITING < weight <= MOST_WAITING + 1 + len(top)
         assert stream.holds == 1 and stream.is_open and not world.open
         assert not world.client.queue.position("r0~2")
@@ -295,8 +295,8 @@ def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wait_for
         world = _World()
         stream = world.submit()
         choice = _Silent()
-        patience = Patience(deadline=1000, queue=0.0, heartbeat=1000)
-        completion = Completion(stream, [choice], patience, Clock())  # type: ignore[list-item]
+        patience = Timeouts(deadline=1000, queue=0.0, heartbeat=1000)
+        completion = GenerationSession(stream, [choice], patience, SessionTimes())  # type: ignore[list-item]
         world.run()
         await completion.ready()
         gaps = len(completion.gaps)
@@ -315,5 +315,5 @@ class _Silent:
     ended = echo = None
     n_tokens = 1
 
-    def take(self, _event: TokenEvent) -> list[Any]:
+    def take(self, _event: SampledEvent) -> list[Any]:
         return []

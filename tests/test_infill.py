@@ -13,14 +13,14 @@ from kinds import KINDS, save
 from tiny import tiny_weights
 from tokenizers import Tokenizer as RustTokenizer
 
-from app.engine.errors import InvalidRequest
-from app.engine.frames import Ready
-from app.long_texts import LongTexts
-from app.prompts import Read, Reader
-from app.tenant_queue import WorkAccount
-from app.text_encoder import TextEncoder
-from app.wish import Wish
-from model.tokenizer import Tokenizer
+from app.access.tenant_queue import WorkAccount
+from app.common.errors import InvalidRequest
+from app.common.ipc import Ready
+from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
+from app.generation.request import GenerationRequest
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_pool import TokenizerPool
+from model.tokenizer.tokenizer import Tokenizer
 
 NAMES = [
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -33,10 +33,14 @@ READY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _read(tokenizer: Tokenizer, **wish: Any) -> list[Read]:
-    texts = LongTexts()
+def _read(tokenizer: Tokenizer, **wish: Any) -> list[EncodedPrompt]:
+    texts = TokenizerPool()
     try:
-        return asyncio.run(Reader(Ready(**READY), TextEncoder(tokenizer), texts, WorkAccount()).prompts(Wish(**wish)))
+        return asyncio.run(
+            PromptEncoder(Ready(**READY), TextEncoder(tokenizer), texts, WorkAccount()).prompts(
+                GenerationRequest(**wish)
+            )
+        )
     finally:
         texts.close()
 

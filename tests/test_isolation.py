@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.isolation import Isolation
-from app.engine.result import StepResult
-from app.engine.types import BatchPlan, Chunk, Request, Sequence
+from app.common.types import BatchPlan, Chunk, Request, Sequence
+from app.engine.execution.fault_isolation import FaultIsolation
+from app.engine.sampling.sampled_token import StepResult
 
 
 class FailsOnce:
@@ -26,6 +26,6 @@ def test_a_step_computed_row_by_row_is_told_by_type_and_place_without_a_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sequence = Sequence(request=Request(id="a", prompt=(1,), max_tokens=1), tokens=[1], arrival=0)
-    isolation = Isolation(FailsOnce())
+    isolation = FaultIsolation(FailsOnce())
     assert isolation.run(BatchPlan((Chunk(sequence, 0, 1),))) == StepResult()
     assert "RuntimeError < tests/test_isolation.py:" in caplog.text and "canary" not in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu import BOTH, DEVICE, FORMATS, SHAPES, kernels
 
-from app.engine.kernels.face import AttentionSpec, HeadsSpec
+from app.engine.gpu.kernels.interface import AttentionSpec, HeadsSpec
 from benchmarks.gpu.conformance import attention, rows, states
 from benchmarks.gpu.conformance.compare import Row, random, same_bits
 from benchmarks.gpu.conformance.scene import build

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.key_file import KeysError, add_key, new_key, read_keys, revoke_key, stored
+from app.access.key_store import KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 
 SOMEBODY, GROUP = 10001, 10001
 
@@ -41,7 +41,7 @@ def test_what_is_ours_must_be_ours_alone(file: Path, monkeypatch: pytest.MonkeyP
     status = os.fstat
     monkeypatch.setattr(os, "fstat", lambda descriptor: _owned_by(status(descriptor), SOMEBODY, GROUP))
     _become(monkeypatch, SOMEBODY, GROUP)
-    with pytest.raises(KeysError, match="can be read by others: chmod 600"):
+    with pytest.raises(KeyFileError, match="can be read by others: chmod 600"):
         read_keys(file)
 
 
@@ -49,7 +49,7 @@ def test_a_group_of_others_is_refused(file: Path, monkeypatch: pytest.MonkeyPatc
     file.chmod(0o440)
     owner = file.stat()
     _become(monkeypatch, owner.st_uid + SOMEBODY, owner.st_gid + GROUP)
-    with pytest.raises(KeysError, match="can be read by others"):
+    with pytest.raises(KeyFileError, match="can be read by others"):
         read_keys(file)
 
 
@@ -59,7 +59,7 @@ def test_nothing_else_may_be_open(file: Path, mode: int, monkeypatch: pytest.Mon
     owner = file.stat()
     for user in (owner.st_uid, owner.st_uid + SOMEBODY, 0):
         _become(monkeypatch, user, owner.st_gid)
-        with pytest.raises(KeysError, match="can be read by others"):
+        with pytest.raises(KeyFileError, match="can be read by others"):
             read_keys(file)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from app.killable import Killed, SandboxPool
-from app.tenant_queue import Busy, WorkAccount
+from app.access.tenant_queue import Busy, WorkAccount
+from app.sandbox.sandbox import SandboxKilled, SandboxPool
 
 TESTS = str(Path(__file__).parent)
 
@@ -69,7 +69,7 @@ def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> Non
         await pool.put(b"hello")
         first = pool.pids[0]
         pool.allow(0.5)
-        with pytest.raises(Killed, match=r"more than 0\.5 seconds"):
+        with pytest.raises(SandboxKilled, match=r"more than 0\.5 seconds"):
             await pool.put(b"spin")
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
@@ -83,7 +83,7 @@ def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> Non
 @pytest.mark.parametrize("question", [b"exit 3", b"grow 100001"])
 def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: bytes) -> None:
     async def use(pool: Pool) -> None:
-        with pytest.raises(Killed):
+        with pytest.raises(SandboxKilled):
             await pool.put(question, most_bytes=100_000)
         assert await pool.put(b"grow 100000", most_bytes=100_000) == b"x" * 100_000
 

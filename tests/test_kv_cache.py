@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from tiny import tiny_config
 
-from app.engine.kv_cache import KVCache, PagedAttend, group_chunks
-from app.engine.types import Chunk, Request, Sequence
+from app.common.types import Chunk, Request, Sequence
+from app.engine.memory.kv_cache import KVCache, PagedAttend, group_chunks
 
 HEADS = [(2, 2), (6, 2), (4, 1), (8, 1)]
 

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from model.train.data.batch import Batch, of_windows
 from model.train.data.text_file import DataError
-from model.train.learner import Learner
-from model.train.objective import Objective
-from model.train.optimiser import Optimiser
-from model.train.ranks import Ranks
+from model.train.step.distributed import ProcessGroup
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.trainer import Trainer
 
 BATCH = of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
 
 
-def _learner(micro_windows: int | None) -> Learner:
+def _learner(micro_windows: int | None) -> Trainer:
     decoder = tiny_decoder().requires_grad_(True)
     objective = Objective(decoder, torch.device("cpu"), torch.float32)
-    optimiser = Optimiser(decoder, "adamw", matrix_lr=0.02, other_lr=0.001, weight_decay=0.0)
-    return Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=micro_windows)
+    optimiser = ParameterUpdates(decoder, "adamw", matrix_lr=0.02, other_lr=0.001, weight_decay=0.0)
+    return Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=micro_windows)
 
 
-def _gradient(learner: Learner) -> Tensor:
+def _gradient(learner: Trainer) -> Tensor:
     learner.gradients(BATCH)
     assert learner.decoder.embedding.grad is not None
     return learner.decoder.embedding.grad

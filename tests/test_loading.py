@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_weights
 from torch import Tensor
 
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
+from model.checkpoint.finite import FiniteCheck
 from model.families.llama import LLAMA
 from model.files import CheckpointError
-from model.finite import FiniteCheck
 
 CPU = torch.device("cpu")
 KINDS = {
@@ -74,7 +74,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedFile]]:
     monkeypatch.setattr(CountedFile, "alive", 0)
     monkeypatch.setattr(CountedFile, "most", 0)
     monkeypatch.setattr(CountedFile, "devices", [], raising=False)
-    monkeypatch.setattr("model.state.safe_open", CountedFile)
+    monkeypatch.setattr("model.checkpoint.state_dict.safe_open", CountedFile)
     return CountedFile
 
 

@@ -20,7 +20,7 @@ import pytest
 from arming import Faults
 from conftest import ROOT
 
-from app.log_writer import MOST_LINES, WriterThread, impatient
+from app.common.async_log_handler import MOST_LINES, AsyncLogHandler, impatient
 
 BEFORE_FULL = 400
 """Requests whose lines, one of 200 bytes each at least, are more than a pipe takes."""
@@ -133,7 +133,7 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(end)
 
 
-def _logger(writer: WriterThread) -> logging.Logger:
+def _logger(writer: AsyncLogHandler) -> logging.Logger:
     logger = logging.Logger("of a test")
     logger.addHandler(writer)
     return logger
@@ -141,7 +141,7 @@ def _logger(writer: WriterThread) -> logging.Logger:
 
 def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
-    writer = WriterThread(theirs, "utf-8")
+    writer = AsyncLogHandler(theirs, "utf-8")
     logger, n = _logger(writer), MOST_LINES + 1000
     for number in range(n):
         logger.info("%s %d", "x" * 100, number)
@@ -159,7 +159,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int
 
 
 def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, int]) -> None:
-    writer = WriterThread(pipe[1], "utf-8")
+    writer = AsyncLogHandler(pipe[1], "utf-8")
     os.close(pipe[0])
     _logger(writer).info("x")
     writer.flush()
@@ -174,7 +174,7 @@ def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, in
 def test_a_pipe_that_somebody_made_non_blocking_loses_nothing(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     os.set_blocking(theirs, False)
-    writer = WriterThread(theirs, "utf-8")
+    writer = AsyncLogHandler(theirs, "utf-8")
     logger, text = _logger(writer), b""
     for _ in range(1000):
         logger.info("x" * 199)

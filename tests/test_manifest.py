@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_file
 from model.files import CheckpointError, sha256, write_files
-from model.manifest import MANIFEST_FILE, check_manifest, manifest_file
 
 FILES = {"config.json": b"{}", "model.safetensors": b"abc"}
 

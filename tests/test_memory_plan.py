@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.device_memory import activation_peak, releaser, taken, weight_bytes
-from app.engine.dummy import costliest_step, largest_step
-from app.engine.limits import SchedulerLimits
-from app.engine.memory import CacheRoom
-from app.engine.memory_plan import MemoryPlan, host_rows, mib, table
-from app.engine.rooms import Peaks, blocks_on_cpu, blocks_on_gpu, step_peak
+from app.engine.execution.warmup_batches import costliest_step, largest_step
+from app.engine.memory.cache_sizing import MemoryPeaks, blocks_on_cpu, blocks_on_gpu, step_peak
+from app.engine.memory.device_memory import activation_peak, releaser, taken, weight_bytes
+from app.engine.memory.kv_budget import CacheShape
+from app.engine.memory.memory_plan import MemoryPlan, host_rows, mib, table
+from app.engine.scheduling.step_limits import StepLimits
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 M = 1 << 20
@@ -63,11 +63,11 @@ class FakeGpu:
         self.calls.append("synchronize")
 
 
-def _room(**changes: Any) -> CacheRoom:
+def _room(**changes: Any) -> CacheShape:
     sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
     shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
     given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": torch.bfloat16}
-    return CacheRoom(shape=shape, **{**given, **changes})
+    return CacheShape(shape=shape, **{**given, **changes})
 
 
 def test_the_cache_gets_what_is_left_of_the_share() -> None:
@@ -121,7 +121,7 @@ def test_the_blocks_of_a_tiny_model_have_a_bound_of_their_own() -> None:
     assert _room(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == 1 << 20
 
 
-def _refused(room: CacheRoom, plan: MemoryPlan, wanted: int = 0) -> str:
+def _refused(room: CacheShape, plan: MemoryPlan, wanted: int = 0) -> str:
     with pytest.raises(ValueError, match=r"MiB|blocks") as caught:
         room.blocks_on_gpu(wanted, plan)
     return str(caught.value)
@@ -167,7 +167,7 @@ def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
 def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
     decoder = tiny_decoder()
     gpu = FakeGpu(allocated=weight_bytes(decoder), kept=50 * M)
-    peaks = Peaks(activations=300 * M, graphs=100 * M)
+    peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
     blocks = blocks_on_gpu(_room(), CUDA, wanted=0, utilization=0.5, peaks=peaks, meter=gpu)
     assert taken(CUDA, gpu) == (6400 * M, weight_bytes(decoder), 200 * M), "what torch kept was given back"
     exact = replace(PLAN, weights=weight_bytes(decoder))
@@ -214,13 +214,13 @@ def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has
 
 @pytest.mark.parametrize(("tokens", "rows", "context"), [(256, 32, 1024), (8, 8, 64), (500, 2, 100), (40, 1, 1)])
 def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows: int, context: int) -> None:
-    plan = largest_step(SchedulerLimits(tokens_per_step=tokens, max_running=rows), context)
+    plan = largest_step(StepLimits(tokens_per_step=tokens, max_running=rows), context)
     lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
     assert len(lengths) == rows and all(chunk.samples and chunk.stop == context for chunk in plan.chunks)
     assert sum(lengths) == min(tokens, rows * context)
     counted = [chunk.sequence.request.params.repetition_penalty != 1 for chunk in plan.chunks]
     assert counted == [True] + [False] * (rows - 1), "the tokens of all sequences at once fill no real step"
-    costly = costliest_step(SchedulerLimits(tokens_per_step=tokens, max_running=rows), context)
+    costly = costliest_step(StepLimits(tokens_per_step=tokens, max_running=rows), context)
     assert [(chunk.start, chunk.stop) for chunk in costly.chunks] == [
         (chunk.start, chunk.stop) for chunk in plan.chunks
     ]
@@ -232,12 +232,12 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
 def test_an_engine_computes_the_largest_step_and_nobodys_cache_is_touched() -> None:
     engine = tiny_engine(tiny_decoder(), blocks=4)
     before = engine.runner.compute._cache.data[:, :, :4].clone()  # type: ignore[attr-defined]
-    plan = largest_step(SchedulerLimits(tokens_per_step=24, max_running=4), 64)
+    plan = largest_step(StepLimits(tokens_per_step=24, max_running=4), 64)
     assert len(engine.runner.run(plan).drawn) == 4
     assert torch.equal(engine.runner.compute._cache.data[:, :, :4], before)  # type: ignore[attr-defined]
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.rooms.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
+    monkeypatch.setattr("app.engine.memory.cache_sizing.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
     alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), wanted=0, engines=engines) for engines in (1, 2))
     assert (alone.number, beside.number) == (64, 50)

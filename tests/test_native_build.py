@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler, compiled, fake_compiler
 
-from app.engine.native import recipe
-from app.engine.native.build import build, find, find_or_build
-from app.engine.native.compiler import find_compiler
-from app.engine.native.errors import BuildError, NoCompiler
-from app.engine.native.level import X86_LEVELS, this_level
-from app.engine.native.recipe import Recipe
-from app.engine.native.shelf import KEPT, cache_directory, read_note
+from app.engine.cpu.build import cache_key
+from app.engine.cpu.build.builder import build, find, find_or_build
+from app.engine.cpu.build.cache_key import BuildRecipe
+from app.engine.cpu.build.compiler import find_compiler
+from app.engine.cpu.build.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.build.errors import BuildError, NoCompiler
+from app.engine.cpu.build.library_cache import KEPT, cache_directory, read_note
 
 STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
 
@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "inkstream.cpp").write_text(STUB)
-    (folder / "value.h").write_text(f"#define VALUE {recipe.ABI}\n")
+    (folder / "value.h").write_text(f"#define VALUE {cache_key.ABI}\n")
     return folder
 
 
@@ -62,9 +62,9 @@ def _left(folder: Path) -> set[str]:
 
 @pytest.mark.usefixtures("stub_library")
 def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, shelf: Path) -> None:
-    wanted = Recipe(level=this_level(), source=source)
+    wanted = BuildRecipe(level=this_level(), source=source)
     library = build(wanted, shelf)
-    assert ctypes.CDLL(str(library)).ink_abi() == recipe.ABI
+    assert ctypes.CDLL(str(library)).ink_abi() == cache_key.ABI
     assert _left(shelf) == {library.name, f"{library.name}.json"}
     note = read_note(library)
     assert note and note["bytes"] == library.stat().st_size
@@ -72,7 +72,7 @@ def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, shel
 
 
 def test_what_is_built_is_not_built_again(source: Path, shelf: Path, compiler: FakeCompiler) -> None:
-    wanted = Recipe(level=this_level(), source=source)
+    wanted = BuildRecipe(level=this_level(), source=source)
     assert build(wanted, shelf) == build(wanted, shelf) == shelf / wanted.name
     assert len(compiler.pids) == 1
 
@@ -87,29 +87,29 @@ def test_it_is_found_without_a_compiler(shelf: Path, compiler: FakeCompiler, mon
 def test_one_that_came_with_the_installation_is_found_after_the_caches(
     tmp_path: Path, shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.native.build.PACKAGED", tmp_path / "packaged")
+    monkeypatch.setattr("app.engine.cpu.build.builder.PACKAGED", tmp_path / "packaged")
     assert find(shelf) is None
-    packaged = build(Recipe(level=this_level()), tmp_path / "packaged")
+    packaged = build(BuildRecipe(level=this_level()), tmp_path / "packaged")
     assert find(shelf) == find_or_build(shelf) == packaged
     assert len(compiler.pids) == 1
-    assert build(Recipe(level=this_level()), shelf) == find(shelf) == shelf / packaged.name
+    assert build(BuildRecipe(level=this_level()), shelf) == find(shelf) == shelf / packaged.name
 
 
 def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Recipe(level=X86_LEVELS[0], source=source).name
-    names = {first, Recipe(level=X86_LEVELS[1], source=source).name}
+    first = BuildRecipe(level=X86_LEVELS[0], source=source).name
+    names = {first, BuildRecipe(level=X86_LEVELS[1], source=source).name}
     (source / "notes.txt").write_text("no part of it")
-    assert Recipe(level=X86_LEVELS[0], source=source).name == first
+    assert BuildRecipe(level=X86_LEVELS[0], source=source).name == first
     for change in (
         lambda: (source / "inkstream.cpp").write_text(f"{STUB}\n"),
         lambda: (source / "value.h").write_text("#define VALUE 0\n"),
         lambda: (source / "more.h").write_text(""),
         lambda: (source / "more.h").rename(source / "most.h"),
-        lambda: monkeypatch.setattr(recipe, "FLAGS", (*recipe.FLAGS, "-g")),
-        lambda: monkeypatch.setattr(recipe, "ABI", recipe.ABI + 1),
+        lambda: monkeypatch.setattr(cache_key, "FLAGS", (*cache_key.FLAGS, "-g")),
+        lambda: monkeypatch.setattr(cache_key, "ABI", cache_key.ABI + 1),
     ):
         change()
-        names.add(Recipe(level=X86_LEVELS[0], source=source).name)
+        names.add(BuildRecipe(level=X86_LEVELS[0], source=source).name)
     assert len(names) == 8
 
 
@@ -196,7 +196,7 @@ def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
 def test_a_real_error_is_told_with_its_line(source: Path, shelf: Path) -> None:
     (source / "value.h").write_text("\n#error this is not C++\n")
     with pytest.raises(BuildError, match=r"value\.h:2.*this is not C\+\+"):
-        build(Recipe(level=this_level(), source=source), shelf)
+        build(BuildRecipe(level=this_level(), source=source), shelf)
     assert _left(shelf) == set()
 
 
@@ -228,7 +228,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
     for seconds in (2, 20):  # on a machine that is busy it may not have begun in the first
         fake.calls.unlink(missing_ok=True)
         with pytest.raises(BuildError, match=f"more than {seconds} seconds"):
-            build(Recipe(level=this_level()), shelf, seconds=float(seconds))
+            build(BuildRecipe(level=this_level()), shelf, seconds=float(seconds))
         if len(fake.pids) == 2:
             break
     assert len(fake.pids) == 2 and all(map(_is_gone, fake.pids))
@@ -281,10 +281,10 @@ def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, shelf: 
     old = []
     for number in range(KEPT + 3):
         (source / "version.h").write_text(f"// {number}")
-        old.append(build(Recipe(level=X86_LEVELS[2], source=source), shelf))
+        old.append(build(BuildRecipe(level=X86_LEVELS[2], source=source), shelf))
         os.utime(old[-1], (time.time() - 1000 + number,) * 2)
     (source / "version.h").unlink()
-    mine = [build(Recipe(level=level, source=source), shelf) for level in X86_LEVELS]
+    mine = [build(BuildRecipe(level=level, source=source), shelf) for level in X86_LEVELS]
     kept = {path.name for path in [*old[-KEPT:], *mine]}
     assert _left(shelf) == kept | {f"{name}.json" for name in kept}
 

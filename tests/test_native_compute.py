@@ -11,18 +11,18 @@ import torch
 from tiny import kernels, native_compute, tiny_config, tiny_decoder
 from torch import Tensor
 
-from app.engine.native.build import build
-from app.engine.native.compute import NativeCompute, Threads
-from app.engine.native.level import X86_LEVELS, this_level
-from app.engine.native.library import Library, LibraryError
-from app.engine.native.recipe import Recipe
-from app.engine.native.sampler import NativeSampler
-from app.engine.params import SamplingParams
-from app.engine.quantize import quantize, round_weights
-from app.engine.sampling_row import SamplingRow
-from app.engine.types import BatchPlan, Chunk, Request, Sequence
-from model.attention import CausalAttend
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, Chunk, Request, Sequence
+from app.engine.cpu.build.builder import build
+from app.engine.cpu.build.cache_key import BuildRecipe
+from app.engine.cpu.build.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.library import Library, LibraryError
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.quantization.int8_weights import quantize, round_weights
+from app.engine.sampling.sampling_input import SamplingInput
+from model.nn.attention import CausalAttend
+from model.nn.transformer import Decoder
 
 pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
 LENGTH = 70
@@ -165,7 +165,7 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
 def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> None:
     """avx2 is the twin for machines without AVX-512: fewer registers, pairs of bfloat16 taken apart."""
     assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
-    library = Library(build(Recipe(level=X86_LEVELS[-1]), tmp_path))
+    library = Library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
     ways = ((torch.float32, False, 5e-4), (torch.float32, True, 5e-4), (torch.bfloat16, False, 1.0))
     for dtype, int8, tolerance in ways:
         decoder = tiny_decoder(tiny_config(**SHAPES["odd sizes"]), dtype=dtype)
@@ -180,7 +180,7 @@ def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> 
 
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
     logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
-    rows = [SamplingRow(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
+    rows = [SamplingInput(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
     shared = NativeSampler(kernels().loaded, 20_000, pool=Threads(kernels(), 2))
     assert shared.sample(logits_SV, rows) == NativeSampler(kernels().loaded, 20_000).sample(logits_SV, rows)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.native.level import X86_LEVELS, NoLevel, level_of, levels_to_carry, runs_here, this_level
+from app.engine.cpu.build.cpu_target import (
+    X86_LEVELS,
+    UnsupportedCpu,
+    level_of,
+    levels_to_carry,
+    runs_here,
+    this_level,
+)
 
 SANDY_BRIDGE = "fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt xsave avx aes pclmulqdq"
 HASWELL = f"{SANDY_BRIDGE} fma movbe f16c rdrand abm bmi1 avx2 bmi2 erms"
@@ -39,7 +46,7 @@ def test_a_cpu_gets_the_best_level_that_it_can_run(flags: str, level: str) -> No
 
 @pytest.mark.parametrize("text", [_cpuinfo(SANDY_BRIDGE), _cpuinfo(HASWELL.replace("fma", "")), _cpuinfo(""), ""])
 def test_a_cpu_that_is_too_old_or_unknown_gets_a_reason(text: str) -> None:
-    with pytest.raises(NoLevel, match=r"has no .*fma|does not tell"):
+    with pytest.raises(UnsupportedCpu, match=r"has no .*fma|does not tell"):
         level_of("x86_64", "Linux", text)
 
 
@@ -64,8 +71,12 @@ def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
 
 
 def test_a_machine_runs_its_own_level_and_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.native.level.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SKYLAKE_X)))
+    monkeypatch.setattr(
+        "app.engine.cpu.build.cpu_target.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SKYLAKE_X))
+    )
     assert this_level().name == "avx512"
     assert [runs_here(level) for level in X86_LEVELS] == [False, True, True]
-    monkeypatch.setattr("app.engine.native.level.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SANDY_BRIDGE)))
+    monkeypatch.setattr(
+        "app.engine.cpu.build.cpu_target.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SANDY_BRIDGE))
+    )
     assert not any(runs_here(level) for level in X86_LEVELS)

@@ -14,12 +14,12 @@ import torch
 from native import native_sample
 from test_philox import VECTORS
 
-from app.engine.native.sampler import NativeSampler
-from app.engine.params import SamplingParams
-from app.engine.philox import Draw, uniforms
-from app.engine.result import Drawn
-from app.engine.sampler import sample as torch_sample
-from app.engine.sampling_row import SamplingRow
+from app.common.params import SamplingParams
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.sampling.philox import Draw, uniforms
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampler import sample as torch_sample
+from app.engine.sampling.sampling_input import SamplingInput
 
 VOCABS = [1, 2, 31, 32, 63, 64, 65, 255, 256, 257, 1000, 4096, 50_257]
 SPREADS = [0.0, 0.3, 1.0, 3.0, 10.0, 100.0]
@@ -43,10 +43,10 @@ def _params(rng: random.Random) -> SamplingParams:
     )
 
 
-def _row(vocab: int, rng: random.Random) -> SamplingRow:
+def _row(vocab: int, rng: random.Random) -> SamplingInput:
     tokens = array("q", [rng.randrange(vocab) for _ in range(rng.randrange(1, 60))])
     stops = tuple(rng.randrange(vocab) for _ in range(rng.randrange(3)))
-    return SamplingRow(_params(rng), tokens, rng.randrange(len(tokens)), stops, _allowed(vocab, rng))
+    return SamplingInput(_params(rng), tokens, rng.randrange(len(tokens)), stops, _allowed(vocab, rng))
 
 
 def _allowed(vocab: int, rng: random.Random) -> torch.Tensor | None:
@@ -75,7 +75,7 @@ def _logits(rows: int, vocab: int, rng: random.Random) -> torch.Tensor:
     return logits_SV
 
 
-def _agree(ours: Drawn, theirs: Drawn, row: SamplingRow, logits_V: torch.Tensor) -> bool:
+def _agree(ours: SampledToken, theirs: SampledToken, row: SamplingInput, logits_V: torch.Tensor) -> bool:
     """The same token, or one that rounding may choose; the same log-probabilities but for the last digits."""
     if ours.token != theirs.token:
         if ours.token is None or theirs.token is None:
@@ -126,7 +126,7 @@ def test_a_row_is_drawn_alike_alone_in_a_batch_and_in_any_order(sampling_library
 def test_logits_may_lie_in_memory_as_they_like(sampling_library: CDLL) -> None:
     sample = native_sample(sampling_library)
     logits_SV = torch.randn(3, 100).bfloat16()
-    rows = [SamplingRow(SamplingParams(seed=i, logprobs=2), [0], 1) for i in range(3)]
+    rows = [SamplingInput(SamplingParams(seed=i, logprobs=2), [0], 1) for i in range(3)]
     expected = sample(logits_SV.float().clone(), rows)
     assert sample(logits_SV, rows) == expected
     wide = torch.cat([logits_SV.float(), torch.zeros(3, 7)], dim=1)
@@ -147,7 +147,7 @@ def test_histories_and_masks_may_be_of_any_kind(sampling_library: CDLL) -> None:
         (array("q", [1, 2, 3]), (8, 7, 8), mask[:3].clone()),
         (array("i", [1, 2, 3]), range(7, 9), mask[:3]),
     ]
-    drawn = {sample(logits, [SamplingRow(params, tokens, 1, stops, words)])[0] for tokens, stops, words in kinds}
+    drawn = {sample(logits, [SamplingInput(params, tokens, 1, stops, words)])[0] for tokens, stops, words in kinds}
     assert len(drawn) == 1
 
 
@@ -156,14 +156,14 @@ def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_
     sampler, logits = NativeSampler(sampling_library, 50), torch.randn(1, 50)
     params, history = SamplingParams(seed=1, presence_penalty=2.0, frequency_penalty=2.0), array("q", [0])
     for _ in range(30):
-        ours = sampler.sample(logits, [SamplingRow(params, history, 1)])
-        assert ours == NativeSampler(sampling_library, 50).sample(logits, [SamplingRow(params, history, 1)])
-        assert ours[0].token == torch_sample(logits, [SamplingRow(params, history, 1)])[0].token
+        ours = sampler.sample(logits, [SamplingInput(params, history, 1)])
+        assert ours == NativeSampler(sampling_library, 50).sample(logits, [SamplingInput(params, history, 1)])
+        assert ours[0].token == torch_sample(logits, [SamplingInput(params, history, 1)])[0].token
         history.append(ours[0].token or 0)
     assert len(set(history)) > 20
     for i in range(200):
         (drawn,) = sampler.sample(
-            logits, [SamplingRow(SamplingParams(temperature=0, logit_bias=((i % 50, 99.0),)), [0], 1)]
+            logits, [SamplingInput(SamplingParams(temperature=0, logit_bias=((i % 50, 99.0),)), [0], 1)]
         )
         assert drawn.token == i % 50
 
@@ -172,7 +172,7 @@ def test_a_sampler_of_no_rows_and_then_of_many(sampling_library: CDLL) -> None:
     sampler = NativeSampler(sampling_library, 10)
     assert sampler.sample(torch.zeros(0, 10), []) == []
     for n in (1, 3, 200, 2):
-        rows = [SamplingRow(SamplingParams(temperature=0, logprobs=20), [0], 1)] * n
+        rows = [SamplingInput(SamplingParams(temperature=0, logprobs=20), [0], 1)] * n
         (drawn,) = set(sampler.sample(torch.zeros(n, 10), rows))
         assert drawn.token == 0 and [token for token, _ in drawn.top] == list(range(10))
 

@@ -15,8 +15,8 @@ from conftest import Server, start_server, stop_server
 from fake_compiler import FakeCompiler, fake_compiler
 from wire import whole
 
-from app.engine.native.level import this_level
-from app.engine.native.recipe import Recipe
+from app.engine.cpu.build.cache_key import BuildRecipe
+from app.engine.cpu.build.cpu_target import this_level
 
 BUILDING = "native kernels are being built for the next start"
 BUILT = "native kernels are built: restart to use them"
@@ -83,7 +83,7 @@ def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_to
         assert os.sched_getscheduler(compiler) == os.SCHED_IDLE and os.getpriority(os.PRIO_PROCESS, compiler) == 19
         (tmp_path / "go").write_text("")
         _said(server, BUILT)
-        assert (shelf / Recipe(level=this_level()).name).exists()
+        assert (shelf / BuildRecipe(level=this_level()).name).exists()
         os.kill(_engine_pid(server), signal.SIGKILL)
         _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
         assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"

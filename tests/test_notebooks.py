@@ -11,17 +11,17 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import model.attention
 import pytest
 import torch
 import torch.nn.functional as F
 from notebooks import ClassroomGPT, EncoderDecoder, Standalone, Textbook, Toy, fill_cross, random_decoder
 from torch import Tensor, nn
 
-import model.attention
-from model.attention import CausalAttend, EncoderAttend, MemoryAttend, PerHeadAttend
 from model.config import ModelConfig
+from model.nn.attention import CausalAttend, EncoderAttend, MemoryAttend, PerHeadAttend
+from model.nn.transformer import Decoder
 from model.presets import preset
-from model.transformer import Decoder
 
 TOLERANCE = 1e-4
 """Differences measured here are below 1e-5."""

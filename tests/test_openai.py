@@ -152,7 +152,7 @@ def test_errors_have_the_one_shape(server: Server, field: str, value: Any, statu
 
 def test_silence_is_broken_by_a_single_line_that_every_client_skips(tmp_path: Path) -> None:
     weights = tiny_weights(tmp_path / "tiny", context=16384)
-    sabotage = "import app.api.openai_answer as answer; answer.PING_SECONDS = 0.2"
+    sabotage = "import app.api.openai.responder as answer; answer.PING_SECONDS = 0.2"
     server = start_server(tmp_path, weights, "--max-running", "1", sabotage=sabotage)
     try:
         busy = {"prompt": "a", "max_tokens": 16000, "ignore_eos": True, "stream": True}

@@ -8,12 +8,12 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from app.api.errors import ApiError
-from app.api.openai_answer import Answer
-from app.news import Delta
+from app.api.openai.responder import Responder
+from app.generation.events import Delta
+from app.http.errors import ApiError
 
 
-class _Texts(Answer):
+class _Texts(Responder):
     """Cannot write the text "bad"."""
 
     def text_of_choice(self, index: int, text: str) -> str:

@@ -12,9 +12,9 @@ from conftest import Server
 from wire import stream
 
 from app.api.event_schemas import EVENTS
-from app.api.openai_schemas import CompletionsResponse
+from app.api.openai.response_schemas import CompletionsResponse
+from app.common.settings import Settings
 from app.main import create_app
-from app.settings import Settings
 
 METHODS = ("get", "post", "delete", "put", "patch", "head")
 

@@ -11,9 +11,9 @@ import sys
 import pytest
 from conftest import ROOT
 
-from model.train.flags import parser
-from model.train.options import parse
-from model.train.values import count, language, license_id, small_share
+from model.train.common.flag_types import count, language, license_id, small_share
+from model.train.setup.flags import parser
+from model.train.setup.options import parse
 
 NO_DEFAULT = {"out", "data", "pairs", "unseen", "init", "max_minutes", "tokens", "about", "license", "language", "help"}
 
@@ -111,7 +111,7 @@ def test_as_many_windows_as_no_memory_has_are_refused(capsys: pytest.CaptureFixt
 
 
 def test_flags_are_read_before_torch_is_imported() -> None:
-    program = "import sys, model.train.options; sys.exit('torch' in sys.modules)"
+    program = "import sys, model.train.setup.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 

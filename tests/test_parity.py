@@ -9,12 +9,12 @@ import torch
 from tiny import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
-from app.engine.params import SamplingParams
-from app.engine.sampler import sample
-from app.engine.sampling_row import SamplingRow
-from app.engine.types import Request, Started, TokenEvent
-from model.reference import generate
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import Request, RequestStarted, SampledEvent
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampling_input import SamplingInput
+from model.nn.reference import generate
+from model.nn.transformer import Decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(6, 2, 64, 192), (8, 1, 32, 128), (3, 3, 32, 96), (8, 2, 128, 256), (4, 2, 64, 2048)]
@@ -48,7 +48,7 @@ def _requests(count: int, seed: int, *, longest: int = 150) -> list[Request]:
     return made
 
 
-def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[TokenEvent]]:
+def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
     """Each request on a fresh engine of its own, prompt in one piece."""
     return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
 
@@ -73,7 +73,7 @@ def test_cached_prompts_change_no_bit(dtype: torch.dtype) -> None:
     engine = tiny_engine(decoder, blocks=400)
     first = run_all(engine, requests)
     engine.add(requests[1])
-    started: list[Started] = []
+    started: list[RequestStarted] = []
     engine.step(started.extend)
     engine.cancel(requests[1].id)
     assert started[0].cached_tokens >= 64, "the second round was meant to hit the cache"
@@ -116,7 +116,7 @@ def test_the_engine_draws_the_tokens_of_the_oracle(seed: int, way: str) -> None:
 
         def choose(logits_V: Tensor, position: int, request: Request = request, tokens: list[int] = tokens) -> int:
             assert position == len(tokens)
-            token = sample(logits_V[None], [SamplingRow(request.params, tokens, len(request.prompt))])[0].token
+            token = sample(logits_V[None], [SamplingInput(request.params, tokens, len(request.prompt))])[0].token
             assert token is not None
             tokens.append(token)
             return token

@@ -12,12 +12,12 @@ from simulation import Delivered
 from test_sources import ENCODER
 from tiny import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.allocator import Allocator
-from app.engine.engine import Engine
-from app.engine.params import SamplingParams
-from app.engine.types import Request, TokenEvent, TokenScore
-from model.reference import logits
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent, TokenScore
+from app.engine.execution.engine import Engine
+from app.engine.scheduling.block_allocator import BlockAllocator
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("one_thread", "way")
@@ -44,7 +44,7 @@ def _groups(seed: int) -> list[Request]:
     return requests
 
 
-def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[TokenEvent]]:
+def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
     return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
 
 
@@ -59,7 +59,7 @@ def test_a_fork_draws_what_it_draws_alone(dtype: torch.dtype) -> None:
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
 
 
-def _without_copies(allocator: Allocator) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+def _without_copies(allocator: BlockAllocator) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
     clear, allocator._clear, allocator._copies = tuple(allocator._clear), [], []
     return clear, ()
 
@@ -68,7 +68,7 @@ def test_a_fork_without_its_copy_draws_something_else(monkeypatch: pytest.Monkey
     """Positive control."""
     decoder, requests = tiny_decoder(), _groups(1)
     alone = _alone(decoder, requests)
-    monkeypatch.setattr(Allocator, "take_preparations", _without_copies)
+    monkeypatch.setattr(BlockAllocator, "take_preparations", _without_copies)
     assert run_all(tiny_engine(decoder, blocks=300, tokens_per_step=512), requests) != alone
 
 
@@ -110,7 +110,7 @@ def _scored(seed: int, count: int = 10) -> list[Request]:
     return requests
 
 
-def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[tuple[TokenScore, ...], list[TokenEvent]]]:
+def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[tuple[TokenScore, ...], list[SampledEvent]]]:
     """Scores and events of each; that scores come once, in order and first is checked on the way."""
     delivered = Delivered(requests)
     scores: dict[str, tuple[TokenScore, ...]] = {request.id: () for request in requests}
@@ -128,7 +128,7 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[tuple[Token
 
 def _alone_scored(
     decoder: Decoder, requests: list[Request]
-) -> dict[str, tuple[tuple[TokenScore, ...], list[TokenEvent]]]:
+) -> dict[str, tuple[tuple[TokenScore, ...], list[SampledEvent]]]:
     return {r.id: _run(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
 
 
@@ -182,7 +182,7 @@ def test_a_request_submitted_again_gets_the_scores_it_has_not_got(dtype: torch.d
 def test_the_size_of_a_piece_changes_no_bit(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, requests = tiny_decoder(dtype=dtype), _scored(7, count=4)
     whole = _alone_scored(decoder, requests)
-    monkeypatch.setattr("app.engine.runner._PIECE_BYTES", 4 * 320 * rows)
+    monkeypatch.setattr("app.engine.execution.runner._PIECE_BYTES", 4 * 320 * rows)
     assert _alone_scored(decoder, requests) == whole
 
 

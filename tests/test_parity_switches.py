@@ -11,12 +11,12 @@ import pytest
 import torch
 from tiny import VOCAB, round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.params import SamplingParams
-from app.engine.types import Request, TokenEvent
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent
 from model.config import ConfigError, ModelConfig, RopeScaling
-from model.layers import ACTIVATIONS
-from model.reference import generate
-from model.transformer import Decoder
+from model.nn.layers import ACTIVATIONS
+from model.nn.reference import generate
+from model.nn.transformer import Decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
 SEEDS = range(12)
@@ -80,7 +80,7 @@ def _requests(vocab: int, *, greedy: bool) -> list[Request]:
     return made
 
 
-def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[TokenEvent]]:
+def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
     return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
 
 
@@ -130,7 +130,7 @@ def test_the_random_decoders_have_every_switch_both_ways() -> None:
 @pytest.mark.parametrize("width", [33, 300, 1024])
 @torch.inference_mode()
 def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch.dtype, threads: int) -> None:
-    """Of torch's own silu and gelu this is not true (model/layers.py)."""
+    """Of torch's own silu and gelu this is not true (model/nn/layers.py)."""
     torch.set_num_threads(threads)
     x_TF = (2 * torch.randn(1000, 2 * width, generator=torch.Generator().manual_seed(width))).to(dtype)
     for name, function in ACTIVATIONS.items():

@@ -19,11 +19,11 @@ from benchmarks.peers.servers import Sample, ServerResult
 from benchmarks.peers.shapes import SHAPES, random_decoder, size_of, write_random
 from benchmarks.peers.sides.protocol import prompts_of
 from benchmarks.prompts import pseudo_prose
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
 from model.config import ModelConfig
 from model.families.registry import family_of
-from model.tokenizer import Tokenizer
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
 TINY = {"vocab_size": 512, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
 LIMITS = Limits(read={1 << 20: 100.0, 4 << 20: 50.0}, multiply={"bf16": 8.0, "f32": 2.0})

@@ -9,19 +9,19 @@ import pytest
 import torch
 from native import Sample
 
-from app.engine.params import SamplingParams
-from app.engine.result import Drawn
-from app.engine.sampling_row import SamplingRow
+from app.common.params import SamplingParams
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampling_input import SamplingInput
 
 LOGITS = torch.tensor([3.0, 2.0, 1.0, -1.0])
 
 
-def _greedy(sample: Sample, row: SamplingRow, logits: torch.Tensor = LOGITS) -> int | None:
+def _greedy(sample: Sample, row: SamplingInput, logits: torch.Tensor = LOGITS) -> int | None:
     return sample(logits[None], [row])[0].token
 
 
-def _row(tokens: list[int], n_prompt: int, **params: Any) -> SamplingRow:
-    return SamplingRow(SamplingParams(temperature=0, **params), tokens, n_prompt)
+def _row(tokens: list[int], n_prompt: int, **params: Any) -> SamplingInput:
+    return SamplingInput(SamplingParams(temperature=0, **params), tokens, n_prompt)
 
 
 def _mask(*tokens: int, words: int = 1) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_log_probabilities_are_of_the_logits_as_they_were(sample: Sample) -> Non
     row = _row([0, 1], 0, repetition_penalty=3.0, presence_penalty=2.0, logit_bias=((2, 50.0),), logprobs=2)
     (drawn,) = sample(LOGITS[None], [row])
     own = LOGITS.log_softmax(-1).tolist()
-    assert drawn == Drawn(2, own[2], ((0, own[0]), (1, own[1])))
+    assert drawn == SampledToken(2, own[2], ((0, own[0]), (1, own[1])))
 
 
 def test_a_guide_allows_only_its_tokens_and_comes_before_everything(sample: Sample) -> None:
@@ -80,39 +80,39 @@ def test_a_guide_allows_only_its_tokens_and_comes_before_everything(sample: Samp
         row = {"seed": 1, "logit_bias": tuple((i, 100.0) for i in range(70) if i not in tokens)}
         mask = _mask(*tokens, words=3)
         seen = {
-            _greedy(sample, SamplingRow(SamplingParams(**row), [0] * i, 1, (), mask), logits)  # type: ignore[arg-type]
+            _greedy(sample, SamplingInput(SamplingParams(**row), [0] * i, 1, (), mask), logits)  # type: ignore[arg-type]
             for i in range(1, 800 if len(tokens) > 5 else 60)
         }
         assert seen == tokens
-    assert _greedy(sample, SamplingRow(SamplingParams(temperature=0), [], 0, (), _mask(2, 3))) == 2
+    assert _greedy(sample, SamplingInput(SamplingParams(temperature=0), [], 0, (), _mask(2, 3))) == 2
 
 
 def test_a_guide_is_of_its_own_row(sample: Sample) -> None:
     params = SamplingParams(temperature=0)
-    rows = [SamplingRow(params, [], 0, (), mask) for mask in (None, _mask(3), None, _mask(1, 2))]
+    rows = [SamplingInput(params, [], 0, (), mask) for mask in (None, _mask(3), None, _mask(1, 2))]
     assert [drawn.token for drawn in sample(LOGITS.expand(4, -1), rows)] == [0, 3, 0, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_nobody(sample: Sample, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5)
-    rows = [SamplingRow(params, [], 0), SamplingRow(params, [], 0, (), _mask())]
-    assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], Drawn(None)]
+    rows = [SamplingInput(params, [], 0), SamplingInput(params, [], 0, (), _mask())]
+    assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], SampledToken(None)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01])
 def test_no_token_that_ends_the_text_is_drawn_before_min_tokens(sample: Sample, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, min_tokens=2)
     prompt = [3, 3]
-    drawn = [_greedy(sample, SamplingRow(params, [*prompt, *[0] * n], 2, (0, 2, 99))) for n in range(4)]
+    drawn = [_greedy(sample, SamplingInput(params, [*prompt, *[0] * n], 2, (0, 2, 99))) for n in range(4)]
     assert drawn == [1, 1, 0, 0]
 
 
 def test_the_ban_gives_way_where_the_guide_allows_nothing_else(sample: Sample) -> None:
     params = SamplingParams(temperature=0, min_tokens=2)
-    rows = [SamplingRow(params, [], 0, (0, 2), mask) for mask in (_mask(0, 2), _mask(0, 3), None)]
+    rows = [SamplingInput(params, [], 0, (0, 2), mask) for mask in (_mask(0, 2), _mask(0, 3), None)]
     assert [drawn.token for drawn in sample(LOGITS.expand(3, -1), rows)] == [0, 3, 1]
-    assert _greedy(sample, SamplingRow(params, [], 0, (0, 1, 2, 3))) == 0
+    assert _greedy(sample, SamplingInput(params, [], 0, (0, 1, 2, 3))) == 0
 
 
 @pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-30, 1e30, 1e300])
@@ -120,14 +120,14 @@ def test_penalties_make_no_infinity(sample: Sample, penalty: float) -> None:
     logits = torch.tensor([[3e38, -3e38, 0.0, 1e-45, -1e-45, -5.0]])
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, repetition_penalty=penalty, frequency_penalty=-2.0, logprobs=6)
-        (drawn,) = sample(logits, [SamplingRow(params, [0, 1, 2, 3, 4, 5] * 2, 6)])
+        (drawn,) = sample(logits, [SamplingInput(params, [0, 1, 2, 3, 4, 5] * 2, 6)])
         assert drawn.token is not None
         assert all(math.isfinite(value) for _, value in drawn.top)
 
 
 def test_choices_of_one_seed_go_ways_of_their_own(sample: Sample) -> None:
     logits = torch.zeros(1, 1000)
-    rows = [SamplingRow(SamplingParams(seed=5, choice=choice), [0], 1) for choice in range(16)]
+    rows = [SamplingInput(SamplingParams(seed=5, choice=choice), [0], 1) for choice in range(16)]
     drawn = [each.token for each in sample(logits.expand(16, -1), rows)]
     assert len(set(drawn)) > 12
-    assert drawn[0] == sample(logits, [SamplingRow(SamplingParams(seed=5), [0], 1)])[0].token
+    assert drawn[0] == sample(logits, [SamplingInput(SamplingParams(seed=5), [0], 1)])[0].token

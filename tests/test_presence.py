@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from wire import whole
 
 from app.cli.check import main as check
+from model.checkpoint.layout_check import check_layout
 from model.files import CheckpointError
-from model.presence import check_layout
 
 CASES = [
     ({"pytorch_model.bin"}, "model.safetensors", "pytorch_model.bin is not read.*bring-your-model"),

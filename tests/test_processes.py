@@ -205,7 +205,9 @@ def test_streams_that_outlast_the_drain_time_out_are_told(tmp_path: Path, weight
 
 
 def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weights: Path) -> None:
-    sabotage = "import app.engine.client as c; c.EngineClient.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
+    sabotage = (
+        "import app.engine_client.client as c; c.EngineClient.__init__.__kwdefaults__['command'] = ('/nonexistent',)"
+    )
     server = start_server(tmp_path, weights, wait=False, sabotage=sabotage)
     assert server.process.wait(60) == 1
     assert "stopped 3 times" in server.log.read_text()

@@ -20,10 +20,10 @@ import pytest
 from test_report import OUTLINE, progress
 from training import TINY, signal_after, train
 
-from model.train.report.bar import Bar, find_terminal
-from model.train.report.figures import duration
-from model.train.report.progress import Status, bar_line, plain_line
-from model.train.report.report import Report
+from model.train.common.formatting import duration
+from model.train.reporting.progress import Status, bar_line, plain_line
+from model.train.reporting.progress_bar import ProgressBar, find_terminal
+from model.train.reporting.report import Report
 
 FULL = Status(
     progress=progress(2560, of=14_880, seconds=3600.0),
@@ -64,7 +64,7 @@ class Terminal:
         self.screen, self.patch = Screen(), monkeypatch
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("NO_COLOR", raising=False)
-        monkeypatch.setattr("model.train.report.bar._SECONDS", 0.0)
+        monkeypatch.setattr("model.train.reporting.progress_bar._SECONDS", 0.0)
         self.resize(80)
 
     def take_over(self) -> None:
@@ -141,7 +141,7 @@ def test_the_bar_is_one_line_that_ends_clean(terminal: Terminal, tmp_path: Path)
 
 def test_what_others_print_goes_above_the_bar_whole(terminal: Terminal) -> None:
     terminal.take_over()
-    with Bar(terminal.stream) as bar:
+    with ProgressBar(terminal.stream) as bar:
         bar.draw(lambda width: ("x" * width, "", ""))
         print("a warning", file=sys.stderr)
         bar.draw(lambda width: ("x" * width, "", ""))
@@ -157,7 +157,7 @@ def test_what_others_print_goes_above_the_bar_whole(terminal: Terminal) -> None:
 
 def test_a_resized_terminal_gets_a_line_of_its_new_width(terminal: Terminal) -> None:
     terminal.take_over()
-    with Bar(terminal.stream) as bar:
+    with ProgressBar(terminal.stream) as bar:
         for columns in (80, 30, 200):
             terminal.resize(columns)
             bar.draw(lambda width: ("x" * width, "", ""))
@@ -167,7 +167,7 @@ def test_a_resized_terminal_gets_a_line_of_its_new_width(terminal: Terminal) -> 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_exception_leaves_the_terminal_as_it_was(terminal: Terminal, error: type[BaseException]) -> None:
     terminal.take_over()
-    bar = Bar(terminal.stream)
+    bar = ProgressBar(terminal.stream)
 
     def fail() -> None:
         with bar:
@@ -183,7 +183,7 @@ def test_an_exception_leaves_the_terminal_as_it_was(terminal: Terminal, error: t
 def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal) -> None:
     terminal.take_over()
     os.close(terminal.master)
-    with Bar(terminal.stream) as bar:
+    with ProgressBar(terminal.stream) as bar:
         bar.draw(lambda width: ("x" * width, "", ""))
     terminal.master = os.open(os.devnull, os.O_RDONLY)
 
@@ -224,7 +224,7 @@ def test_a_run_in_the_background_draws_nothing(terminal: Terminal, monkeypatch: 
     terminal.take_over()
     foreground: Callable[[int], int] = lambda _: os.getpgrp() + 1  # noqa: E731
     monkeypatch.setattr(os, "tcgetpgrp", foreground)
-    with Bar(terminal.stream) as bar:
+    with ProgressBar(terminal.stream) as bar:
         bar.draw(lambda width: ("x" * width, "", ""))
     assert terminal.rows() == [""]
 

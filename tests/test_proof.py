@@ -13,17 +13,17 @@ from tiny import tiny_config, tiny_decoder, tiny_engine
 from torch import dtype as torch_dtype
 from torch import float32
 
-from app.engine.assembly import assemble
-from app.engine.engine import Engine
-from app.engine.frames import WorkerConfig
-from app.engine.proof import prove, prove_finite, trial_prompts
-from app.engine.start import StartError
-from app.engine.types import Request, Started
-from model.checkpoint import weights_files
+from app.common.ipc import WorkerConfig
+from app.common.types import Request, RequestStarted
+from app.engine.checks.golden_check import prove, prove_finite, trial_prompts
+from app.engine.execution.engine import Engine
+from app.engine.start_result import EngineStartError
+from app.engine.startup import assemble
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.config import ModelConfig
 from model.files import CheckpointError, write_files
-from model.golden import GOLDEN_FILE, golden_file
-from model.manifest import MANIFEST_FILE, manifest_file
 
 PROMPT = [random.Random(3).randrange(1, 320) for _ in range(40)]
 NUMBERS = ["float32", "bfloat16", "int8"]
@@ -71,7 +71,7 @@ def test_every_way_to_compute_meets_the_file(
 def test_another_model_is_found_out_in_every_number_format(directory: Path, number: str) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5.0}))
-    with pytest.raises(StartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
+    with pytest.raises(EngineStartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
         assemble(_config(directory, number))
 
 
@@ -80,7 +80,7 @@ def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
     (directory / MANIFEST_FILE).write_bytes(manifest_file(files))
     assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} met")
     (directory / "generation_config.json").write_text("{}")
-    with pytest.raises(StartError, match=r"generation_config\.json: is not the file that manifest\.json names"):
+    with pytest.raises(EngineStartError, match=r"generation_config\.json: is not the file that manifest\.json names"):
         assemble(_config(directory, "float32"))
 
 
@@ -110,7 +110,7 @@ def test_the_engine_is_as_idle_as_before_and_keeps_the_proof_to_itself(tmp_path:
     assert not engine.has_work and not engine.scheduler.violations()
     assert engine.scheduler.counters.blocks_active == 0
     engine.add(Request(id="the same text", prompt=tuple(PROMPT), max_tokens=1))
-    started: list[Started] = []
+    started: list[RequestStarted] = []
     engine.step(started.extend)
     assert [one.cached_tokens for one in started] == [0]
 
@@ -135,7 +135,7 @@ def test_weights_that_explode_are_refused_in_every_number_format(
     exploding: Path, number: str, kernels: str, request: pytest.FixtureRequest
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
-    with pytest.raises(StartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
+    with pytest.raises(EngineStartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
         assemble(_config(exploding, number, kernels, library))
     assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
 
@@ -146,7 +146,7 @@ def test_a_number_too_large_for_the_served_format_is_refused_with_advice(directo
     write_files(directory, weights_files(decoder, dtype=float32, eos_id=0, generation={}))
     (directory / GOLDEN_FILE).unlink()
     assert assemble(_config(directory, "float32"))
-    with pytest.raises(StartError, match=r"not finite in bfloat16; .*--dtype float32"):
+    with pytest.raises(EngineStartError, match=r"not finite in bfloat16; .*--dtype float32"):
         assemble(_config(directory, "bfloat16"))
 
 

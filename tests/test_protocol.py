@@ -17,7 +17,7 @@ from conftest import ROOT, Server
 from framing import Harness
 from raw import connect, error_of, get, post, read_all, status_of
 
-from app.protocol import Connection
+from app.http.http_protocol import HttpProtocol
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/web/main.js", "/health", "/health/live", "/health/ready", "/metrics"])
@@ -110,7 +110,7 @@ def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> 
     async def run() -> list[bool]:
         released = asyncio.Event()
 
-        async def leave(connection: Connection) -> None:
+        async def leave(connection: HttpProtocol) -> None:
             connection.transport.abort()
             connection.connection_lost(ConnectionResetError())
             released.set()

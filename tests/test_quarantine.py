@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.quarantine import PROOF, Quarantine
+from app.engine_client.crash_recovery import PROOF, CrashRecovery
 
 
 class _World:
     """An engine that computes `slots` requests at once, and dies when it computes a poisoned one `fuse` times."""
 
     def __init__(self, *, slots: int, poison: Sequence[str] = (), fuse: int = 0) -> None:
-        self.quarantine = Quarantine()
+        self.quarantine = CrashRecovery()
         self.progress: dict[str, int] = {}
         self.refused: list[str] = []
         self.crashes = 0
@@ -118,7 +118,7 @@ def test_crashes_from_outside_with_progress_between_them_refuse_nobody(data: lis
 
 
 def test_suspects_go_one_by_one_in_order_and_before_all_others() -> None:
-    quarantine, progress = Quarantine(), dict.fromkeys(["a", "b", "c", "d"], 0)
+    quarantine, progress = CrashRecovery(), dict.fromkeys(["a", "b", "c", "d"], 0)
 
     def sent() -> list[str]:
         names = []
@@ -149,7 +149,7 @@ def test_suspects_go_one_by_one_in_order_and_before_all_others() -> None:
 
 
 def test_what_only_waited_in_the_engine_is_no_suspect_and_what_it_had_not_taken_is() -> None:
-    quarantine = Quarantine()
+    quarantine = CrashRecovery()
     for name in ("waits", "unread"):
         quarantine.hold(name)
     while quarantine.next(lambda _: 0):
@@ -164,7 +164,7 @@ def test_what_only_waited_in_the_engine_is_no_suspect_and_what_it_had_not_taken_
 
 
 def test_a_suspect_that_nobody_wants_any_more_lets_the_next_one_go() -> None:
-    quarantine = Quarantine()
+    quarantine = CrashRecovery()
     for name in ("a", "b"):
         quarantine.hold(name)
         quarantine.next(lambda _: 0)
@@ -178,7 +178,7 @@ def test_a_suspect_that_nobody_wants_any_more_lets_the_next_one_go() -> None:
 
 
 def test_a_suspect_never_goes_before_its_leader_who_alone_tells_their_prompts_scores() -> None:
-    quarantine, progress = Quarantine(), dict.fromkeys(["other", "leader", "follower"], 0)
+    quarantine, progress = CrashRecovery(), dict.fromkeys(["other", "leader", "follower"], 0)
     for name in progress:
         quarantine.hold(name, "leader" if name == "follower" else None)
         quarantine.next(progress.__getitem__)

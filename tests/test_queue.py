@@ -8,12 +8,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.blocks import BlockPool
-from app.engine.limits import SchedulerLimits
-from app.engine.queue import WaitingQueue
-from app.engine.result import Drawn, StepResult
-from app.engine.scheduler import Scheduler
-from app.engine.types import Request, Sequence
+from app.common.types import Request, Sequence
+from app.engine.sampling.sampled_token import SampledToken, StepResult
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.waiting_queue import WaitingQueue
 
 
 def _sequence(name: str, salt: str = "", leader: Sequence | None = None) -> Sequence:
@@ -105,12 +105,12 @@ def test_nobody_waits_longer_than_its_own_before_it_times_the_callers(n_callers:
 
 
 def _scheduler(max_running: int) -> Scheduler:
-    return Scheduler(SchedulerLimits(tokens_per_step=64, max_running=max_running), BlockPool(64, 16))
+    return Scheduler(StepLimits(tokens_per_step=64, max_running=max_running), BlockPool(64, 16))
 
 
 def _step(scheduler: Scheduler) -> list[str]:
     plan = scheduler.plan()
-    scheduler.commit(plan, StepResult({c.sequence.request.id: Drawn(5) for c in plan.chunks if c.samples}))
+    scheduler.commit(plan, StepResult({c.sequence.request.id: SampledToken(5) for c in plan.chunks if c.samples}))
     return [started.request_id for started in plan.started]
 
 

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.caller import EVERYBODY, Caller, Quota
-from app.engine.errors import InvalidRequest, QuotaUsedUp
-from app.quotas import FREE, Quotas
+from app.access.rate_limiter import FREE, RateLimiter
+from app.access.tenant import EVERYBODY, RateLimits, Tenant
+from app.common.errors import InvalidRequest, QuotaUsedUp
 
 _TAKES = st.tuples(st.floats(0, 30), st.integers(1, 60), st.integers(0, 60))
 
 
-def _caller(**quota: int) -> Caller:
-    return Caller(name="ann", salt="s", quota=Quota(**quota))
+def _caller(**quota: int) -> Tenant:
+    return Tenant(name="ann", salt="s", quota=RateLimits(**quota))
 
 
 def test_without_limits_nothing_is_kept() -> None:
-    quotas = Quotas()
+    quotas = RateLimiter()
     assert all(quotas.take(EVERYBODY, 10**9, 0.0) is FREE for _ in range(1000))
     assert not quotas._accounts
 
@@ -29,7 +29,7 @@ def test_without_limits_nothing_is_kept() -> None:
 def test_never_more_than_the_limit_in_any_minute_and_whoever_waits_as_told_gets_in(
     takes: list[tuple[float, int, int]],
 ) -> None:
-    quotas, caller, now = Quotas(), _caller(requests_per_minute=5, tokens_per_minute=100), 1000.0
+    quotas, caller, now = RateLimiter(), _caller(requests_per_minute=5, tokens_per_minute=100), 1000.0
     taken: list[tuple[float, int]] = []
     longest = 1
     for pause, tokens, unused in takes:
@@ -54,7 +54,7 @@ def test_never_more_than_the_limit_in_any_minute_and_whoever_waits_as_told_gets_
 
 
 def test_retry_after_is_not_later_than_needed() -> None:
-    quotas, caller = Quotas(), _caller(requests_per_minute=2)
+    quotas, caller = RateLimiter(), _caller(requests_per_minute=2)
     quotas.take(caller, 1, 0.0).end(0)
     quotas.take(caller, 1, 20.0).end(0)
     with pytest.raises(QuotaUsedUp, match="2 requests a minute") as refused:
@@ -63,7 +63,7 @@ def test_retry_after_is_not_later_than_needed() -> None:
 
 
 def test_what_never_fits_is_an_invalid_request_that_names_the_limit() -> None:
-    quotas, caller = Quotas(), _caller(tokens_per_minute=100)
+    quotas, caller = RateLimiter(), _caller(tokens_per_minute=100)
     with pytest.raises(InvalidRequest, match=r"may take 101 tokens.* at most 100 a minute"):
         quotas.take(caller, 101, 0.0)
     lease = quotas.take(caller, 1, 0.0)
@@ -74,7 +74,7 @@ def test_what_never_fits_is_an_invalid_request_that_names_the_limit() -> None:
 
 
 def test_tokens_that_were_not_taken_are_given_back_once() -> None:
-    quotas, caller = Quotas(), _caller(tokens_per_minute=100)
+    quotas, caller = RateLimiter(), _caller(tokens_per_minute=100)
     lease = quotas.take(caller, 10, 0.0)
     lease.charge(90, 1.0)
     with pytest.raises(QuotaUsedUp, match="10 are left"):
@@ -89,7 +89,7 @@ def test_tokens_that_were_not_taken_are_given_back_once() -> None:
 
 
 def test_requests_at_a_time_are_let_go_at_the_end_and_while_nobody_listens() -> None:
-    quotas, caller = Quotas(), _caller(concurrency=2)
+    quotas, caller = RateLimiter(), _caller(concurrency=2)
     first, second = (quotas.take(caller, 1, 0.0) for _ in range(2))
     with pytest.raises(QuotaUsedUp, match="2 requests at a time"):
         quotas.take(caller, 1, 0.0)
@@ -114,23 +114,23 @@ def test_requests_at_a_time_are_let_go_at_the_end_and_while_nobody_listens() -> 
 
 
 def test_a_request_that_the_service_refused_counts_as_nothing() -> None:
-    quotas, caller = Quotas(), _caller(requests_per_minute=1, tokens_per_minute=10, concurrency=1)
+    quotas, caller = RateLimiter(), _caller(requests_per_minute=1, tokens_per_minute=10, concurrency=1)
     for _ in range(10):
         quotas.take(caller, 10, 0.0).undo()
     quotas.take(caller, 10, 0.0)
 
 
 def test_callers_do_not_share_a_quota_and_a_changed_one_holds_at_once() -> None:
-    quotas, caller = Quotas(), _caller(requests_per_minute=1)
+    quotas, caller = RateLimiter(), _caller(requests_per_minute=1)
     quotas.take(caller, 1, 0.0)
-    quotas.take(Caller(name="bob", quota=caller.quota), 1, 0.0)
+    quotas.take(Tenant(name="bob", quota=caller.quota), 1, 0.0)
     with pytest.raises(QuotaUsedUp):
         quotas.take(caller, 1, 0.0)
     quotas.take(_caller(requests_per_minute=2), 1, 0.0)
 
 
 def test_headers_tell_what_is_left() -> None:
-    lease = Quotas().take(_caller(requests_per_minute=3, tokens_per_minute=50), 20, 100.0)
+    lease = RateLimiter().take(_caller(requests_per_minute=3, tokens_per_minute=50), 20, 100.0)
     assert lease.headers(110.0) == {
         "x-ratelimit-limit-requests": "3",
         "x-ratelimit-remaining-requests": "2",
@@ -143,7 +143,7 @@ def test_headers_tell_what_is_left() -> None:
 
 
 def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_other() -> None:
-    quotas, caller = Quotas(), _caller(requests_per_minute=3, tokens_per_minute=100)
+    quotas, caller = RateLimiter(), _caller(requests_per_minute=3, tokens_per_minute=100)
     lease = quotas.take(caller, 90, 0.0)
     lease.pause(10)
     other = quotas.take(caller, 60, 1.0)
@@ -164,7 +164,7 @@ def test_who_is_away_has_what_was_not_taken_and_who_comes_back_pays_like_any_oth
 
 
 def test_host_work_beyond_the_free_share_costs_a_token_a_millisecond() -> None:
-    quotas, caller = Quotas(), _caller(tokens_per_minute=1000)
+    quotas, caller = RateLimiter(), _caller(tokens_per_minute=1000)
     cheap = quotas.take(caller, 10, 0.0)
     cheap.charge_work(0.03, 0.0)
     cheap.charge_work(0.02, 0.0)
@@ -181,7 +181,7 @@ def test_host_work_beyond_the_free_share_costs_a_token_a_millisecond() -> None:
 
 def test_host_work_is_free_without_limits() -> None:
     FREE.charge_work(100.0, 0.0)
-    quotas, caller = Quotas(), _caller(concurrency=1)
+    quotas, caller = RateLimiter(), _caller(concurrency=1)
     lease = quotas.take(caller, 0, 0.0)
     lease.charge_work(100.0, 0.0)
     lease.end(0)

@@ -22,7 +22,7 @@ from training import EXACT, SMALL, TINY, state_of, train, weights_of
 
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
-from model.train.ranks import Ranks, join
+from model.train.step.distributed import ProcessGroup, join
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 FLAGS = [*TINY, *EXACT, "--warm-up", "2", "--micro-windows", "1", "--ema", "0.9", "--optimizer", "adamw"]
@@ -166,7 +166,7 @@ class Shelf:
 def test_who_waits_for_its_turn_may_wait_for_longer_than_for_numbers() -> None:
     """The first rank may tokenise for hours, where a backend gives its exchanges minutes."""
     store = Shelf()
-    first, second = (Ranks(number=number, size=2, store=store) for number in range(2))
+    first, second = (ProcessGroup(number=number, size=2, store=store) for number in range(2))
     assert first.in_turn(lambda: "made") == "made"
     with pytest.raises(DataError):
         first.in_turn(_refuse)  # the others find the same, and do not wait for ever
@@ -200,7 +200,7 @@ def test_torchrun_starts_and_ends_them(tmp_path: Path, text: Path, nightly: bool
 def test_windows_that_cannot_be_shared_are_refused(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.train.command.join", lambda **_: Ranks(number=0, size=2))
+    monkeypatch.setattr("model.train.command.join", lambda **_: ProcessGroup(number=0, size=2))
     assert train(text, tmp_path / "out", "--steps", "1", "--windows", "5") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "--windows 5 cannot be shared by 2 processes" in error
@@ -209,11 +209,11 @@ def test_windows_that_cannot_be_shared_are_refused(
 def test_ranks_share_rows_without_losing_one() -> None:
     rows = torch.arange(12).view(6, 2)
     batch = Batch(inputs_RN=rows, targets_RN=rows)
-    shares = [Ranks(number=number, size=3).share(batch).inputs_RN for number in range(3)]
+    shares = [ProcessGroup(number=number, size=3).share(batch).inputs_RN for number in range(3)]
     assert torch.equal(torch.cat(shares), rows)
-    assert Ranks().share(batch) is batch
+    assert ProcessGroup().share(batch) is batch
     with pytest.raises(DataError, match="multiple"):
-        Ranks(number=0, size=4).must_share(6)
+        ProcessGroup(number=0, size=4).must_share(6)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,9 +232,9 @@ def test_waiting_reads_what_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> No
             read.append("read")
             return 0.0
 
-    monkeypatch.setattr("model.train.ranks.dist.all_reduce", lambda *_: None)
-    monkeypatch.setattr("model.train.ranks.torch.tensor", lambda *_, **__: [Late(), 0])
-    Ranks(number=1, size=2).wait()
+    monkeypatch.setattr("model.train.step.distributed.dist.all_reduce", lambda *_: None)
+    monkeypatch.setattr("model.train.step.distributed.torch.tensor", lambda *_, **__: [Late(), 0])
+    ProcessGroup(number=1, size=2).wait()
     assert read == ["read"]
 
 

@@ -14,25 +14,25 @@ from played_replicas import EVENTS, JSON, START, Lost, Played, Silent, done, eve
 from starlette.types import Message, Receive, Scope, Send
 from wire import parse_events, text_of
 
-from app.key_file import add_key, new_key, stored
-from app.relay import front as front_module
-from app.relay import replica
-from app.relay.asking import Asking, Counts
-from app.relay.call import Call, Head, Taken, Whole
-from app.relay.front import Front
-from app.relay.stream import RelayedStream, with_heartbeat
-from app.settings import Settings
+from app.access.key_store import add_key, new_key, stored
+from app.cluster import asgi_adapter
+from app.cluster import gateway as front_module
+from app.cluster.failover_stream import RelayedStream, with_heartbeat
+from app.cluster.gateway import Gateway
+from app.cluster.messages import Call, Head, Taken, Whole
+from app.cluster.retry import Counts, RetryingRequest
+from app.common.settings import Settings
 
 BODY = {"prompt": "Once", "max_tokens": 9}
 WORDS = b'data: {"choices": [{"text": "Once"}]}\n\n'
 
 
-def front_of(replicas: Played, resends: int = 2, **settings: Any) -> Front:
+def front_of(replicas: Played, resends: int = 2, **settings: Any) -> Gateway:
     """A front before played replicas."""
-    return Front(Settings(**settings), replicas, resends=resends)
+    return Gateway(Settings(**settings), replicas, resends=resends)
 
 
-def ask(front: Front, path: str, method: str = "POST", **request: Any) -> httpx.Response:
+def ask(front: Gateway, path: str, method: str = "POST", **request: Any) -> httpx.Response:
     """One request, read to the end of its answer."""
 
     async def visit() -> httpx.Response:
@@ -46,7 +46,7 @@ def ask(front: Front, path: str, method: str = "POST", **request: Any) -> httpx.
     return asyncio.run(visit())
 
 
-def counted(front: Front) -> dict[str, float]:
+def counted(front: Gateway) -> dict[str, float]:
     """What the front has counted."""
     return {
         name: front._counts.registry.get_sample_value(f"inkstream_relay_{name}_total") or 0
@@ -175,7 +175,7 @@ def test_whoever_asks_for_health_is_answered_by_another_replica_where_one_hangs(
     assert (response.status_code, response.json()) == (200, {"status": "ready"})
 
 
-async def _leave_after(front: Front, count: int) -> list[bytes]:
+async def _leave_after(front: Gateway, count: int) -> list[bytes]:
     """A client of /complete that leaves behind so many pieces of the body; what it got."""
     got: list[bytes] = []
     left = asyncio.Event()
@@ -229,7 +229,7 @@ def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm()
 
     async def visits() -> None:
         call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
-        asking = Asking(replicas, call, Counts(), resends=0, patience=60)
+        asking = RetryingRequest(replicas, call, Counts(), resends=0, patience=60)
         stream = RelayedStream(asking, owner="o", journal_bytes=1000)
         old = stream.attach()
         old_frames = stream.frames(old, await asking.begin())
@@ -263,7 +263,7 @@ def test_an_application_stops_when_its_answer_is_no_longer_wanted() -> None:
 
     async def visit() -> None:
         call = Call(request_id="r", method="POST", path="/", query=b"", headers=(), body=b"{}")
-        async with aclosing(replica.answer(app, call, "me")) as parts:
+        async with aclosing(asgi_adapter.answer(app, call, "me")) as parts:
             assert [await anext(parts) for _ in range(3)] == [Taken("me"), Head(200, ()), b"ab"]
         assert ended
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from played_replicas import EVENTS, JSON, START, Lost, Played, Silent, event, taken, token
 
-from app.relay import front as front_module
-from app.relay.call import Head, Whole
-from app.relay.front import Front
-from app.settings import Settings
+from app.cluster import gateway as front_module
+from app.cluster.gateway import Gateway
+from app.cluster.messages import Head, Whole
+from app.common.settings import Settings
 
 PAGE = b"# HELP a_total What.\n# TYPE a_total counter\na_total 1\n"
 UNKNOWN = Head(404, JSON.headers)
@@ -22,7 +22,7 @@ def ask(replicas: Played, method: str, path: str) -> httpx.Response:
     """One question, and nobody is asked any longer when it is answered."""
 
     async def visit() -> httpx.Response:
-        app = Front(Settings(), replicas, resends=0)
+        app = Gateway(Settings(), replicas, resends=0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
             response = await asyncio.wait_for(client.request(method, path), 30)
         assert all(task.done() for task in replicas.tasks)
@@ -67,7 +67,7 @@ def test_metrics_of_the_others_are_served_and_tell_who_hangs() -> None:
     replicas = Played()
 
     async def visits() -> None:
-        app = Front(Settings(), replicas, resends=0)
+        app = Gateway(Settings(), replicas, resends=0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
 
             async def told(*answers: Any) -> set[str]:
@@ -106,7 +106,7 @@ def test_a_stream_that_the_front_knows_is_stopped_although_its_replica_hangs() -
     replicas = Played(begun, all_of=[Silent, Whole("a", UNKNOWN, b"{}")])
 
     async def visits() -> None:
-        app = Front(Settings(), replicas, resends=9)
+        app = Gateway(Settings(), replicas, resends=9)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
             reading = asyncio.ensure_future(client.post("/complete", json={"prompt": "Once"}))
             for _ in range(1000):

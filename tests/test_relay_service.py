@@ -16,13 +16,13 @@ from played_replicas import Mortal
 from tiny import tiny_weights
 from wire import parse_events, text_of
 
-from app.engine.client import EngineClient
-from app.engine.errors import NotReady
+from app.cluster import asgi_adapter
+from app.cluster.gateway import Gateway
+from app.cluster.messages import Call
+from app.common.errors import NotReady
+from app.common.settings import Settings
+from app.engine_client.client import EngineClient
 from app.main import create_app
-from app.relay import replica
-from app.relay.call import Call
-from app.relay.front import Front
-from app.settings import Settings
 
 FAKE = (sys.executable, "-P", str(Path(__file__).parent / "promises/fake_engine.py"), "1")
 BODY: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 40, "temperature": 1.0, "ignore_eos": True}
@@ -45,7 +45,7 @@ async def _until_ready(app: FastAPI) -> None:
 
 
 async def _ask(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
-    front = Front(Settings(), Mortal(app, deaths), resends=9)
+    front = Gateway(Settings(), Mortal(app, deaths), resends=9)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://localhost") as client:
         return await client.request(method, path, **request)
 
@@ -100,7 +100,7 @@ def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Se
         body = json.dumps(BODY).encode()
         headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
         call = Call(request_id=f"r{turns}", method="POST", path="/complete", query=b"", headers=headers, body=body)
-        asking = asyncio.ensure_future(replica.whole(app, call, "a"))
+        asking = asyncio.ensure_future(asgi_adapter.whole(app, call, "a"))
         for _ in range(turns):
             await asyncio.sleep(0)
         asking.cancel()

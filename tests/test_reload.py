@@ -18,20 +18,20 @@ import pytest
 from conftest import ROOT, Server
 from wire import chunks, whole
 
-from app.api import shapes
-from app.api.errors import ApiError
-from app.api.shelf import Shelf
-from app.api.stream_job import StreamJob
-from app.engine.errors import EngineError, NotReady
-from app.engine.peers import EngineGone
-from app.long_texts import LongTexts
-from app.reload import Reloader
-from app.served import Served
-from app.service import Service
-from app.settings import Settings
-from app.weights_watch import look, what_is_missing, without_links
+from app.api import serializers
+from app.api.native.event_stream import ResumableStream
+from app.api.resume_store import ResumeStore
+from app.common.errors import EngineError, NotReady
+from app.common.settings import Settings
+from app.engine_client.pool_events import EngineGone
+from app.http.errors import ApiError
+from app.serving.hot_reload import HotReload
+from app.serving.model_instance import ModelInstance
+from app.serving.service import Service
+from app.serving.weights_fingerprint import look, what_is_missing, without_links
+from app.tokenization.tokenizer_pool import TokenizerPool
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
-from model.manifest import MANIFEST_FILE, manifest_file
 
 
 class FakeEngine:
@@ -84,12 +84,12 @@ class House:
         self.noted: list[str] = []
         first = self._make()
         settings = Settings(weights=weights, watch=watch, request_timeout=drain, resume_seconds=0)
-        self.service = Service(settings, first, LongTexts())
-        self.reloader = Reloader(self.service, self._make_later, self.noted.append)
+        self.service = Service(settings, first, TokenizerPool())
+        self.reloader = HotReload(self.service, self._make_later, self.noted.append)
 
-    def _make(self) -> Served:
+    def _make(self) -> ModelInstance:
         self.engines.append(FakeEngine())
-        return Served(
+        return ModelInstance(
             without_links(self.weights),
             look(self.weights),
             self.engines[-1],
@@ -97,7 +97,7 @@ class House:
             guide_seconds=1.0,  # type: ignore[arg-type]
         )
 
-    async def _make_later(self) -> Served:
+    async def _make_later(self) -> ModelInstance:
         return self._make()
 
     @property
@@ -198,7 +198,7 @@ def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
 def test_an_error_that_nobody_has_thought_of_refuses_one_load_and_no_later_one(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken() -> Served:
+    def broken() -> ModelInstance:
         raise RuntimeError("of a kind that no check of weights raises")
 
     async def scenario() -> None:
@@ -424,7 +424,7 @@ def test_a_path_without_links_stays_as_it_was_given(directory: Path, monkeypatch
 
 
 def test_a_process_in_its_own_session_has_no_terminal() -> None:
-    program = "import sys; from app.terminal import has_terminal; sys.exit(has_terminal())"
+    program = "import sys; from app.common.terminal import has_terminal; sys.exit(has_terminal())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, start_new_session=True, check=False)
     assert done.returncode == 0
 
@@ -450,7 +450,7 @@ def test_every_answer_names_its_weights(server: Server) -> None:
 
 
 def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "receipt", lambda _admitted: {})
+    monkeypatch.setattr(serializers, "receipt", lambda _admitted: {})
     served = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []
@@ -466,8 +466,8 @@ def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest
     )
 
     async def scenario() -> None:
-        shelf = Shelf(60.0)
-        parked = StreamJob(job, shelf, owner="", extra={}, journal_bytes=1000)
+        shelf = ResumeStore(60.0)
+        parked = ResumableStream(job, shelf, owner="", extra={}, journal_bytes=1000)
         parked.detach(parked.attach())
         parked.detach(parked.attach())
         assert went_on == [True]

@@ -14,10 +14,10 @@ from typing import ClassVar
 import pytest
 from conftest import ROOT
 
-from model.train.report.board import Board
-from model.train.report.journal import Journal, read_records
-from model.train.report.progress import Outline, Pace, Progress
-from model.train.report.report import Report
+from model.train.reporting.metrics_log import MetricsLog, read_records
+from model.train.reporting.progress import Outline, Pace, Progress
+from model.train.reporting.report import Report
+from model.train.reporting.tensorboard import TensorBoardLog
 
 OUTLINE = Outline(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
 
@@ -113,7 +113,7 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(
 def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None)
+    journal = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None)
     journal.add({"step": 1})
     with monkeypatch.context() as patch:
 
@@ -128,7 +128,7 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
-    Journal(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None).add({"step": 1, "held_out": math.nan})
+    MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None).add({"step": 1, "held_out": math.nan})
     assert read_records(tmp_path / "log.jsonl", start_step=1) == [{"step": 1, "held_out": None}]
 
 
@@ -150,7 +150,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("model.train.report.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.train.reporting.console.time.monotonic", lambda: now[0])
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
         for step in range(1, 21):
             now[0] += 1
@@ -180,7 +180,7 @@ class FakeWriter:
 
 def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=FakeWriter))
-    board = Board(tmp_path / "tensorboard")
+    board = TensorBoardLog(tmp_path / "tensorboard")
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, board=board) as report:
         report.step(progress(1))
         report.held_out(1, 1.5)
@@ -197,4 +197,4 @@ def test_tensorboard_that_is_not_installed_is_said_in_one_line_before_anything_i
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"--tensorboard: .*pip install tensorboard"):
-        Board(tmp_path)
+        TensorBoardLog(tmp_path)

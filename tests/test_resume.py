@@ -19,7 +19,7 @@ from tiny import tiny_weights
 from visitors import engine_pid
 from wire import Event, parse_events, stream, text_of
 
-from app.api.shelf import Shelf
+from app.api.resume_store import ResumeStore
 
 LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 600, "temperature": 1.0, "seed": 3, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 16_000}
@@ -148,7 +148,7 @@ def test_streams_that_were_read_to_their_end_make_room_first() -> None:
             self.is_closed = True
 
     async def visit() -> list[Left]:
-        shelf, broken = Shelf(60.0), [Left(f"b{i}", False) for i in range(200)]
+        shelf, broken = ResumeStore(60.0), [Left(f"b{i}", False) for i in range(200)]
         streams = [*broken, *(Left(f"f{i}", True) for i in range(300))]
         for one in streams:
             shelf.put(one)

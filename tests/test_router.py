@@ -8,8 +8,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.router import Router, block_hashes
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine_client.prefix_router import PrefixRouter, block_hashes
 
 BLOCK = 4
 
@@ -51,7 +51,7 @@ def test_names_of_a_batch_are_those_of_its_prompts_each_once_and_bounded() -> No
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
 def test_the_choice_keeps_the_bound_and_takes_the_longest_beginning_within_it(seed: int, n: int) -> None:
-    draw, router = random.Random(seed), Router(n)
+    draw, router = random.Random(seed), PrefixRouter(n)
     for _ in range(draw.randrange(12)):
         router.note(draw.randrange(n), _hashes(_drawn(draw)), 1000)
     loads = {place: draw.randrange(draw.choice((2, 40))) for place in draw.sample(range(n), draw.randint(1, n))}
@@ -70,7 +70,7 @@ def test_the_choice_keeps_the_bound_and_takes_the_longest_beginning_within_it(se
 @given(st.integers(0, 2**32), st.integers(1, 30))
 def test_what_is_remembered_is_bounded_and_is_whole_beginnings(seed: int, most: int) -> None:
     """A block that is known without the one before it would be counted, and be of no use."""
-    draw, router = random.Random(seed), Router(1)
+    draw, router = random.Random(seed), PrefixRouter(1)
     sent = [_drawn(draw) for _ in range(12)]
     chains = [_hashes(prompt) for prompt in sent]
     for hashes in chains:
@@ -84,7 +84,7 @@ def test_what_is_remembered_is_bounded_and_is_whole_beginnings(seed: int, most: 
 
 def _simulate(n: int, prompts: list[tuple[int, ...]], lasting: int) -> tuple[list[int], list[list[int]]]:
     """Requests one after the other, each open for as long as so many others come: where they went, all loads."""
-    router, open_at, went, loads = Router(n), [0] * n, list[int](), list[list[int]]()
+    router, open_at, went, loads = PrefixRouter(n), [0] * n, list[int](), list[list[int]]()
     for time, prompt in enumerate(prompts):
         if time >= lasting:
             open_at[went[time - lasting]] -= 1
@@ -119,7 +119,7 @@ def test_what_shares_nothing_goes_round() -> None:
 
 
 def test_an_engine_that_lost_its_cache_is_not_sought_for_it() -> None:
-    router, hashes = Router(2), _hashes((1,) * 20)
+    router, hashes = PrefixRouter(2), _hashes((1,) * 20)
     router.note(1, hashes, 100)
     assert router.choose(hashes, {0: 0, 1: 0}, 1) == 1
     assert router.choose(hashes, {0: 0}, 1) == 0

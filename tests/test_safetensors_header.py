@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from model.checkpoint.safetensors_header import Entry, read_header
 from model.files import CheckpointError
-from model.safetensors_header import Entry, read_header
 
 A, B = (
     {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

@@ -10,16 +10,16 @@ import pytest
 import torch
 from native import Sample
 
-from app.engine.filters import weights
-from app.engine.params import SamplingParams
-from app.engine.sampler import TorchSampler
-from app.engine.sampler import sample as sample_together
-from app.engine.sampling_row import SamplingRow
+from app.common.params import SamplingParams
+from app.engine.sampling.filters import weights
+from app.engine.sampling.sampler import TorchSampler
+from app.engine.sampling.sampler import sample as sample_together
+from app.engine.sampling.sampling_input import SamplingInput
 
 
-def _row(params: SamplingParams, position: int = 0) -> SamplingRow:
+def _row(params: SamplingParams, position: int = 0) -> SamplingInput:
     """Only the position counts: without penalties nobody looks at the tokens."""
-    return SamplingRow(params, range(position), position)
+    return SamplingInput(params, range(position), position)
 
 
 def _draw(sample: Sample, logits: torch.Tensor, params: SamplingParams, position: int = 0) -> int:
@@ -206,9 +206,9 @@ def test_rows_are_drawn_piece_by_piece_as_together(monkeypatch: pytest.MonkeyPat
     vocab = 500
     logits_SV = torch.randn(7, vocab, generator=torch.Generator().manual_seed(4)) * 3
     kinds = ({"temperature": 0}, {"typical_p": 0.9, "logprobs": 3}, {"top_k": 9, "repetition_penalty": 1.2})
-    rows = [SamplingRow(SamplingParams(seed=i, **kinds[i % 3]), [i, 2], 1) for i in range(7)]
+    rows = [SamplingInput(SamplingParams(seed=i, **kinds[i % 3]), [i, 2], 1) for i in range(7)]
     whole = TorchSampler().sample(logits_SV, rows)
     assert whole == sample_together(logits_SV, rows)
     for size in (1, 4 * vocab * 3):
-        monkeypatch.setattr("app.engine.sampler._PIECE_BYTES", size)
+        monkeypatch.setattr("app.engine.sampling.sampler._PIECE_BYTES", size)
         assert TorchSampler().sample(logits_SV, rows) == whole

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from native import Sample
 from torch import Tensor
 
-from app.engine.filters import weights
-from app.engine.params import SamplingParams
-from app.engine.philox import Draw, uniforms
-from app.engine.sampling_row import SamplingRow
+from app.common.params import SamplingParams
+from app.engine.sampling.filters import weights
+from app.engine.sampling.philox import Draw, uniforms
+from app.engine.sampling.sampling_input import SamplingInput
 
 ROWS, EXAMPLES = 20, 250
 World = tuple[list[SamplingParams], int, int]
@@ -87,7 +87,7 @@ def test_every_accepted_row_is_drawn_as_defined_whatever_its_company(sample: Sam
     assert tally.guided > 0.2 * tally.rows and len(tally.tokens) > 100
 
 
-def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingRow], tally: Tally) -> None:
+def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingInput], tally: Tally) -> None:
     before = logits_SV.clone()
     together = sample(logits_SV, rows)
     assert torch.equal(logits_SV, before), "the caller's logits stay as they are"
@@ -107,7 +107,7 @@ def _check(sample: Sample, logits_SV: Tensor, rows: list[SamplingRow], tally: Ta
         _compare(drawn.token, oracle.adjusted(logits, row), row, tally)
 
 
-def _compare(token: int, logits: list[float], row: SamplingRow, tally: Tally) -> None:
+def _compare(token: int, logits: list[float], row: SamplingInput, tally: Tally) -> None:
     if row.is_greedy:
         assert token == logits.index(max(logits))
         tally.predicted += 1
@@ -137,7 +137,7 @@ def _logits(rows: int, vocab: int, generator: torch.Generator) -> Tensor:
     return logits_SV.bfloat16().float().where(coarse, logits_SV)
 
 
-def _row(params: SamplingParams, vocab: int, generator: torch.Generator) -> SamplingRow:
+def _row(params: SamplingParams, vocab: int, generator: torch.Generator) -> SamplingInput:
     def some(most: int) -> list[int]:
         count = int(torch.randint(most + 1, (), generator=generator))
         return torch.randint(vocab, (count,), generator=generator).tolist()
@@ -148,4 +148,4 @@ def _row(params: SamplingParams, vocab: int, generator: torch.Generator) -> Samp
         bits[[int(torch.randint(vocab, (), generator=generator)), *some(40)]] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(-1)
         allowed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return SamplingRow(params, [*prompt, *some(6)], len(prompt), tuple(some(3)), allowed)
+    return SamplingInput(params, [*prompt, *some(6)], len(prompt), tuple(some(3)), allowed)

@@ -10,16 +10,16 @@ import torch
 from test_report import OUTLINE, progress
 from tiny import TEXT, tiny_config
 
-from app.engine.params import SamplingParams
-from app.engine.penalties import adjust
-from app.engine.sampling_row import SamplingRow
-from model.tokenizer import Tokenizer
+from app.common.params import SamplingParams
+from app.engine.sampling.penalties import adjust
+from app.engine.sampling.sampling_input import SamplingInput
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text
 from model.train.data.batch import of_windows
-from model.train.objective import Objective
-from model.train.report.report import Report
-from model.train.report.samples import STAGES, Gallery, plain, quoted, visible
-from model.train.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text
-from model.transformer import Decoder
+from model.train.reporting.report import Report
+from model.train.reporting.samples import STAGES, Gallery, plain, quoted, visible
+from model.train.step.objective import Objective
 
 PROMPTS = ["Once upon", "\u201cWhere?\u201d"]
 
@@ -80,7 +80,7 @@ def test_another_run_forgets_the_samples(tmp_path: Path) -> None:
 def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each drawing takes two seconds of a run of 1,000: there is time for four, and the fifth would be too many."""
     now = [0.0]
-    monkeypatch.setattr("model.train.report.samples.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.train.reporting.samples.time.monotonic", lambda: now[0])
     gallery = Gallery(tmp_path / "samples.md", tmp_path / "store.jsonl", title="t", start_step=0)
 
     def draw() -> list[Sample]:
@@ -150,7 +150,7 @@ def test_a_large_enough_penalty_lets_no_token_come_twice(decoder: Decoder, promp
 
 def test_the_penalty_is_the_service_s() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.0])
-    row = SamplingRow(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
+    row = SamplingInput(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
     served_SV = logits_V.clone()[None]
     adjust(served_SV, [row])
     ours = _penalised(logits_V, [0, 1, 1], 1.25)

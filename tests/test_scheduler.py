@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from simulation import VOCAB, Delivered, SimulatedDevice, alone, finish, make_scheduler, random_requests, step
 
-from app.engine.blocks import BlockPool
-from app.engine.limits import SchedulerLimits
-from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, FinishReason, Request
+from app.common.types import BatchPlan, FinishReason, Request
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
 
 
 def _simulate(rng: random.Random) -> int:
@@ -86,7 +86,9 @@ def test_the_simulation_notices_a_block_released_too_early(monkeypatch: pytest.M
 
 def test_the_simulation_notices_a_shared_block_with_other_content(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: names that forget what stands before a block."""
-    monkeypatch.setattr("app.engine.allocator.chain_hash", lambda _parent, tokens: repr(tokens).encode())
+    monkeypatch.setattr(
+        "app.engine.scheduling.block_allocator.chain_hash", lambda _parent, tokens: repr(tokens).encode()
+    )
     with pytest.raises(AssertionError):
         _simulate_many(500)
 
@@ -241,7 +243,7 @@ def test_one_key_alone_is_served_in_its_order() -> None:
 
 
 def test_where_keys_are_told_apart_a_step_carries_few_prompt_tokens() -> None:
-    limits = SchedulerLimits(tokens_per_step=64, max_running=8, prompt_tokens_shared=8)
+    limits = StepLimits(tokens_per_step=64, max_running=8, prompt_tokens_shared=8)
     for salt, first in (("", 40), ("ann", 8)):
         scheduler = Scheduler(limits, BlockPool(64, 4))
         scheduler.add(_prompt("x", 40, salt))

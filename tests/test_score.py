@@ -11,10 +11,10 @@ import pytest
 import torch
 from conftest import Server, start_server, stop_server
 
-from model.checkpoint import load
-from model.reference import logits
-from model.tokenizer import Tokenizer
-from model.transformer import Decoder
+from model.checkpoint.checkpoint import load
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
 TEXTS = ["Once upon a time there was a fox", "caf\u00e9 \U0001f98a", "The moon answered him. " * 16]
 

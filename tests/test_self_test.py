@@ -12,28 +12,28 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
-from app.engine.assembly import assemble
-from app.engine.blocks import BlockPool
-from app.engine.compute import TorchCompute
-from app.engine.engine import Engine
-from app.engine.frames import WorkerConfig
-from app.engine.limits import SchedulerLimits
-from app.engine.result import Drawn
-from app.engine.runner import Runner
-from app.engine.scheduler import Scheduler
-from app.engine.self_test import Device, RowsDifferError, prove_rows
-from app.engine.start import StartError
-from app.engine.types import Chunk, TokenScore
+from app.common.ipc import WorkerConfig
+from app.common.types import Chunk, TokenScore
+from app.engine.checks.batch_invariance_check import BatchVarianceError, TestedDevice, prove_rows
+from app.engine.execution.engine import Engine
+from app.engine.execution.runner import Runner
+from app.engine.execution.step_executor import TorchExecutor
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from app.engine.start_result import EngineStartError
+from app.engine.startup import assemble
 from model.config import ModelConfig
 
-LIMITS = SchedulerLimits(tokens_per_step=128, max_running=12, prompt_tokens_beside=32)
+LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_beside=32)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _device(shape: ModelConfig | None = None, limits: SchedulerLimits = LIMITS, seed: int = 0) -> Device:
+def _device(shape: ModelConfig | None = None, limits: StepLimits = LIMITS, seed: int = 0) -> TestedDevice:
     shape = shape or tiny_config()
     runner = tiny_engine(tiny_decoder(shape, seed=seed), max_running=limits.max_running).runner
-    return Device(
+    return TestedDevice(
         make_engine=lambda most: Engine(Scheduler(most, BlockPool(64, 16)), runner),
         limits=limits,
         context=shape.context,
@@ -47,11 +47,11 @@ def test_the_kernels_of_a_cpu_pass(way: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, max_running=1), replace(LIMITS, tokens_per_step=12)])
-def test_the_trial_keeps_to_the_limits_it_is_given(limits: SchedulerLimits) -> None:
-    given: list[SchedulerLimits] = []
+def test_the_trial_keeps_to_the_limits_it_is_given(limits: StepLimits) -> None:
+    given: list[StepLimits] = []
     device = _device(limits=limits)
 
-    def make(most: SchedulerLimits) -> Engine:
+    def make(most: StepLimits) -> Engine:
         given.append(most)
         return device.make_engine(most)
 
@@ -84,8 +84,8 @@ def _beyond_all(logits_SV: Tensor) -> Tensor:
 
 
 def _break_compute(monkeypatch: pytest.MonkeyPatch, break_it: Break) -> None:
-    whole = TorchCompute.logits
-    monkeypatch.setattr(TorchCompute, "logits", lambda self, rows: break_it(whole(self, rows)))
+    whole = TorchExecutor.logits
+    monkeypatch.setattr(TorchExecutor, "logits", lambda self, rows: break_it(whole(self, rows)))
 
 
 @pytest.mark.parametrize("break_it", [_by_place, _by_number])
@@ -94,7 +94,7 @@ def test_rows_that_see_their_neighbours_are_found_out(break_it: Break, monkeypat
     message = (
         r"cannot be kept .*: computed .*, the prompt of \d+ tokens gives another answer, .* and alone .*without it"
     )
-    with pytest.raises(RowsDifferError, match=message):
+    with pytest.raises(BatchVarianceError, match=message):
         prove_rows(_device())
 
 
@@ -107,11 +107,13 @@ def test_every_way_is_compared(place: int, way: str) -> None:
     device, other = _device(), _device(seed=1)
     made: list[Engine] = []
 
-    def make(most: SchedulerLimits) -> Engine:
+    def make(most: StepLimits) -> Engine:
         made.append((other if len(made) == place else device).make_engine(most))
         return made[-1]
 
-    with pytest.raises(RowsDifferError, match=f"device: computed {way}, the prompt of 3 tokens gives another answer"):
+    with pytest.raises(
+        BatchVarianceError, match=f"device: computed {way}, the prompt of 3 tokens gives another answer"
+    ):
         prove_rows(replace(device, make_engine=make))
 
 
@@ -125,7 +127,7 @@ def test_a_score_that_is_off_by_its_last_bit_is_found_out(monkeypatch: pytest.Mo
         return {name: tuple((nextafter(own, 0), top) for own, top in each or ()) for name, each in scores.items()}
 
     monkeypatch.setattr(Runner, "_score", shifted)
-    with pytest.raises(RowsDifferError, match="the log-probability of its token 2 is"):
+    with pytest.raises(BatchVarianceError, match="the log-probability of its token 2 is"):
         prove_rows(_device())
 
 
@@ -133,18 +135,18 @@ def test_a_draw_that_hangs_on_its_neighbours_is_found_out(monkeypatch: pytest.Mo
     """Where logits are right and tokens are not."""
     whole = Runner._draw
 
-    def shifted(self: Runner, chunks: list[Chunk]) -> dict[str, Drawn]:
+    def shifted(self: Runner, chunks: list[Chunk]) -> dict[str, SampledToken]:
         drawn = whole(self, chunks)
         return drawn if len(drawn) < 3 else {name: replace(each, token=5) for name, each in drawn.items()}
 
     monkeypatch.setattr(Runner, "_draw", shifted)
-    with pytest.raises(RowsDifferError, match=r"token 1 behind it is 5 \(.*\) and alone \d+"):
+    with pytest.raises(BatchVarianceError, match=r"token 1 behind it is 5 \(.*\) and alone \d+"):
         prove_rows(_device())
 
 
 def test_logits_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _break_compute(monkeypatch, _beyond_all)
-    with pytest.raises(RowsDifferError, match="cannot be proven on this device"):
+    with pytest.raises(BatchVarianceError, match="cannot be proven on this device"):
         prove_rows(_device())
 
 
@@ -166,12 +168,12 @@ def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
 ) -> None:
     _break_compute(monkeypatch, _by_place)
     assemble(_config(weights))
-    with pytest.raises(StartError, match=r"^--deterministic cannot be kept on this device: "):
+    with pytest.raises(EngineStartError, match=r"^--deterministic cannot be kept on this device: "):
         assemble(_config(weights, deterministic=True))
 
 
 def test_the_engine_refuses_fp8_on_a_cpu(weights: Path) -> None:
     with pytest.raises(
-        StartError, match=r"^--quantize fp8 takes a GPU, and this is a cpu: take --quantize int8 or none$"
+        EngineStartError, match=r"^--quantize fp8 takes a GPU, and this is a cpu: take --quantize int8 or none$"
     ):
         assemble(_config(weights, quantize="fp8"))

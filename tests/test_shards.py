@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.checkpoint import Checkpoint, load
+from model.checkpoint.checkpoint import Checkpoint, load
 from model.files import CheckpointError
 
 INDEX = "model.safetensors.index.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from app.api.shelf import Shelf
+from app.api.resume_store import ResumeStore
 
 
 class Left:
@@ -21,7 +21,7 @@ class Left:
 
 def test_who_leaves_one_stream_after_the_other_pushes_out_nobody_elses() -> None:
     async def visit() -> None:
-        shelf, flood = Shelf(60.0), [Left(f"f{i}", "flood") for i in range(1000)]
+        shelf, flood = ResumeStore(60.0), [Left(f"f{i}", "flood") for i in range(1000)]
         others = [Left(f"o{i}", f"owner {i % 10}") for i in range(100)]
         for one in (*others, *flood):
             shelf.put(one)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from app.engine.admission import QueueLimits
-from app.engine.client import EngineClient
-from app.engine.fleet import Fleet
-from app.engine.frames import WorkerConfig
-from app.engine.signs_of_life import heartbeat
-from app.engine.waiting_line import WaitingLine
+from app.common.ipc import WorkerConfig
+from app.engine.checks.watchdog import heartbeat
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.queue_limits import QueueLimits
 
 
 def test_a_heart_beats_from_beginning_to_end_and_no_longer() -> None:
@@ -41,7 +41,7 @@ def test_a_heart_stops_where_nobody_listens() -> None:
 
 def _hang(folder: Path, program: str) -> str:
     """What it says on standard error, which is a file: it can see there whether it was told."""
-    words = "import ctypes, os, time; from app.engine.signs_of_life import HangTrace; trace = HangTrace(0.5)\n"
+    words = "import ctypes, os, time; from app.engine.checks.watchdog import HangTrace; trace = HangTrace(0.5)\n"
     with (folder / "told").open("w") as told:
         subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=told, check=True, timeout=60)
     return (folder / "told").read_text()
@@ -60,13 +60,13 @@ def test_a_process_that_goes_round_says_nothing(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.supervisor._STARTING_SILENCE", 0.5)
+    monkeypatch.setattr("app.engine_client.supervisor._STARTING_SILENCE", 0.5)
     limits = QueueLimits(max_requests=1, max_prompt_tokens=1)
 
     async def scenario() -> None:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
-        line = WaitingLine(limits)
-        client = Fleet([EngineClient(WorkerConfig(weights=""), line, silence_seconds=0.2, command=command)])
+        line = FairQueue(limits)
+        client = EnginePool([EngineClient(WorkerConfig(weights=""), line, silence_seconds=0.2, command=command)])
         client.start()
         try:
             gone = await asyncio.wait_for(client.wait_gone(), 60)

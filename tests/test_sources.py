@@ -13,10 +13,10 @@ from conftest import Server, start_server, stop_server
 from tiny import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine, tiny_weights
 from wire import whole
 
-from app.engine.params import SamplingParams
-from app.engine.types import Request, TokenEvent
-from model.reference import generate
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent
+from model.nn.reference import generate
+from model.nn.transformer import Decoder
 
 ENCODER = {"n_encoder_layers": 2, "positions": "sinusoidal", "norm": "layernorm", "norm_position": "post"}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -40,12 +40,12 @@ def _requests(count: int, seed: int, sources: int) -> list[Request]:
     return made
 
 
-def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[TokenEvent]]:
+def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
     return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
 
 
 @pytest.fixture(scope="module", params=DTYPES)
-def case(request: pytest.FixtureRequest) -> tuple[Decoder, list[Request], dict[str, list[TokenEvent]]]:
+def case(request: pytest.FixtureRequest) -> tuple[Decoder, list[Request], dict[str, list[SampledEvent]]]:
     """A decoder, requests, and what each of them gets alone."""
     decoder, requests = _decoder(request.param), _requests(12, seed=1, sources=5)
     return decoder, requests, _alone(decoder, requests)
@@ -60,7 +60,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Decoder, list[Request], dict[s
     ],
 )
 def test_a_request_gets_the_same_bits_whoever_else_is_there(
-    name: str, engine: dict[str, int], case: tuple[Decoder, list[Request], dict[str, list[TokenEvent]]]
+    name: str, engine: dict[str, int], case: tuple[Decoder, list[Request], dict[str, list[SampledEvent]]]
 ) -> None:
     decoder, requests, alone = case
     running = tiny_engine(decoder, **engine)
@@ -185,9 +185,9 @@ def _again(request: Request) -> Request:
     return Request(id=f"{request.id} again", **fields)  # type: ignore[arg-type]
 
 
-def _tokens(events: list[TokenEvent]) -> list[int | None]:
+def _tokens(events: list[SampledEvent]) -> list[int | None]:
     return [event.token for event in events]
 
 
-def _without_id(events: list[TokenEvent]) -> list[tuple[object, ...]]:
+def _without_id(events: list[SampledEvent]) -> list[tuple[object, ...]]:
     return [(e.token, e.logprob, e.top) for e in events]

@@ -11,7 +11,7 @@ from kinds import characters, gpt2, llama2, save, words
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 BOS, EOS = {"bos_token": "<s>"}, {"eos_token": "</s>"}
 OBJECT = {"content": "<s>", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}

@@ -13,7 +13,7 @@ from tiny import tiny_weights
 PROGRAM = """
 import pathlib, sys, torch
 from tiny import tiny_engine
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
 for directory in sys.argv[1:]:
     decoder = load(pathlib.Path(directory), device=torch.device("cpu"), dtype=torch.float32).decoder
     tiny_engine(decoder).runner.warm_up(8)

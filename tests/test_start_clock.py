@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.start_clock import CAPTURING_GRAPHS, LOADING_WEIGHTS, PHASES, PROVING, STARTING, StartClock, in_words
-from app.engine.triton_cache import keep_triton_cache
+from app.common.startup_timer import (
+    CAPTURING_GRAPHS,
+    LOADING_WEIGHTS,
+    PHASES,
+    PROVING,
+    STARTING,
+    StartupTimer,
+    in_words,
+)
+from app.engine.gpu.triton_cache import keep_triton_cache
 
 
 def test_each_phase_lasts_until_the_next_and_news_begin_none() -> None:
-    clock = StartClock(10.0)
+    clock = StartupTimer(10.0)
     for words, now in ((LOADING_WEIGHTS, 12.0), (PROVING, 15.0), ("golden.json met", 15.5)):
         clock.hear(words, now)
     seconds = clock.finish(16.0)
@@ -20,14 +28,14 @@ def test_each_phase_lasts_until_the_next_and_news_begin_none() -> None:
 
 
 def test_a_phase_that_comes_again_is_counted_together() -> None:
-    clock = StartClock(0.0)
+    clock = StartupTimer(0.0)
     for words, now in ((CAPTURING_GRAPHS, 1.0), (PROVING, 2.0), (CAPTURING_GRAPHS, 4.0)):
         clock.hear(words, now)
     assert clock.finish(7.0) == {STARTING: 1.0, CAPTURING_GRAPHS: 4.0, PROVING: 2.0}
 
 
 def test_an_engine_that_names_no_phase_was_starting_all_the_time() -> None:
-    assert StartClock(1.0).finish(4.0) == {STARTING: 3.0}
+    assert StartupTimer(1.0).finish(4.0) == {STARTING: 3.0}
 
 
 def test_phases_are_few_words_that_can_be_labels() -> None:

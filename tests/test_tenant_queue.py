@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from arming import arm_this_process
 
-from app.caller import Caller, Quota
-from app.quotas import Quotas
-from app.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
+from app.access.rate_limiter import RateLimiter
+from app.access.tenant import RateLimits, Tenant
+from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
 
 
 def _run(story: Coroutine[Any, Any, None]) -> None:
@@ -159,8 +159,8 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
 
 def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
     async def story() -> None:
-        quotas = Quotas()
-        lease = quotas.take(Caller(name="a", salt="a", quota=Quota(tokens_per_minute=10_000)), 0, 0.0)
+        quotas = RateLimiter()
+        lease = quotas.take(Tenant(name="a", salt="a", quota=RateLimits(tokens_per_minute=10_000)), 0, 0.0)
         queue = _queue(workers=1)
         turn = await queue.acquire(WorkAccount("a", lease), 1)
         turn.end(2.05)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.text import StopMatcher, StreamDecoder
+from app.generation.detokenizer import StopMatcher, StreamDecoder
 
 
 def _cut(data: bytes | str, cuts: list[int]) -> list[bytes | str]:

@@ -14,13 +14,13 @@ from kinds import KINDS, gpt2, save
 from tiny import TEXT
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from app.engine.errors import EngineFailed, InvalidRequest
-from app.text_encoder import TextEncoder
-from app.tokenizer_check import check_regexes
-from app.tokenizer_sandbox import TokenizerSandbox
-from model.token_spans import result_of
-from model.tokenizer import Tokenizer, TokenizerError
-from model.tokenizer_regexes import find_unproven
+from app.common.errors import EngineFailed, InvalidRequest
+from app.tokenization.regex_check import check_regexes
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_sandbox import TokenizerSandbox
+from model.tokenizer.regexes import find_unproven
+from model.tokenizer.token_spans import result_of
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 QUADRATIC = r"\s+$"
 CATASTROPHIC = (

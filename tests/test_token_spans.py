@@ -9,8 +9,8 @@ from kinds import KINDS, gpt2
 from test_tokenizer_kinds import _TEXTS, LOSSLESS, pair, written
 from tokenizers import processors
 
-from model.token_spans import Spans, in_pieces, result_of
-from model.tokenizer import Tokenizer
+from model.tokenizer.token_spans import Spans, in_pieces, result_of
+from model.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("name", KINDS)

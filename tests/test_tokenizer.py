@@ -17,7 +17,7 @@ from kinds import save
 from tiny import TEXT, VOCAB
 from transformers import PreTrainedTokenizerFast
 
-from model.tokenizer import SEPARATOR, Tokenizer, TokenizerError
+from model.tokenizer.tokenizer import SEPARATOR, Tokenizer, TokenizerError
 
 TOKENIZER = Tokenizer.train([TEXT], VOCAB)
 TOKENIZER_FILE = tokenizers.Tokenizer.from_str(TOKENIZER.files()["tokenizer.json"])

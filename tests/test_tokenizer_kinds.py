@@ -14,8 +14,8 @@ from kinds import KINDS, SPACE, characters, save
 from tiny import TEXT
 from transformers import PreTrainedTokenizerFast
 
-from app.text import StreamDecoder
-from model.tokenizer import Tokenizer
+from app.generation.detokenizer import StreamDecoder
+from model.tokenizer.tokenizer import Tokenizer
 
 # Without the mark that stands for a space: it becomes one. "<" starts special tokens and byte pieces.
 _ANY = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=SPACE + "<"), max_size=30)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import TEXT, VOCAB
 
-from app.long_texts import LongTexts
-from app.tenant_queue import WorkAccount
-from model.tokenizer import SEPARATOR, Tokenizer
+from app.access.tenant_queue import WorkAccount
+from app.tokenization.tokenizer_pool import TokenizerPool
+from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
 
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     ["", "\0", "a\0b", "\ufeffx", "e\u0301", f"a{SEPARATOR}b", SEPARATOR, "\u2028\x7f", TEXT]
@@ -151,7 +151,7 @@ def test_one_model_has_its_facts_and_others_are_not_found(server: Server) -> Non
 def test_long_work_waits_for_its_turn_and_short_work_does_not() -> None:
     async def run() -> list[str]:
         done: list[str] = []
-        texts = LongTexts()
+        texts = TokenizerPool()
         long_ones = [
             asyncio.create_task(texts.run(10**6, lambda name=name: done.append(name), WorkAccount())) for name in "ab"
         ]
@@ -170,7 +170,7 @@ def test_the_event_loop_comes_before_long_work_where_both_want_a_core() -> None:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     async def run() -> tuple[int, int]:
-        texts = LongTexts()
+        texts = TokenizerPool()
         short, long = await texts.run(10, nice, WorkAccount()), await texts.run(10**6, nice, WorkAccount())
         texts.close()
         return short, long

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from played_replicas import START, done, event, token
 from wire import parse_events, text_of
 
-from app.relay.frames import Frame, FrameReader
-from app.relay.told import Differs, Told
+from app.cluster.sse_frames import Frame, FrameReader
+from app.cluster.stream_splicer import Divergence, StreamSplicer
 
 TEXT = "Once upon a time there was a king"
 
@@ -23,7 +23,7 @@ def frames(*blocks: bytes) -> list[Frame]:
     return FrameReader().feed(b"".join(blocks))
 
 
-def told_by(told: Told, *blocks: bytes) -> str:
+def told_by(told: StreamSplicer, *blocks: bytes) -> str:
     """What the client gets of all this."""
     return b"".join(told.take(frame) for frame in frames(*blocks)).decode()
 
@@ -41,7 +41,7 @@ cuts = st.sets(st.integers(1, len(TEXT) - 1))
 def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
     first: set[int], second: set[int], delivered: int
 ) -> None:
-    told = Told("r")
+    told = StreamSplicer("r")
     before = [token(text) for text in pieces(TEXT, first)][:delivered]
     sent = told_by(told, event("start", **START), *before)
     told.begin_again()
@@ -55,7 +55,7 @@ def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
 
 @given(first=cuts, second=cuts, third=cuts)
 def test_a_stream_may_lose_its_replica_twice(first: set[int], second: set[int], third: set[int]) -> None:
-    told, sent = Told("r"), ""
+    told, sent = StreamSplicer("r"), ""
     for cut, share in ((first, 2), (second, 1), (third, 0)):
         texts = pieces(TEXT, cut)
         told.begin_again()
@@ -64,7 +64,7 @@ def test_a_stream_may_lose_its_replica_twice(first: set[int], second: set[int], 
 
 
 def test_choices_are_told_apart() -> None:
-    told = Told("r")
+    told = StreamSplicer("r")
     sent = told_by(told, event("start", **START), token("ab", 0), token("xyz", 1), token("c", 0))
     told.begin_again()
     sent += told_by(told, event("start", **START), token("x", 1), token("abcd", 0), token("yzw", 1), done(0, 1))
@@ -85,7 +85,7 @@ def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: 
         groups = [tokens[begin:end] for begin, end in pairwise(ends)]
         return [event("token", index=0, text="".join(t["text"] for t in group), tokens=group) for group in groups]
 
-    told = Told("r")
+    told = StreamSplicer("r")
     sent = told_by(told, event("start", **START), *events(first)[:delivered])
     told.begin_again()
     sent += told_by(told, event("start", **START), *events(second), done())
@@ -105,16 +105,16 @@ def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: 
     ids=["weights", "settings", "text", "shorter"],
 )
 def test_another_text_is_noticed(again: list[bytes]) -> None:
-    told = Told("r")
+    told = StreamSplicer("r")
     told_by(told, event("start", **START), token("Once upon"))
     told.begin_again()
-    with pytest.raises(Differs):
+    with pytest.raises(Divergence):
         told_by(told, *again)
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout"])
 def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
-    told = Told("r")
+    told = StreamSplicer("r")
     told_by(told, event("start", **START), token("Once upon"))
     told.begin_again()
     assert '"finish_reason": "' + reason in told_by(
@@ -123,14 +123,14 @@ def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
 
 
 def test_the_seed_that_was_told_is_asked_for() -> None:
-    told, body = Told("r"), {"prompt": "Once", "max_tokens": 3}
+    told, body = StreamSplicer("r"), {"prompt": "Once", "max_tokens": 3}
     assert told.request(body) == body
     told_by(told, event("start", **START))
     assert told.request(body) == {**body, "seed": 7}
 
 
 def test_a_client_that_runs_is_not_told_that_it_waits() -> None:
-    told = Told("r")
+    told = StreamSplicer("r")
     waiting: dict[str, Any] = {"position": 1, "eta_ms": 5}
     assert "event: queue" in told_by(told, event("queue", **waiting))
     told_by(told, event("start", **START))

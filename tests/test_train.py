@@ -10,10 +10,10 @@ from conftest import start_server, stop_server
 from training import train
 from wire import whole
 
-from model.checkpoint import load
-from model.golden import verify
-from model.train.learner import Learner
-from model.train.options import parse
+from model.checkpoint.checkpoint import load
+from model.checkpoint.golden import verify
+from model.train.setup.options import parse
+from model.train.step.trainer import Trainer
 
 
 def _bits(printed: str) -> float:
@@ -84,7 +84,7 @@ def test_flags_that_contradict_one_another_are_refused(flags: list[str], capsys:
 def test_running_out_of_memory_is_one_line(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Learner, "gradients", lambda *_: torch.empty(1 << 62, dtype=torch.int8))
+    monkeypatch.setattr(Trainer, "gradients", lambda *_: torch.empty(1 << 62, dtype=torch.int8))
     assert train(text, tmp_path / "out", "--steps", "1") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: out of memory") and error.count("\n") == 1

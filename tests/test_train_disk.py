@@ -12,9 +12,9 @@ from conftest import ROOT
 from disk import SPACE, Operations, no_space, watched
 from training import EXACT, SMALL, TINY, signal_after, state_of, train, train_until
 
-from model.checkpoint import load_config
+from model.checkpoint.checkpoint import load_config
 from model.files import CheckpointError
-from model.train.snapshot import load_snapshot, newest_snapshot
+from model.train.training_checkpoint import load_snapshot, newest_snapshot
 
 
 def _full(*_: object) -> None:
@@ -96,7 +96,7 @@ def test_a_disk_without_a_byte_left_is_told_in_one_line_and_nothing_stays(
         return real(Path("/dev/full"), "r+") if path.name == "lock" else real(path, mode, **named)
 
     monkeypatch.setattr(Path, "open", full)
-    monkeypatch.setattr("model.train.place._is_current", lambda _lock: True)
+    monkeypatch.setattr("model.train.common.output_dir._is_current", lambda _lock: True)
     monkeypatch.setattr("os.ftruncate", lambda *_: None)  # of what is no file
     assert train(text, tmp_path / "new" / "out", *TINY, "--steps", "1") == 2
     error = capsys.readouterr().err

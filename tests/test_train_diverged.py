@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from training import EXACT, TINY, at_micro_batch, same, state_of, train, train_until
 
-from model.train.learner import Learner
 from model.train.loop import Loop
-from model.train.snapshot import newest_snapshot
+from model.train.step.trainer import Trainer
+from model.train.training_checkpoint import newest_snapshot
 
 
 def _nan(loss: Tensor) -> Tensor:
@@ -45,15 +45,15 @@ def test_a_fault_ends_with_three_and_the_snapshot_of_before_is_named(
 def test_weights_that_an_update_spoilt_are_not_saved(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, update = tmp_path / "out", Learner.update
+    out, update = tmp_path / "out", Trainer.update
 
-    def spoil(learner: Learner, step: int, lr_factor: float) -> None:
+    def spoil(learner: Trainer, step: int, lr_factor: float) -> None:
         update(learner, step, lr_factor)
         if step == 1:
             with torch.no_grad():
                 learner.decoder.embedding[7, 3] = float("nan")  # a token that no text has
 
-    monkeypatch.setattr(Learner, "update", spoil)
+    monkeypatch.setattr(Trainer, "update", spoil)
     assert train(text, out, *TINY, "--steps", "5", "--save-seconds", "0.0001") == 3
     assert "step-00000001" in capsys.readouterr().err
     assert state_of(out)[0] == 1

@@ -14,12 +14,12 @@ from tiny import TEXT
 from training import SMALL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
+from model.checkpoint.golden import verify
 from model.families.registry import family_of
-from model.golden import verify
+from model.nn.reference import generate, logits
 from model.presets import PRESET_NAMES, SIZES, preset
-from model.reference import generate, logits
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_these_presets_have_a_family_that_others_know() -> None:
 def test_transformers_reads_the_result_as_we_do(
     tmp_path: Path, flags: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.train.sample.sample_text", lambda *_, **__: "")
+    monkeypatch.setattr("model.train.common.sample.sample_text", lambda *_, **__: "")
     (tmp_path / "text.txt").write_text(TEXT * 3)
     size = ["--layers", "2", "--width", "64", "--heads", "4", "--steps", "8", "--export-dtype", dtype]
     assert main(["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), *SMALL, *flags, *size]) == 0

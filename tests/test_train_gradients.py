@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import CausalAttend
+from model.nn.attention import CausalAttend
+from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train.causal import TrainingAttend
-from model.train.cross_entropy import cross_entropy
 from model.train.data.batch import IGNORED, Batch, of_windows
-from model.train.objective import Objective
-from model.transformer import Decoder
+from model.train.step.causal_attention import TrainingAttend
+from model.train.step.cross_entropy import cross_entropy
+from model.train.step.objective import Objective
 
 
 def _heads(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -18,15 +18,15 @@ from tiny import TEXT, tiny_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.cli.check import main as check
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
+from model.checkpoint.manifest import manifest_file
 from model.files import write_files
-from model.manifest import manifest_file
-from model.reference import generate, logits
-from model.tokenizer import Tokenizer
+from model.nn.reference import generate, logits
+from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
-from model.train.data.order import Order
+from model.train.data.shuffling import StepOrder
 from model.train.data.token_cache import separator
-from model.train.options import parse
+from model.train.setup.options import parse
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--dtype", "float32", "--windows", "4", "--context", "32"]
@@ -62,7 +62,7 @@ def _theirs(case: str, directory: Path, dtype: torch.dtype = torch.float32) -> A
 @pytest.fixture(autouse=True)
 def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing them takes longer than the training here."""
-    monkeypatch.setattr("model.train.sample.sample_text", lambda *_, **__: "")
+    monkeypatch.setattr("model.train.common.sample.sample_text", lambda *_, **__: "")
 
 
 def _train(init: Path, text: Path, out: Path, *flags: str) -> int:
@@ -123,9 +123,9 @@ def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
     flags = ["--steps", "6", "--save-seconds", "1000"]
     assert _train(ours, text, tmp_path / "whole", *flags) == 0
     with pytest.MonkeyPatch.context() as patch:
-        batch = Order.batch
+        batch = StepOrder.batch
         patch.setattr(
-            Order,
+            StepOrder,
             "batch",
             lambda order, step: (step == 3 and signal.raise_signal(signal.SIGTERM), batch(order, step))[1],
         )

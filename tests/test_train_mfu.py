@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model.nn.transformer import Decoder
 from model.presets import preset
-from model.train import mfu
-from model.train.mfu import flops_per_token, known_peak, peak_flops
-from model.transformer import Decoder
+from model.train.step import mfu
+from model.train.step.mfu import flops_per_token, known_peak, peak_flops
 
 
 def test_flops_of_a_token_are_those_counted_by_hand() -> None:

@@ -10,16 +10,16 @@ import torch
 from tiny import TEXT
 from training import EXACT, shorten_samples
 
-from model.checkpoint import load
+from model.checkpoint.checkpoint import load
+from model.checkpoint.model_summary import shape_lines
 from model.config import ConfigError
-from model.describe import shape_lines
+from model.nn.reference import generate
 from model.presets import preset, reshaped
-from model.reference import generate
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
 from model.train.loop import Loop
-from model.train.options import parse, shape
 from model.train.run import Run
+from model.train.setup.options import parse, shape
 
 STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"
 TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--device", "cpu"]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from training import EXACT, TINY, signal_after, train, train_until
 
-from model.train.report.journal import read_records
+from model.train.reporting.metrics_log import read_records
 
 FLAGS = ["--steps", "12", *EXACT, *TINY]
 
@@ -60,8 +60,8 @@ def test_samples_in_the_middle_of_a_run_change_nothing_of_it(
 ) -> None:
     """Drawing takes chances of its own, and what it computes leaves nothing behind."""
     assert train(text, tmp_path / "without", *FLAGS) == 0
-    monkeypatch.setattr("model.train.report.samples._FIRST_SECONDS", 0.0)
-    monkeypatch.setattr("model.train.report.samples._MOST_TIME", 1e6)
+    monkeypatch.setattr("model.train.reporting.samples._FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("model.train.reporting.samples._MOST_TIME", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
     stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl", start_step=99)]
     assert stages == [1, 3, 6, 12]
@@ -70,7 +70,7 @@ def test_samples_in_the_middle_of_a_run_change_nothing_of_it(
 
 
 def test_a_signal_ends_a_run_without_drawing_first(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("model.train.report.samples._FIRST_SECONDS", 0.0)
+    monkeypatch.setattr("model.train.reporting.samples._FIRST_SECONDS", 0.0)
     signal_after(1, monkeypatch)
     assert train(text, tmp_path / "out", *FLAGS) == 143
     assert not (tmp_path / "out/samples.md").exists()

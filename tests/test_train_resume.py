@@ -25,7 +25,7 @@ from training import (
 
 from model.files import CheckpointError
 from model.train.__main__ import main
-from model.train.snapshot import Position, load_snapshot, save_snapshot
+from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
 
 LINES = "".join(f"the {a} saw the {b}\n" for a in "abcd" for b in "vwxyz")
 PAIRS = "".join(f"{a} {b}\t{b} {a}\n" for a in range(5) for b in range(5))

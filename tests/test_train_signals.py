@@ -26,7 +26,7 @@ from training import (
 
 from model.train.data.batch import Batch
 from model.train.loop import Loop
-from model.train.snapshot import load_snapshot
+from model.train.training_checkpoint import load_snapshot
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def test_signals_are_as_they_were_after_a_run(tmp_path: Path, text: Path) -> Non
 def test_a_second_signal_ends_at_once() -> None:
     program = (
         "import signal, sys\n"
-        "from model.train.stop import Stop\n"
+        "from model.train.common.interrupts import Stop\n"
         "with Stop().caught():\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('alive', flush=True)\n"

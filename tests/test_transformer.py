@@ -9,11 +9,11 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine, tiny_weights
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from app.engine.params import SamplingParams
-from app.engine.types import Request
-from model.attention import CausalAttend
-from model.checkpoint import load
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import Request
+from model.checkpoint.checkpoint import load
+from model.nn.attention import CausalAttend
+from model.nn.transformer import Decoder
 
 SHAPES = [(4, 2, 16), (6, 6, 8), (3, 1, 32)]
 

@@ -1,4 +1,4 @@
-"""Every undocumented member of uvicorn and httptools that app/protocol.py, app/flow.py and app/request_parser.py use.
+"""Every undocumented member of uvicorn and httptools that app/http/http_protocol.py, app/http/flow_control.py and app/http/request_parser.py use.
 
 uvicorn promises nothing about them. This test fails where a new version drops or changes one, before a client notices.
 """
@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http import flow_control, httptools_impl
 from uvicorn.server import ServerState
 
-from app import protocol
+from app.http import http_protocol
 
 PROTOCOL_METHODS = {
     "__init__": "(self, config, server_state, app_state, _loop=None)",
@@ -88,7 +88,7 @@ def test_the_fields_are_there() -> None:
 
 
 def test_the_list_is_complete() -> None:
-    tree = ast.parse(Path(protocol.__file__).read_text())
+    tree = ast.parse(Path(http_protocol.__file__).read_text())
     (own,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     methods = {node.name for node in own.body if isinstance(node, ast.FunctionDef)}
     used = {ast.unparse(node.value): set[str]() for node in ast.walk(own) if isinstance(node, ast.Attribute)}

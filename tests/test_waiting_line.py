@@ -8,27 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.admission import QueueLimits
-from app.engine.blocks import BlockPool
-from app.engine.errors import InvalidRequest, QueueFull
-from app.engine.limits import SchedulerLimits
-from app.engine.pace import Pace
-from app.engine.result import StepResult
-from app.engine.scheduler import Scheduler
-from app.engine.types import Request, Started
-from app.engine.waiting_line import WaitingLine
+from app.common.errors import InvalidRequest, QueueFull
+from app.common.types import Request, RequestStarted
+from app.engine.sampling.sampled_token import StepResult
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from app.engine_client.fair_queue import FairQueue
+from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.throughput import ThroughputEstimate
 
 
 def _request(name: str, salt: str = "", *, prompt: int = 1, max_tokens: int = 10, leader: str | None = None) -> Request:
     return Request(id=name, prompt=(1,) * prompt, max_tokens=max_tokens, salt=salt, leader=leader)
 
 
-def _line(requests: int = 100, tokens: int = 1000) -> WaitingLine:
-    return WaitingLine(QueueLimits(max_requests=requests, max_prompt_tokens=tokens))
+def _line(requests: int = 100, tokens: int = 1000) -> FairQueue:
+    return FairQueue(QueueLimits(max_requests=requests, max_prompt_tokens=tokens))
 
 
-def _start(line: WaitingLine, name: str, now: float, *, has_backlog: bool = True) -> None:
-    line.begin([Started(name, 0)], now, has_backlog=has_backlog)
+def _start(line: FairQueue, name: str, now: float, *, has_backlog: bool = True) -> None:
+    line.begin([RequestStarted(name, 0)], now, has_backlog=has_backlog)
 
 
 def test_texts_that_are_being_read_count_as_waiting() -> None:
@@ -106,7 +106,7 @@ def test_whoever_would_come_too_late_is_refused_at_once() -> None:
 def test_places_are_those_of_the_engine(n_callers: int, seed: int) -> None:
     """A scheduler with one place, and requests that come and go: the line foretells how many come before each."""
     draw, line = random.Random(seed), _line()
-    scheduler = Scheduler(SchedulerLimits(tokens_per_step=8, max_running=1), BlockPool(64, 4))
+    scheduler = Scheduler(StepLimits(tokens_per_step=8, max_running=1), BlockPool(64, 4))
     foretold: dict[str, int] = {}
     for i in range(40):
         request = _request(f"r{i}", f"salt {draw.randrange(n_callers)}", max_tokens=1)
@@ -143,7 +143,7 @@ def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one
         for i in range(100):
             line.join(_request(str(i)))
         for i in range(0, 80, at_once):
-            started = [Started(str(i + k), 0) for k in range(at_once)]
+            started = [RequestStarted(str(i + k), 0) for k in range(at_once)]
             line.begin(started, i / 10, has_backlog=True)
         waits.append(line.eta_seconds(9, i / 10))
     assert waits[0] == pytest.approx(1.0, rel=0.05)
@@ -151,7 +151,7 @@ def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one
 
 
 def test_idle_time_and_starts_without_a_queue_do_not_count() -> None:
-    pace = Pace()
+    pace = ThroughputEstimate()
     for i in range(100):
         pace.note(10, i * 10.0, has_backlog=False)
     assert pace.seconds_for(10, 10, 1e6) == pytest.approx(0.1)

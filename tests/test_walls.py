@@ -38,15 +38,22 @@ CORE = [
 SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "inverse", "logprobs"]
 DEVICE = ["compute", "kv_cache", "source_cache", "guides", "grammar_state", *SAMPLING]
 BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
-EVENT_LOOP = ["app.server", "app.main", "app.service", "app.completion", "app.engine.client", "app.api.complete"]
+EVENT_LOOP = [
+    "app.server",
+    "app.main",
+    "app.serving.service",
+    "app.generation.session",
+    "app.engine_client.client",
+    "app.api.native.routes",
+]
 EVENT_LOOP += [
-    "app.relay.front",
-    "app.relay.replica",
-    "app.engine.loop",
-    "app.kernels",
-    "app.guide",
-    "app.guide_checker",
-    "app.guide_process",
+    "app.cluster.gateway",
+    "app.cluster.asgi_adapter",
+    "app.engine.worker_loop",
+    "app.serving.kernel_prebuild",
+    "app.guided.grammar",
+    "app.guided.validator",
+    "app.guided.validator_worker",
 ]
 
 
@@ -95,7 +102,7 @@ def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
 
 def test_the_builder_of_kernels_needs_nothing_but_python() -> None:
     """A stage of a container compiles them before anything is installed."""
-    paths = [*(ROOT / "app/engine/native").glob("*.py"), ROOT / "app/cli/compile.py"]
+    paths = [*(ROOT / "app/engine/cpu").glob("*.py"), ROOT / "app/cli/compile.py"]
     for path in (path for path in paths if path.name in BUILDER):
         assert _tops(path) <= sys.stdlib_module_names | {"app"}, path
         ours = {m.split(".")[-1] for m in _imports(path) & MODULES if m.startswith("app.")}
@@ -111,15 +118,18 @@ def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> No
 
 
 def test_only_the_engine_process_has_both_torch_and_the_pipe() -> None:
-    both = [p for p in FILES if "torch" in _tops(p) and "app.engine.frames" in _imports(p)]
-    assert both == [ROOT / "app/engine/assembly.py"]
-    holding = [p for p in FILES if "app.engine.assembly" in _imports(p) and p.relative_to(ROOT).parts[0] == "app"]
+    both = [p for p in FILES if "torch" in _tops(p) and "app.common.ipc" in _imports(p)]
+    assert both == [ROOT / "app/engine/startup.py"]
+    holding = [p for p in FILES if "app.engine.startup" in _imports(p) and p.relative_to(ROOT).parts[0] == "app"]
     assert holding == [ROOT / "app/cli/check.py", ROOT / "app/engine/worker.py"]
 
 
 def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer_and_its_spans() -> None:
-    tokenizer, spans = {"model.tokenizer", "model.tokenizer.Tokenizer"}, {"model.token_spans"}
-    allowed = tokenizer | spans | {"model.token_spans.CompactSpans", "model.token_spans.Spans"}
+    tokenizer, spans = (
+        {"model.tokenizer.tokenizer", "model.tokenizer.tokenizer.Tokenizer"},
+        {"model.tokenizer.token_spans"},
+    )
+    allowed = tokenizer | spans | {"model.tokenizer.token_spans.CompactSpans", "model.tokenizer.token_spans.Spans"}
     for path in (ROOT / "app/api").glob("*.py"):
         names = _imports(path)
         assert "torch" not in _tops(path), path
@@ -130,7 +140,7 @@ def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer_and_its_spans(
 
 @pytest.mark.parametrize("module", EVENT_LOOP)
 def test_the_api_process_never_imports_torch(module: str) -> None:
-    heavy = ["torch", "numpy"] if module == "app.guide_process" else ["torch", "numpy", "llguidance"]
+    heavy = ["torch", "numpy"] if module == "app.guided.validator_worker" else ["torch", "numpy", "llguidance"]
     program = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {heavy}))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
@@ -139,7 +149,7 @@ def test_llguidance_has_one_door() -> None:
     """It may be missing, so only the file that asks first may name it as a module."""
     assert not [path for path in FILES if "llguidance" in _tops(path)]
     named = [path for path in FILES if 'import_module("llguidance")' in path.read_text()]
-    assert named == [ROOT / "app/engine/matcher.py"]
+    assert named == [ROOT / "app/common/llguidance_adapter.py"]
 
 
 def test_triton_is_needed_by_its_kernels_only() -> None:
@@ -151,9 +161,13 @@ def test_triton_is_needed_by_its_kernels_only() -> None:
 
 def test_what_a_step_does_on_a_device_knows_tensors_only() -> None:
     """The network is put together elsewhere, and who is served by whom is nothing to a kernel."""
-    for path in (ROOT / "app/engine/kernels").glob("*.py"):
+    for path in (ROOT / "app/engine/gpu/kernels").glob("*.py"):
         assert _tops(path) <= sys.stdlib_module_names | {"torch", "triton", "app", "model"}, path
-        assert not _imports(path) & {"app.engine.scheduler", "app.engine.engine", "app.engine.kv_cache"}, path
+        assert not _imports(path) & {
+            "app.engine.scheduling.scheduler",
+            "app.engine.execution.engine",
+            "app.engine.memory.kv_cache",
+        }, path
 
 
 def test_ray_has_one_door() -> None:
@@ -163,7 +177,7 @@ def test_ray_has_one_door() -> None:
     ]
     relay = {name for name in GRAPH if name.startswith("app.relay")}
     for name in relay:
-        assert not [n for n in GRAPH[name] if n.startswith(("app.engine", "app.service", "app.main"))], name
+        assert not [n for n in GRAPH[name] if n.startswith(("app.engine", "app.serving.service", "app.main"))], name
     assert {name for name, known in GRAPH.items() if known & relay} - relay == {"deploy.ray_serve"}
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from node import NODE
 
-from app.engine.filters import weights
-from app.engine.params import SamplingParams
+from app.common.params import SamplingParams
+from app.engine.sampling.filters import weights
 
 _SCRIPT = Path(__file__).parent / "web" / "sampled.mjs"
 _VOCABULARY = 16

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from arming import arm_this_process
 
-from app.weights_snapshot import WeightsSnapshot
-from model.checkpoint import load_config
+from app.serving.weights_snapshot import WeightsSnapshot
+from model.checkpoint.checkpoint import load_config
+from model.checkpoint.layout_check import check_layout
+from model.checkpoint.tensor_index import find_tensors
 from model.file_snapshot import reading_from
 from model.files import CheckpointError, is_there, read_json, regular_file, sha256
-from model.presence import check_layout
-from model.shards import find_tensors
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture

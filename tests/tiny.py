@@ -9,28 +9,28 @@ from typing import Any
 
 import torch
 
-from app.engine.blocks import BlockPool
-from app.engine.compute import Compute, TorchCompute
-from app.engine.engine import Engine
-from app.engine.guides import Guides
-from app.engine.kv_cache import KVCache
-from app.engine.limits import SchedulerLimits
-from app.engine.native.build import find_or_build
-from app.engine.native.compute import NativeCompute, Threads
-from app.engine.native.library import Library
-from app.engine.native.program import BLOCK
-from app.engine.native.sampler import NativeSampler
-from app.engine.quantize import round_weights
-from app.engine.runner import Runner
-from app.engine.sampler import TorchSampler
-from app.engine.scheduler import Scheduler
-from app.engine.source_cache import SourceCache
-from app.engine.types import Request, TokenEvent
-from model.checkpoint import weights_files
+from app.common.types import Request, SampledEvent
+from app.engine.cpu.build.builder import find_or_build
+from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.library import Library
+from app.engine.cpu.program import BLOCK
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.execution.engine import Engine
+from app.engine.execution.runner import Runner
+from app.engine.execution.step_executor import StepExecutor, TorchExecutor
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.encoder_cache import EncoderCache
+from app.engine.memory.kv_cache import KVCache
+from app.engine.quantization.int8_weights import round_weights
+from app.engine.sampling.sampler import TorchSampler
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from model.checkpoint.checkpoint import weights_files
 from model.config import ModelConfig
 from model.files import write_files
-from model.tokenizer import Tokenizer
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
 TEXT = (
     "Once upon a time there was a fox who sang to the moon. The moon answered him, and the night was long.\n"
@@ -78,14 +78,14 @@ def tiny_engine(
     block_size: int = 16,
     tokens_per_step: int = 128,
     max_running: int = 32,
-    guides: Guides | None = None,
+    guides: GrammarTracker | None = None,
 ) -> Engine:
     """An engine around `decoder`, in this process, that computes in the way of the running test (see conftest.way)."""
-    limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=max_running)
+    limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     scheduler = Scheduler(limits, BlockPool(blocks, block_size))
     if WAY.get() != "torch" and can_be_native(decoder):
         assert block_size == BLOCK
-        compute: Compute = native_compute(decoder, blocks, int8=WAY.get() == "int8")
+        compute: StepExecutor = native_compute(decoder, blocks, int8=WAY.get() == "int8")
         sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
         return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides), masks=guides)
     dtype, device = decoder.embedding.dtype, decoder.embedding.device
@@ -93,14 +93,14 @@ def tiny_engine(
     sources = None
     if decoder.config.n_encoder_layers:
         context = decoder.config.context
-        sources = SourceCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
+        sources = EncoderCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
     return Engine(
-        scheduler, Runner(TorchCompute(decoder, cache, sources), sampler=TorchSampler(), guides=guides), masks=guides
+        scheduler, Runner(TorchExecutor(decoder, cache, sources), sampler=TorchSampler(), guides=guides), masks=guides
     )
 
 
 def can_be_native(decoder: Decoder) -> bool:
-    """As app/engine/native/choice.py says."""
+    """As app/engine/cpu/build/backend_selection.py says."""
     return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
 
 
@@ -121,11 +121,11 @@ def kernels() -> Library:
     return Library(find_or_build())
 
 
-def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[TokenEvent]]:
+def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[SampledEvent]]:
     """Runs requests that arrive together to their end, with the block invariant checked after every step."""
     for request in requests:
         engine.add(request)
-    events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
+    events: dict[str, list[SampledEvent]] = {request.id: [] for request in requests}
     for _ in range(max_steps):
         if not engine.has_work:
             return events

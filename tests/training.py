@@ -14,9 +14,9 @@ from torch import Tensor
 
 from model.train.__main__ import main
 from model.train.data.batch import Batch
-from model.train.learner import Learner
-from model.train.objective import Objective
-from model.train.snapshot import load_snapshot
+from model.train.step.objective import Objective
+from model.train.step.trainer import Trainer
+from model.train.training_checkpoint import load_snapshot
 
 SMALL = ["--preset", "nano", "--vocab-size", "300", "--context", "32", "--windows", "4", "--device", "cpu"]
 EXACT = ["--dtype", "float32", "--export-dtype", "float32"]
@@ -45,14 +45,14 @@ def train_until(step: int, text: Path, out: Path, *flags: str) -> None:
 
 def signal_after(steps: int, patch: pytest.MonkeyPatch, number: signal.Signals = signal.SIGTERM) -> None:
     """Sends this process a signal just after so many updates of the weights."""
-    update = Learner.update
+    update = Trainer.update
 
-    def update_and_signal(learner: Learner, step: int, lr_factor: float) -> None:
+    def update_and_signal(learner: Trainer, step: int, lr_factor: float) -> None:
         update(learner, step, lr_factor)
         if step + 1 == steps:
             signal.raise_signal(number)
 
-    patch.setattr(Learner, "update", update_and_signal)
+    patch.setattr(Trainer, "update", update_and_signal)
 
 
 def at_micro_batch(number: int, patch: pytest.MonkeyPatch, deed: Callable[[Tensor], Any]) -> None:

@@ -10,17 +10,17 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from app.api.auth import caller_of
-from app.api.errors import ApiError, from_validation
+from app.access.tenant import EVERYBODY, Tenant
+from app.access.tenant_queue import WorkAccount
 from app.api.metrics import Metrics
-from app.api.parts import MOST_PARTS, has_too_many_parts
-from app.api.shelf import Shelf
-from app.api.sse import until_disconnect
-from app.caller import EVERYBODY, Caller
-from app.faults import fault
-from app.long_texts import LongTexts
-from app.service import Service
-from app.tenant_queue import WorkAccount
+from app.api.resume_store import ResumeStore
+from app.common.fault_injection import fault
+from app.http.auth import caller_of
+from app.http.errors import ApiError, from_validation
+from app.http.json_limits import MOST_PARTS, has_too_many_parts
+from app.http.sse import until_disconnect
+from app.serving.service import Service
+from app.tokenization.tokenizer_pool import TokenizerPool
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
@@ -37,17 +37,17 @@ async def _metrics(request: Request) -> Metrics:
     return metrics
 
 
-async def _long_texts(request: Request) -> LongTexts:
-    long_texts: LongTexts = request.app.state.long_texts
+async def _long_texts(request: Request) -> TokenizerPool:
+    long_texts: TokenizerPool = request.app.state.long_texts
     return long_texts
 
 
-async def _shelf(request: Request) -> Shelf:
-    shelf: Shelf = request.app.state.shelf
+async def _shelf(request: Request) -> ResumeStore:
+    shelf: ResumeStore = request.app.state.shelf
     return shelf
 
 
-async def _caller(request: Request) -> Caller:
+async def _caller(request: Request) -> Tenant:
     return caller_of(request)
 
 
@@ -61,9 +61,9 @@ def owner_of(request: Request) -> str:
 
 ServiceDep = Annotated[Service, Depends(_service)]
 MetricsDep = Annotated[Metrics, Depends(_metrics)]
-LongTextsDep = Annotated[LongTexts, Depends(_long_texts)]
-ShelfDep = Annotated[Shelf, Depends(_shelf)]
-CallerDep = Annotated[Caller, Depends(_caller)]
+LongTextsDep = Annotated[TokenizerPool, Depends(_long_texts)]
+ShelfDep = Annotated[ResumeStore, Depends(_shelf)]
+CallerDep = Annotated[Tenant, Depends(_caller)]
 
 
 def check_model(name: str | None, service: Service) -> None:

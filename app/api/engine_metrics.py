@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app.engine.client import EngineClient
-from app.engine.fleet import Fleet
+from app.engine_client.client import EngineClient
+from app.engine_client.engine_pool import EnginePool
 
 
 class EngineState(Collector):
     """Reads the engines' clients when somebody scrapes."""
 
-    def __init__(self, fleets: Callable[[], Sequence[Fleet]]) -> None:
+    def __init__(self, fleets: Callable[[], Sequence[EnginePool]]) -> None:
         """`fleets` gives the one that serves now, and behind it those that end."""
         self._fleets = fleets
 

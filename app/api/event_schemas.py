@@ -1,4 +1,4 @@
-"""What the events of a streamed completion carry. Shapes only; see app/api/stream_job.py for who sends them."""
+"""What the events of a streamed completion carry. Shapes only; see app/api/native/event_stream.py for who sends them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from app.api.schemas import ErrorResponse, Receipt, Timings, Token, Usage
+from app.api.response_schemas import ErrorResponse, Receipt, Timings, Token, Usage
 
 
 class StartEvent(BaseModel):

@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from app import logs
 from app.api.engine_metrics import EngineState
-from app.completion import Completion
-from app.connections import Connections
-from app.engine.fleet import Fleet
+from app.common import logs
+from app.engine_client.engine_pool import EnginePool
+from app.generation.session import GenerationSession
+from app.http.connection_limits import ConnectionLimits
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LAG_PAUSE = 0.1
@@ -27,7 +27,7 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 class Metrics:
     """A registry of its own, so that two services in one process do not meet."""
 
-    def __init__(self, fleets: Callable[[], Sequence[Fleet]], connections: Connections) -> None:
+    def __init__(self, fleets: Callable[[], Sequence[EnginePool]], connections: ConnectionLimits) -> None:
         """`fleets` gives the one that serves now, and behind it those that end."""
         self._registry = CollectorRegistry()
         self._gaps = _Gaps()
@@ -75,13 +75,13 @@ class Metrics:
         """New weights are served, or are not."""
         self._reloads.labels(outcome).inc()
 
-    def progressed(self, completion: Completion) -> None:
+    def progressed(self, completion: GenerationSession) -> None:
         """Takes the gaps between tokens, so that long streams show while they run."""
         if completion.gaps:
             self._gaps.add(completion.gaps)
             completion.gaps.clear()
 
-    def ended(self, completion: Completion, finish_reason: str, duration: float) -> None:
+    def ended(self, completion: GenerationSession, finish_reason: str, duration: float) -> None:
         """A request is over; `finish_reason` is one of a few fixed words."""
         self.progressed(completion)
         clock = completion.clock
@@ -124,7 +124,7 @@ class _Gaps(Collector):
 class _ConnectionState(Collector):
     """Reads who is connected, and who reads the log, when somebody scrapes."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: ConnectionLimits) -> None:
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:

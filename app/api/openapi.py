@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from app.api.event_schemas import EVENTS
-from app.api.schemas import ErrorResponse
+from app.api.response_schemas import ErrorResponse
 from app.api.version_header import NAME
 
 TAGS = [

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api import shapes
+from app.api import serializers
+from app.api.completion_fields import Name, Prompts, integers
 from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, read_body
-from app.api.fields import Name, Prompts, integers
-from app.api.job import Collected, Job
 from app.api.openapi import declared
-from app.api.schemas import Token, Usage
-from app.wish import Wish, one_by_one
+from app.api.request_handle import CollectedOutput, RequestHandle
+from app.api.response_schemas import Token, Usage
+from app.generation.request import GenerationRequest, one_by_one
 
 router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
@@ -67,7 +67,7 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep, call
     """Log-probabilities of the tokens of given texts, from the model's raw logits."""
     body = await read_body(request, ScoreRequest, service.settings.max_body_bytes)
     prompts, is_batch = one_by_one(body.prompt)
-    wish = Wish(
+    wish = GenerationRequest(
         prompts=prompts,
         is_batch=is_batch,
         max_tokens=0,
@@ -75,11 +75,11 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep, call
         logprobs=body.logprobs or 0,
         deadline_ms=body.deadline_ms,
     )
-    job = await Job.begin(request, wish, service, metrics, caller)
+    job = await RequestHandle.begin(request, wish, service, metrics, caller)
     return await job.respond(_answer(job, body), request)
 
 
-async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
+async def _answer(job: RequestHandle, body: ScoreRequest) -> dict[str, Any]:
     """The answer in one object. Raises EngineError."""
     collected = await job.collect()
     return {
@@ -88,11 +88,11 @@ async def _answer(job: Job, body: ScoreRequest) -> dict[str, Any]:
         "weights_version": job.admitted.weights_version,
         "scores": [_score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),
-        **shapes.echoed(body),
+        **serializers.echoed(body),
     }
 
 
-def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
+def _score(job: RequestHandle, index: int, one: CollectedOutput) -> dict[str, Any]:
     tokenizer = job.admitted.tokenizer
     pairs = zip(one.tokens.ids, one.tokens.logprobs, strict=True)
     scored = [(token, logprob) for token, logprob in pairs if logprob is not None]
@@ -104,7 +104,7 @@ def _score(job: Job, index: int, one: Collected) -> dict[str, Any]:
         "n_scored": len(scored),
         "perplexity": _exp(-total / len(scored)) if scored else None,
         "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": shapes.token_elements(tokenizer, one.tokens),
+        "tokens": serializers.token_elements(tokenizer, one.tokens),
     }
 
 

@@ -13,9 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from app.api.breather import Breather
 from app.api.dependencies import CallerDep, LongTextsDep, ServiceDep, body_schema, read_body, while_connected
-from app.api.json_stream import Characters, Elements, JsonStream
 from app.api.openapi import declared
 from app.api.token_schemas import (
     DetokenizeRequest,
@@ -25,9 +23,11 @@ from app.api.token_schemas import (
     TokenizerInfo,
 )
 from app.api.version_header import version_header
-from app.engine.errors import InvalidRequest
-from model.token_spans import CompactSpans, Spans
-from model.tokenizer import Tokenizer
+from app.common.errors import InvalidRequest
+from app.common.time_slice import TimeSlice
+from app.http.json_stream import Characters, Elements, JsonStream
+from model.tokenizer.token_spans import CompactSpans, Spans
+from model.tokenizer.tokenizer import Tokenizer
 
 _BATCH = 128
 router = APIRouter(tags=["tokens"])
@@ -62,7 +62,7 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
             "tokens": Elements(lambda: _batches(spans.ids)),
             "pieces": Elements(pieces),
         }
-        breather = Breather(partial(service.loop_share.pause, account))
+        breather = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
 
 
@@ -88,7 +88,7 @@ async def detokenize(request: Request, service: ServiceDep, caller: CallerDep) -
             "prompt": Characters(lambda: _text(tokenizer, ids)),
             "pieces": Elements(lambda: ([_piece(tokenizer, token) for token in batch] for batch in _batches(ids))),
         }
-        breather = Breather(partial(service.loop_share.pause, account))
+        breather = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
 
 

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.engine.assembly import assemble
-from app.engine.frames import Ready, WorkerConfig
-from app.try_tokenizer import TriedTokenizer, check_vocabulary, try_tokenizer
-from model.arguments import OneLineParser
-from model.chat_template import read_chat_template
-from model.checkpoint import Checkpoint, load, load_config
-from model.describe import Line, memory_lines, shape_lines
+from app.common.ipc import Ready, WorkerConfig
+from app.engine.startup import assemble
+from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
+from model.argument_parser import OneLineParser
+from model.checkpoint.chat_template import read_chat_template
+from model.checkpoint.checkpoint import Checkpoint, load, load_config
+from model.checkpoint.golden import GOLDEN_FILE, verify
+from model.checkpoint.layout_check import check_layout
+from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
+from model.checkpoint.model_summary import Line, memory_lines, shape_lines
 from model.files import one_line
-from model.golden import GOLDEN_FILE, verify
-from model.manifest import MANIFEST_FILE, check_manifest
-from model.presence import check_layout
 
 _CONTEXT = 512
 

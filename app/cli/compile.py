@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from app.engine.native.build import TIMEOUT_SECONDS, build, check_loads, find, need_cache_directory
-from app.engine.native.compiler import Compiler
-from app.engine.native.errors import BuildError, NoCompiler, Unusable
-from app.engine.native.level import NoLevel, levels_to_carry, this_level, this_machine
-from app.engine.native.recipe import Recipe
-from app.engine.native.shelf import read_note
+from app.engine.cpu.build.builder import TIMEOUT_SECONDS, build, check_loads, find, need_cache_directory
+from app.engine.cpu.build.cache_key import BuildRecipe
+from app.engine.cpu.build.compiler import Compiler
+from app.engine.cpu.build.cpu_target import UnsupportedCpu, levels_to_carry, this_level, this_machine
+from app.engine.cpu.build.errors import BuildError, NoCompiler, Unusable
+from app.engine.cpu.build.library_cache import read_note
 
 _MOST_SECONDS = 86400
 
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
         if options.check:
             return _check(directory)
         for level in levels_to_carry(*this_machine()) if options.all_levels else (this_level(),):
-            _build(Recipe(level=level), need_cache_directory(directory), options)
-    except (NoLevel, NoCompiler) as error:
+            _build(BuildRecipe(level=level), need_cache_directory(directory), options)
+    except (UnsupportedCpu, NoCompiler) as error:
         if not options.quiet:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as model/arguments.py does, which is not there in a build stage."""
+    """Says what is wrong in one line, as model/argument_parser.py does, which is not there in a build stage."""
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
@@ -95,7 +95,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _build(recipe: Recipe, directory: Path, options: argparse.Namespace) -> None:
+def _build(recipe: BuildRecipe, directory: Path, options: argparse.Namespace) -> None:
     """Says what is done. Raises BuildError."""
     level, is_new = recipe.level.name, False
 
@@ -113,7 +113,7 @@ def _build(recipe: Recipe, directory: Path, options: argparse.Namespace) -> None
 def _check(directory: Path | None) -> int:
     try:
         level = this_level().name
-    except NoLevel as error:
+    except UnsupportedCpu as error:
         print(f"torch computes: {error}")
         return 1
     if library := find(directory):

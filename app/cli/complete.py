@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.native_fields import CompleteRequest
+from app.api.native.request_schemas import CompleteRequest
 from app.cli.client import CLIENT_KEY, Client, NoAnswer, Refused, error_message
 from app.cli.request_flags import add_flags, given_fields
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
 
 # What a model writes must not steer a terminal.
 _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.key_file import KeysError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
-from model.arguments import OneLineParser
+from app.access.key_store import KeyFileError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
+from model.argument_parser import OneLineParser
 
 _VARIABLE = "INKSTREAM_KEYS_FILE"
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"revoked {options.name}: a running service knows within a second", file=sys.stderr)
             case "list":
                 _list(read_keys(Path(file)))
-    except KeysError as error:
+    except KeyFileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except _NotShown as error:

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app import faults, logs
 from app.cli.client import CLIENT_KEY
+from app.common import fault_injection, logs
+from app.common.settings import Settings
 from app.server import StartError, serve
-from app.settings import Settings
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
 from model.files import one_line
 
 
@@ -42,7 +42,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
 def _refuse_unknown_variables() -> None:
     """A misspelt variable would be a setting that silently does not hold. Raises StartError."""
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
-    for name in sorted(os.environ.keys() - {CLIENT_KEY, faults.VARIABLE}):
+    for name in sorted(os.environ.keys() - {CLIENT_KEY, fault_injection.VARIABLE}):
         # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service of our name.
         kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
         if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not kubernetes:

@@ -1,4 +1,4 @@
-"""The engine process: `python -m app.engine.worker FD`, started by app/engine/client.py.
+"""The engine process: `python -m app.engine.worker FD`, started by app/engine_client/client.py.
 
 The only file that brings together the engine and the pipe.
 """
@@ -14,8 +14,8 @@ if __name__ == "__main__":
     # Imports leave next to no garbage; looking for it among all that torch brings took a third of an engine's CPU
     # time from its start to its end, and every start after a crash waited for it.
     gc.disable()
-    from app.engine.assembly import assemble
-    from app.engine.loop import run
+    from app.engine.startup import assemble
+    from app.engine.worker_loop import run
 
     gc.freeze()
     gc.enable()

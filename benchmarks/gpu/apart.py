@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from app.parent import die_with_parent
+from app.common.parent_death_signal import die_with_parent
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 
 Start = Literal["fork", "spawn"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from app.engine.engine import Engine
-from app.engine.start import StartError
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.start_result import EngineStartError
 from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
 from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench, Finding
@@ -30,7 +30,7 @@ def _way(bench: Bench, name: str, knobs: dict[str, Any], *, law: bool) -> Iterat
     sizes: dict[str, Any] = {"max_running": 40, "tokens_per_step": 256, "cache_tokens": 32_768}
     try:
         engines = [engine_of(bench, shape, announce=heard.append, **sizes, **knobs) for _ in range(2)]
-    except StartError as error:
+    except EngineStartError as error:
         yield Finding(what=f"{name}: starts", value="refused", ok=False, note=str(error))
         return
     yield Finding(what=f"{name}: starts", value="yes", note=next((one for one in heard if "proven" in one), ""))

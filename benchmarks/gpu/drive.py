@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.engine.engine import Engine
-from app.engine.params import SamplingParams
-from app.engine.types import Request, StepReport, TokenEvent
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent, StepReport
+from app.engine.execution.engine import Engine
 
 _MOST_STEPS = 100_000
 
@@ -18,7 +18,7 @@ _MOST_STEPS = 100_000
 class Texts:
     """What came of requests, by their ids. Owned by whoever runs them."""
 
-    events: dict[str, list[TokenEvent]] = field(default_factory=dict)
+    events: dict[str, list[SampledEvent]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def take(self, report: StepReport) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from app.engine.assembly import assemble
-from app.engine.engine import Engine
-from app.engine.frames import WorkerConfig
+from app.common.ipc import WorkerConfig
+from app.engine.execution.engine import Engine
 from app.engine.gpu.runner import DeviceRunner
+from app.engine.startup import assemble
 from benchmarks.gpu.finding import Bench
 from benchmarks.gpu.shapes import reader
-from model.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
 
 _BLOCK = {"cpu": 16, "cuda": 64}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from app.engine.engine import Engine
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine.execution.engine import Engine
 from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
 from benchmarks.gpu.engines import runs_ahead, without_graphs, without_lead
 from benchmarks.gpu.finding import Bench, Finding, Unsupported

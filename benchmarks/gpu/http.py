@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from app import event_loop
+from app.common import event_loop
 from benchmarks import load
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.http_client import Connection

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from app.engine.engine import Engine
-from app.engine.types import BatchPlan
+from app.common.types import BatchPlan
+from app.engine.execution.engine import Engine
 from benchmarks.gpu.drive import Texts, prompt_of, request, settle
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.shapes import shape_of

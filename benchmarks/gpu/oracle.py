@@ -1,4 +1,4 @@
-"""What model/reference.py, in float32 on the CPU, says of a text that an engine wrote. Knows no engine.
+"""What model/nn/reference.py, in float32 on the CPU, says of a text that an engine wrote. Knows no engine.
 
 The engine's own tokens are read in one pass, and each is held against the logits before it: one token that a tie
 decided otherwise would make the rest of a free run incomparable.
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.sampler import sample
-from app.engine.sampling_row import SamplingRow
-from app.engine.types import Request
-from model.reference import logits
-from model.transformer import Decoder
+from app.common.types import Request
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampling_input import SamplingInput
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ def judge(decoder: Decoder, request: Request, tokens: tuple[int, ...], logprobs:
     prompt = len(request.prompt)
     history = [*request.prompt, *tokens]
     logits_SV = logits(decoder, history)[prompt - 1 : -1]
-    rows = [SamplingRow(request.params, history[: prompt + i], prompt) for i in range(len(tokens))]
+    rows = [SamplingInput(request.params, history[: prompt + i], prompt) for i in range(len(tokens))]
     wanted = [_drawn(row_V, row) for row_V, row in zip(logits_SV, rows, strict=True)]
     own_S = torch.log_softmax(logits_SV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
     told = [float("nan") if logprob is None else logprob for logprob in logprobs]
@@ -50,7 +50,7 @@ def judge(decoder: Decoder, request: Request, tokens: tuple[int, ...], logprobs:
     )
 
 
-def _drawn(logits_V: Tensor, row: SamplingRow) -> int:
+def _drawn(logits_V: Tensor, row: SamplingInput) -> int:
     """Row by row: the oracle of a batch must not be one."""
     (drawn,) = sample(logits_V[None], [row])
     assert drawn.token is not None

@@ -1,4 +1,4 @@
-"""The engine on this device against model/reference.py on the CPU in float32: tokens and log-probabilities.
+"""The engine on this device against model/nn/reference.py on the CPU in float32: tokens and log-probabilities.
 
 Small models of every layout with random weights; prompts shorter and longer than a split of attention; greedy texts and
 seeded ones with filters and penalties. In float32 tokens must be the oracle's, but for ties; in bfloat16, whose
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from app.engine.types import Request
+from app.common.types import Request
 from benchmarks.gpu.drive import prompt_of, request, run_all
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.oracle import Verdict, judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from app.engine.start import StartError
+from app.engine.start_result import EngineStartError
 from benchmarks.gpu.engines import Phases, engine_of
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 from benchmarks.gpu.shapes import shape_of
@@ -28,7 +28,7 @@ def run(bench: Bench) -> Iterator[Finding]:
             tokens_per_step=64 if bench.tiny else 1024,
             cache_tokens=max(sizes.rows) * shape.context if bench.tiny else 65_536,
         )
-    except StartError as error:
+    except EngineStartError as error:
         raise Unsupported(str(error)) from None
     yield Finding(what="engine built", value=phases.seconds, unit="s", note=str(phases))
     roofs = Roofs.of(bench, shape, "int8")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.shapes import SHAPES as PEERS_SHAPES
-from model.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
 
 _TINY = ModelConfig(
     vocab_size=320,

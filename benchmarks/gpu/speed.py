@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.engine.engine import Engine
+from app.engine.execution.engine import Engine
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.drive import clear, prompt_of, request, settle
 from benchmarks.gpu.engines import Phases, engine_of
@@ -20,7 +20,7 @@ from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.kernel_times import kernel_times
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.work import Roofs
-from model.checkpoint import load_config
+from model.checkpoint.checkpoint import load_config
 from model.config import ModelConfig
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from app.engine.engine import Engine
+from app.engine.execution.engine import Engine
 from benchmarks.gpu.drive import clear, prompt_of, request, settle
 from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.shapes import shape_of

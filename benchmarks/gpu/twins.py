@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from app.engine.blocks import BlockPool
-from app.engine.engine import Engine
-from app.engine.gpu.build import DeviceWishes, device_runner
+from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
-from app.engine.kernels.twins import TorchKernels
-from app.engine.limits import SchedulerLimits
-from app.engine.scheduler import Scheduler
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from app.engine.gpu.runner_config import RunnerConfig, device_runner
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
 from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench
 from benchmarks.gpu.shapes import reader
-from model.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
 
 _BLOCK = 16
@@ -47,14 +47,14 @@ def _twin(
     dtype: str = "float32",
 ) -> Engine:
     decoder = read(bench.folder, device=torch.device("cpu"), dtype=getattr(torch, dtype)).decoder
-    blocks, kernels = -(-cache_tokens // _BLOCK), TorchKernels()
-    wishes = DeviceWishes(
+    blocks, kernels = -(-cache_tokens // _BLOCK), ReferenceKernels()
+    wishes = RunnerConfig(
         max_running=max_running, tokens_per_step=tokens_per_step, context=shape.context, block_size=_BLOCK
     )
     runner = device_runner(PagedDecoder(decoder, kernels), kernels, wishes, blocks=blocks)
     runner.warm_up(tokens_per_step)
     runner.capture(lambda work: work)
-    limits = SchedulerLimits(
+    limits = StepLimits(
         tokens_per_step=tokens_per_step, max_running=max_running, prompt_tokens_beside=prompt_tokens_beside
     )
     return Engine(Scheduler(limits, BlockPool(blocks, _BLOCK)), runner, runner)

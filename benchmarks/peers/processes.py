@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from app.settings import Settings
+from app.common.settings import Settings
 from benchmarks.peers.child import plain_environment
 from benchmarks.peers.crew import Workshop
 from benchmarks.peers.install import llama_library

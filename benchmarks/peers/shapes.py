@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.peers.numbers import ModelSize
 from benchmarks.peers.words import tokenizer_of
-from model.checkpoint import load_config, weights_files
+from model.checkpoint.checkpoint import load_config, weights_files
 from model.config import ModelConfig
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
 
 _STD = 0.02
 

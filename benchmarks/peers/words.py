@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 from benchmarks.prompts import pseudo_prose
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ou")
 _SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in _VOWELS]

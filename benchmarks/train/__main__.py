@@ -22,17 +22,17 @@ import torch
 
 from benchmarks.result import this_machine
 from benchmarks.train.plain import PlainLoop
-from model.arguments import OneLineParser
+from model.argument_parser import OneLineParser
 from model.device import choose_device, choose_dtype
+from model.nn.transformer import Decoder
 from model.presets import preset
-from model.train.computing import computing_for
+from model.train.common.memory import keep_freed_memory
 from model.train.data.batch import of_windows
-from model.train.learner import Learner
-from model.train.memory import keep_freed_memory
-from model.train.objective import Objective
-from model.train.optimiser import Optimiser
-from model.train.ranks import Ranks
-from model.transformer import Decoder
+from model.train.step.distributed import ProcessGroup
+from model.train.step.loss_backend import computing_for
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +83,10 @@ def _rounds(
     windows_BN = torch.randint(config.vocab_size, (options.windows, config.context + 1), generator=generator)
     batch = of_windows(windows_BN)
     decoder = Decoder(config).initialise(1).to(device)
-    optimiser = Optimiser(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+    optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
     objective = Objective(decoder, device, dtype, computing_for("auto", device.type))
     at_once = options.micro_windows
-    learner = Learner(objective, optimiser, ema=0.0, ranks=Ranks(), micro_windows=at_once)
+    learner = Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=at_once)
     plain = PlainLoop(config, device, dtype, at_once)
 
     def ours() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.families.layout import ACTIVATION_NAMES, Family, Piece, Raw, activation, divided, norm, refuse, single
+from model.families.spec import ACTIVATION_NAMES, FamilySpec, Piece, Raw, activation, divided, norm, refuse, single
 
 
 def _pieces(config: ModelConfig) -> list[Piece]:
@@ -73,7 +73,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GPT2 = Family(
+GPT2 = FamilySpec(
     name="gpt2",
     architecture="GPT2LMHeadModel",
     read=_read,

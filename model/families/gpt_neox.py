@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.families.layout import (
+from model.families.spec import (
     ACTIVATION_NAMES,
-    Family,
+    FamilySpec,
     Piece,
     Raw,
     activation,
@@ -109,7 +109,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GPT_NEOX = Family(
+GPT_NEOX = FamilySpec(
     name="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     read=_read,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from model.config import ConfigError, ModelConfig
-from model.families.layout import (
+from model.families.spec import (
     ACTIVATION_NAMES,
-    Family,
+    FamilySpec,
     Piece,
     Raw,
     activation,
@@ -144,8 +144,8 @@ def _family(
     architecture: str,
     read: Callable[[Raw], ModelConfig],
     write: Callable[[ModelConfig], dict[str, Any]],
-) -> Family:
-    return Family(
+) -> FamilySpec:
+    return FamilySpec(
         name=name,
         architecture=architecture,
         read=read,

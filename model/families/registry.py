@@ -8,16 +8,16 @@ from typing import Any
 from model.config import ConfigError, ModelConfig
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
-from model.families.layout import Family, Raw
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from model.families.own import OWN
+from model.families.native import OWN
+from model.families.spec import FamilySpec, Raw
 
 # Where several can tell a shape, the first one does.
 _FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, OWN)}
 SUPPORTED = tuple(_FAMILIES)
 
 
-def read_config(raw: Raw) -> tuple[Family, ModelConfig]:
+def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     """The family and shape of a config.json (keys of transformers 4 and 5). Raises ConfigError with one sentence."""
     name = raw.get("model_type")
     family = _FAMILIES.get(name) if isinstance(name, str) else None
@@ -38,7 +38,7 @@ def read_config(raw: Raw) -> tuple[Family, ModelConfig]:
         raise ConfigError(_in_words(error)) from None
 
 
-def family_of(config: ModelConfig) -> Family:
+def family_of(config: ModelConfig) -> FamilySpec:
     """The first family whose config.json says all of `config`, so that as many programs as possible can read it."""
     for family in _FAMILIES.values():
         try:
@@ -62,7 +62,7 @@ def write_config(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[st
     }
 
 
-def _read(family: Family, raw: Raw) -> ModelConfig:
+def _read(family: FamilySpec, raw: Raw) -> ModelConfig:
     config = family.read(raw)
     if family is not OWN and not config.mlp_width:
         raise ConfigError(f"a {family.name} without feed-forward is not supported")

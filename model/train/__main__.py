@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    from model.train.options import parse
+    from model.train.setup.options import parse
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parse(arguments)  # a wrong flag is told at once: torch takes seconds to import

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.memory import is_out_of_memory, keep_freed_memory
-from model.train.notices import python, tell
-from model.train.place import held
-from model.train.plan.forecast import forecast, settle_size
-from model.train.ranks import LeftAlone, Ranks, join
+from model.train.common.console_messages import python, tell
+from model.train.common.interrupts import Diverged, Interrupted
+from model.train.common.memory import is_out_of_memory, keep_freed_memory
+from model.train.common.output_dir import held
+from model.train.plan.dry_run import forecast, settle_size
 from model.train.run import Run
-from model.train.stop import Diverged, Interrupted
+from model.train.step.distributed import LeftAlone, ProcessGroup, join
 
 _NO_MEMORY = (
     "out of memory; take a smaller --micro-windows, --windows, --context or --preset. What was saved stays: --resume"
@@ -26,7 +26,7 @@ _NO_MEMORY = (
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 2 bad input, 3 diverged, 129 / 130 / 143 a signal, saved; 1 left alone by another rank."""
-    ranks = Ranks()
+    ranks = ProcessGroup()
     try:
         ranks = join(device=options.device)
         ranks.must_share(options.windows)
@@ -77,7 +77,7 @@ def _let_go_of_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _alone(options: argparse.Namespace, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+def _alone(options: argparse.Namespace, ranks: ProcessGroup) -> contextlib.AbstractContextManager[None]:
     """The output directory belongs to this run; of several ranks the first one says so for all."""
     if not ranks.is_first:
         return contextlib.nullcontext()

@@ -1,6 +1,6 @@
 """The training loop: from step to step, with what is measured and saved on the way. Knows no flags and no results.
 
-What happens within a step stands in learner.py, what the steps see in material.py, what a person sees in report.py.
+What happens within a step stands in model/train/step/trainer.py, what the steps see in model/train/setup/dataset.py, what a person sees in report.py.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pathlib import Path
 from torch import Tensor
 
 from model.files import CheckpointError
-from model.train.copies import Best
+from model.train.common.console_messages import tell
+from model.train.common.interrupts import Diverged, Interrupted, StopRequest
+from model.train.common.sample import Drawing, Sample, draw_samples
 from model.train.data.batch import Batch, spread
-from model.train.data.material import Material
-from model.train.learner import Learner, below
-from model.train.notices import tell
-from model.train.ranks import Ranks
-from model.train.report.progress import Progress
-from model.train.report.report import Report
-from model.train.sample import Drawing, Sample, draw_samples
-from model.train.schedule import Limits, Schedule
-from model.train.snapshot import Position, newest_snapshot, save_snapshot
-from model.train.stop import Diverged, Interrupted, Stop
+from model.train.reporting.progress import Progress
+from model.train.reporting.report import Report
+from model.train.setup.dataset import Dataset
+from model.train.step.distributed import ProcessGroup
+from model.train.step.ema import BestWeights
+from model.train.step.schedule import Limits, Schedule
+from model.train.step.trainer import Trainer, below
+from model.train.training_checkpoint import Position, newest_snapshot, save_snapshot
 
 GLANCE = 40_000
 """Held-out targets of a measurement on the way; the last one takes all there are."""
@@ -39,12 +39,12 @@ class Loop:
 
     def __init__(
         self,
-        material: Material,
-        learner: Learner,
+        material: Dataset,
+        learner: Trainer,
         *,
         schedule: Schedule,
         limits: Limits,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         start: Position,
         folder: Path,
         save_seconds: float,
@@ -54,7 +54,7 @@ class Loop:
         self.material, self.learner, self.ranks = material, learner, ranks
         self.schedule, self.limits, self.start = schedule, limits, start
         self.folder, self.save_seconds, self.drawing = folder, save_seconds, drawing
-        self.best, self.stop = Best(), Stop()
+        self.best, self.stop = BestWeights(), StopRequest()
         self.step, self.seconds = 0, 0.0
         self._is_saved = False
 

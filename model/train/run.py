@@ -14,34 +14,34 @@ from pathlib import Path
 
 import torch
 
-from model.describe import describe_size
+from model.checkpoint.model_summary import describe_size
 from model.device import choose_device, choose_dtype, describe, free_memory
-from model.train.computing import computing_for
-from model.train.data.material import gather
+from model.nn.transformer import Decoder
+from model.train.common.console_messages import say
+from model.train.common.interrupts import Diverged
+from model.train.common.output_dir import require_room
+from model.train.common.sample import GREEDY, LIVELY, draw_samples
 from model.train.data.text_file import DataError
-from model.train.init import base_of, settle, start_anew
-from model.train.learner import Learner
 from model.train.loop import GLANCE, Loop
-from model.train.mfu import flops_per_token, peak_flops
-from model.train.notices import say
-from model.train.objective import Objective
-from model.train.optimiser import Optimiser
-from model.train.options import limits, shape
-from model.train.place import require_room
-from model.train.plan.machine import require_memory, sizes
-from model.train.ranks import Ranks
-from model.train.report.board import Board
-from model.train.report.card import RunFacts, read_about, without_places
-from model.train.report.progress import Outline
-from model.train.report.report import Report
-from model.train.report.result import write_result
-from model.train.report.samples import visible
-from model.train.report.summary import closing, opening
-from model.train.sample import GREEDY, LIVELY, draw_samples
-from model.train.schedule import Schedule
-from model.train.snapshot import Position, load_snapshot, newest_snapshot, remove_snapshots
-from model.train.stop import Diverged
-from model.transformer import Decoder
+from model.train.plan.resources import require_memory, sizes
+from model.train.reporting.export import write_result
+from model.train.reporting.model_card import RunFacts, read_about, without_places
+from model.train.reporting.progress import Outline
+from model.train.reporting.report import Report
+from model.train.reporting.samples import visible
+from model.train.reporting.summary import closing, opening
+from model.train.reporting.tensorboard import TensorBoardLog
+from model.train.setup.dataset import gather
+from model.train.setup.finetune import base_of, settle, start_anew
+from model.train.setup.options import limits, shape
+from model.train.step.distributed import ProcessGroup
+from model.train.step.loss_backend import computing_for
+from model.train.step.mfu import flops_per_token, peak_flops
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.schedule import Schedule
+from model.train.step.trainer import Trainer
+from model.train.training_checkpoint import Position, load_snapshot, newest_snapshot, remove_snapshots
 
 _SAMPLE_TOKENS = 120
 _DECISIVE = [
@@ -62,12 +62,12 @@ _DECISIVE = [
 class Run:
     """One training run."""
 
-    def __init__(self, options: argparse.Namespace, command: str, ranks: Ranks | None = None) -> None:
-        self.options, self.command, self.ranks = options, command, ranks or Ranks()
+    def __init__(self, options: argparse.Namespace, command: str, ranks: ProcessGroup | None = None) -> None:
+        self.options, self.command, self.ranks = options, command, ranks or ProcessGroup()
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = read_about(options.about)
-        self.board = Board(self.out / "tensorboard") if options.tensorboard else None
+        self.board = TensorBoardLog(self.out / "tensorboard") if options.tensorboard else None
         self.drawing = GREEDY if options.greedy else LIVELY
         self.resumes = self._must_resume()
         self.device = choose_device(options.device)
@@ -143,9 +143,9 @@ class Run:
             return Decoder(self.shape) if self.resumes else self.base.decoder(self.device)
         return Decoder(self.shape).initialise(self.options.seed)
 
-    def _learner(self) -> Learner:
+    def _learner(self) -> Trainer:
         options = self.options
-        optimiser = Optimiser(
+        optimiser = ParameterUpdates(
             self.decoder,
             options.optimizer,
             matrix_lr=options.matrix_lr,
@@ -153,7 +153,7 @@ class Run:
             weight_decay=options.weight_decay,
         )
         micro = options.micro_windows
-        return Learner(self.objective, optimiser, ema=options.ema, ranks=self.ranks, micro_windows=micro)
+        return Trainer(self.objective, optimiser, ema=options.ema, ranks=self.ranks, micro_windows=micro)
 
     def _start(self) -> Position:
         """What must be the same when the run goes on, and what may change."""

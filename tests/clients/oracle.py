@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import load
-from model.reference import generate, logits
-from model.tokenizer import Tokenizer
-from model.transformer import Decoder
+from model.checkpoint.checkpoint import load
+from model.nn.reference import generate, logits
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
 
 def answer(question: dict[str, Any], decoder: Decoder, tokenizer: Tokenizer) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Faults of app/faults.py, armed and disarmed by a test while a service runs."""
+"""Faults of app/common/fault_injection.py, armed and disarmed by a test while a service runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app import faults
+from app.common import fault_injection
 
 
 class Faults:
@@ -21,10 +21,10 @@ class Faults:
     @property
     def environment(self) -> dict[str, str]:
         """For start_server(environment=...)."""
-        return {faults.VARIABLE: str(self.folder)}
+        return {fault_injection.VARIABLE: str(self.folder)}
 
     def arm(self, point: str, do: str, **order: Any) -> None:
-        """See app/faults.py for what can be ordered."""
+        """See app/common/fault_injection.py for what can be ordered."""
         new = self.folder / f".{point}"
         new.write_text(json.dumps({"do": do, **order}))
         new.replace(self.folder / point)
@@ -40,5 +40,5 @@ class Faults:
 
 def arm_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
     """For an engine in the test's own process."""
-    monkeypatch.setattr(faults, "_SWITCHBOARD", faults._Switchboard(folder))
+    monkeypatch.setattr(fault_injection, "_SWITCHBOARD", fault_injection._Switchboard(folder))
     return Faults(folder)

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import TEXT, VOCAB, tiny_config, tiny_decoder
 
-from model.checkpoint import weights_files
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
-from model.golden import GOLDEN_FILE, golden_file
-from model.manifest import MANIFEST_FILE, manifest_file
-from model.tokenizer import Tokenizer
-from model.transformer import Decoder
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
 _PROMPT = [5, 9, 200, 31, 7, 64, 100, 18]
 

@@ -9,10 +9,10 @@ import msgspec
 import torch
 from tiny import VOCAB, tiny_config, tiny_decoder
 
-from app.engine.engine import Engine
-from app.engine.params import SamplingParams
-from app.engine.types import Request, TokenEvent, TokenScore
-from model.transformer import Decoder
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent, TokenScore
+from app.engine.execution.engine import Engine
+from model.nn.transformer import Decoder
 
 VICTIM = "victim"
 POISON = 7
@@ -68,7 +68,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 class Outcome:
     """What the engine said of one request."""
 
-    events: list[TokenEvent] = field(default_factory=list)
+    events: list[SampledEvent] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 

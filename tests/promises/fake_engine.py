@@ -13,17 +13,17 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
-from app.engine.blocks import BlockPool
-from app.engine.engine import Engine
-from app.engine.frames import Ready, WorkerConfig
-from app.engine.grammar_workers import GrammarWorkers, Job
-from app.engine.limits import SchedulerLimits
-from app.engine.loop import run
-from app.engine.result import Drawn, StepResult
-from app.engine.scheduler import Scheduler
-from app.engine.start import Assembled
-from app.engine.types import BatchPlan, Request, TokenScore
-from app.faults import fault, is_armed
+from app.common.fault_injection import fault, is_armed
+from app.common.ipc import Ready, WorkerConfig
+from app.common.types import BatchPlan, Request, TokenScore
+from app.engine.execution.engine import Engine
+from app.engine.guided.grammar_workers import GrammarWorkers, Job
+from app.engine.sampling.sampled_token import SampledToken, StepResult
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.step_limits import StepLimits
+from app.engine.start_result import Assembled
+from app.engine.worker_loop import run
 from model.files import regular_file, sha256
 
 BLOCK_SIZE, CONTEXT = 16, 8192
@@ -52,15 +52,15 @@ class FakeRunner:
                 scores[request.id] = tuple(_score(request.prompt[place], asked) for place in places)
         return StepResult(drawn, scores)
 
-    def _draw(self, request: Request, tokens: list[int]) -> Drawn:
+    def _draw(self, request: Request, tokens: list[int]) -> SampledToken:
         drawing = f"{self._version}/{request.params.seed}/{request.params.choice}"
         seen = drawing.encode() + array("q", tokens)
         number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
         token = _PRINTABLE[number % len(_PRINTABLE)]
         if is_armed("fake.not_finite", request):
-            return Drawn(None)
+            return SampledToken(None)
         asked = request.params.logprobs
-        return Drawn(token) if asked is None else Drawn(token, *_score(token, asked))
+        return SampledToken(token) if asked is None else SampledToken(token, *_score(token, asked))
 
 
 def _score(token: int, count: int) -> TokenScore:
@@ -96,7 +96,7 @@ def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], Non
 
     def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> Assembled:
         tokens_per_step = config.tokens_per_step or max(config.max_running, 256)  # as on a CPU
-        limits = SchedulerLimits(tokens_per_step=tokens_per_step, max_running=config.max_running)
+        limits = StepLimits(tokens_per_step=tokens_per_step, max_running=config.max_running)
         blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
         fault("fake.load", config)

@@ -17,15 +17,17 @@ from fastapi import FastAPI, Request
 from app import main as wiring
 from app import server
 from app.__main__ import main
+from app.access.tenant import EVERYBODY, RateLimits, Tenant
 from app.api.dependencies import CallerDep
-from app.caller import EVERYBODY, Caller, Quota
-from app.engine import client
+from app.engine_client import client
 
 
-def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitable[Caller]]:
-    callers = {name: Caller(name=name, salt=f"salt of {name}", quota=Quota(**quota)) for name, quota in quotas.items()}
+def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitable[Tenant]]:
+    callers = {
+        name: Tenant(name=name, salt=f"salt of {name}", quota=RateLimits(**quota)) for name, quota in quotas.items()
+    }
 
-    async def caller(request: Request) -> Caller:
+    async def caller(request: Request) -> Tenant:
         return callers.get(request.headers.get("x-caller", ""), EVERYBODY)
 
     return caller

@@ -17,12 +17,12 @@ from http_messages import Message
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from app.api.hosts import TARGET, HostNames
-from app.api.request_log import RequestLog
-from app.connections import Connections, Limits
-from app.protocol import Connection
+from app.http.connection_limits import ConnectionLimits, HttpLimits
+from app.http.host_filter import TARGET, HostFilter
+from app.http.http_protocol import HttpProtocol
+from app.http.request_log import RequestLogMiddleware
 
-LIMITS = Limits(
+LIMITS = HttpLimits(
     connections=1000,
     per_address=1000,
     header_bytes=16384,
@@ -123,9 +123,9 @@ class Harness(logging.Handler):
 
     def __init__(
         self,
-        protocol: type[Connection] = Connection,
+        protocol: type[HttpProtocol] = HttpProtocol,
         *,
-        limits: Limits = LIMITS,
+        limits: HttpLimits = LIMITS,
         before_reading: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         super().__init__(logging.WARNING)
@@ -137,7 +137,7 @@ class Harness(logging.Handler):
         )
         self._config.load()
         self._protocol = protocol
-        self._recorder = RequestLog(HostNames(self._record))
+        self._recorder = RequestLogMiddleware(HostFilter(self._record))
         self._served = Served()
 
     def __enter__(self) -> Harness:
@@ -153,12 +153,12 @@ class Harness(logging.Handler):
         self._served.log.append(f"{record.getMessage()} {record.exc_info[1] if record.exc_info else ''}")
 
     async def serve(
-        self, packets: tuple[bytes, ...], *, then: Callable[[Connection], Awaitable[object]] | None = None
+        self, packets: tuple[bytes, ...], *, then: Callable[[HttpProtocol], Awaitable[object]] | None = None
     ) -> Served:
         """One connection: the packets, what `then` does to it, and FIN. An empty packet is a FIN, too."""
         served = self._served = Served()
         state = ServerState()
-        connection = self._protocol(Connections(self._limits), self._config, state, {}, asyncio.get_running_loop())
+        connection = self._protocol(ConnectionLimits(self._limits), self._config, state, {}, asyncio.get_running_loop())
         transport = MemoryTransport(served.output)
         connection.connection_made(transport)
         stride = 1 + len(packets) // 8
@@ -222,7 +222,7 @@ def _lowercase_coding(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[byte
     return [(name, value.lower() if name == b"transfer-encoding" else value) for name, value in headers]
 
 
-def _deliver(connection: Connection, transport: MemoryTransport, packet: bytes) -> None:
+def _deliver(connection: HttpProtocol, transport: MemoryTransport, packet: bytes) -> None:
     if packet:
         connection.data_received(packet)
     elif not connection.eof_received():

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from conftest import ROOT, Server, start_server
 
-from app.key_file import add_key, new_key, revoke_key, stored
+from app.access.key_store import add_key, new_key, revoke_key, stored
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Keyring:
     keys: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, **limits: Any) -> str:
-        """A new key, with the quotas of app/key_file.py."""
+        """A new key, with the quotas of app/access/key_store.py."""
         self.keys[name] = new_key()
         add_key(self.file, stored(self.keys[name], name, **limits))
         return self.keys[name]

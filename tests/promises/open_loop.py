@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from app import event_loop
+from app.common import event_loop
 from benchmarks.statistics import percentile
 
 _ROOT = Path(__file__).parents[2]

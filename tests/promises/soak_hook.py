@@ -24,7 +24,7 @@ def _count_tasks(_number: int, _frame: object) -> None:
 
 
 def _leak(_number: int, _frame: object) -> None:
-    service = sys.modules["app.service"].Service
+    service = sys.modules["app.serving.service"].Service
     real = service.begin
 
     async def begin(*arguments: object) -> object:

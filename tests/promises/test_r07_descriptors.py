@@ -19,7 +19,7 @@ from raw import connect, error_of, get, post, read_all, read_answer, status_of
 from taken import has_taken_all
 from wire import whole
 
-from app.connections import possible_connections
+from app.http.connection_limits import possible_connections
 
 LIMIT_256 = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 HALF_BODY = post({"prompt": "a" * 100})[:-50]

@@ -23,7 +23,7 @@ from promise import Promise
 from tiny import tiny_weights
 from visitors import Answer, Ask, crowd, engine_pid, is_ready, visit
 
-from app.engine.quarantine import PROOF
+from app.engine_client.crash_recovery import PROOF
 
 _TEXT: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 1.0}
 

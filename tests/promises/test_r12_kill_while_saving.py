@@ -19,7 +19,7 @@ from promise import Promise
 from test_r18_disk_full import _save_run, _version_of_run
 from tiny import TEXT
 
-from model.train.snapshot import load_snapshot
+from model.train.training_checkpoint import load_snapshot
 
 
 def _save_and_die(folder: Path, at: int) -> int:

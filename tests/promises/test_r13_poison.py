@@ -14,10 +14,10 @@ from crowd import POISON, VICTIM, Outcome, crowd, poisoned_decoder, serve
 from promise import Promise
 from tiny import tiny_engine
 
-from app.engine.allocator import Allocator
-from app.engine.engine import Engine
-from app.engine.types import Request
-from app.faults import InjectedFault
+from app.common.fault_injection import InjectedFault
+from app.common.types import Request
+from app.engine.execution.engine import Engine
+from app.engine.scheduling.block_allocator import BlockAllocator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES = {
@@ -94,7 +94,7 @@ def test_without_isolation_a_poisoned_one_takes_all_with_it(tmp_path: Path, monk
 
 def test_blocks_that_are_not_cleared_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: what is not finite reaches those who get the victim's blocks."""
-    monkeypatch.setattr(Allocator, "spoil", lambda _self, _sequence: None)
+    monkeypatch.setattr(BlockAllocator, "spoil", lambda _self, _sequence: None)
     requests = crowd(32)
     engine = tiny_engine(poisoned_decoder(), blocks=60, tokens_per_step=96)
     serve(engine, _with_poison(requests, is_scored=False))

@@ -22,9 +22,9 @@ from promise import Promise
 from tiny import TEXT, VOCAB, tiny_config, tiny_decoder
 from wire import parse_events
 
-from model.checkpoint import weights_files
+from model.checkpoint.checkpoint import weights_files
 from model.files import write_files
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 N, VICTIM = 32, 16
 MODES = ("events", "whole", "chunks")

@@ -13,7 +13,7 @@ from crowd import VICTIM, Outcome, crowd, serve
 from promise import Promise
 from tiny import tiny_decoder, tiny_engine
 
-from app.engine.engine import Engine
+from app.engine.execution.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,9 +17,9 @@ from promise import Promise
 from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
 from tiny import tiny_decoder, tiny_engine
 
-from app.engine.allocator import Allocator
-from app.engine.params import SamplingParams
-from app.engine.types import Request, TokenEvent
+from app.common.params import SamplingParams
+from app.common.types import Request, SampledEvent
+from app.engine.scheduling.block_allocator import BlockAllocator
 
 CLIENTS, LENGTH, BLOCK = 64, 64, 16
 MOST = 4
@@ -63,8 +63,8 @@ def test_64_texts_of_a_real_model_share_blocks_for_four(way: str, promise: Promi
     requests = _requests(random.Random(1), longest=LENGTH, vocab=300)
     roomy = tiny_engine(decoder, blocks=1000, max_running=64)
     engine = tiny_engine(decoder, blocks=4 * LENGTH // BLOCK)
-    expected: dict[str, list[TokenEvent]] = {r.id: [] for r in requests}
-    found: dict[str, list[TokenEvent]] = {r.id: [] for r in requests}
+    expected: dict[str, list[SampledEvent]] = {r.id: [] for r in requests}
+    found: dict[str, list[SampledEvent]] = {r.id: [] for r in requests}
     worst = 0
     for runs, events in ((roomy, expected), (engine, found)):
         for request in requests:
@@ -129,10 +129,10 @@ def _all_at_once(server: Server, faults: Faults, bodies: list[dict[str, object]]
 def test_blocks_that_are_not_given_back_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: without what a preemption frees, the engine stands still or the check of blocks complains."""
 
-    def keep(_self: Allocator, sequence: object) -> None:
+    def keep(_self: BlockAllocator, sequence: object) -> None:
         sequence.blocks = []  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Allocator, "release", keep)
+    monkeypatch.setattr(BlockAllocator, "release", keep)
     scheduler, device = make_scheduler(48, 2, 64, 32), SimulatedDevice(2)
     for request in _requests(random.Random(0), longest=24, vocab=50):
         scheduler.add(request)

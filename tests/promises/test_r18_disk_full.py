@@ -17,9 +17,9 @@ from disk import SPACE, Operations, no_space, watched
 from promise import Promise
 from tiny import TEXT, tiny_decoder
 
-from model.checkpoint import load, weights_files
+from model.checkpoint.checkpoint import load, weights_files
 from model.files import CheckpointError, write_files
-from model.train.snapshot import Position, load_snapshot, save_snapshot
+from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
 
 CPU = torch.device("cpu")
 Save = Callable[[Path, int], None]
@@ -127,7 +127,7 @@ def test_training_on_a_disk_that_is_really_full(tmp_path: Path, promise: Promise
     train += " --vocab-size 300 --context 32 --windows 4 --layers 1 --width 64 --save-seconds 0.001 --max-minutes 0.1"
     fill = f"until ls {small}/out/.training/step-* >/dev/null 2>&1 || ! kill -0 $pid; do sleep 0.01; done; "
     fill += f"while kill -0 $pid 2>/dev/null; do cat /dev/zero >> {small}/other 2>/dev/null; sleep 0.02; done"
-    load = "from pathlib import Path; from model.train.snapshot import load_snapshot"
+    load = "from pathlib import Path; from model.train.training_checkpoint import load_snapshot"
     check = f"{sys.executable} -c '{load}; "
     check += f'print("loads", load_snapshot(Path("{small}/out/.training"))[0].step)\''
     run = f"{{ {train} & pid=$!; {fill}; wait $pid; echo code $?; df {small} | tail -1; {check}; }}"

@@ -12,8 +12,8 @@ from crowd import Outcome, crowd
 from promise import Promise
 from tiny import tiny_decoder, tiny_engine
 
-from app.engine.engine import Engine
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine.execution.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROUND = 67
@@ -108,6 +108,6 @@ def test_a_request_gets_under_load_what_it_gets_alone(way: str, promise: Promise
 def test_draws_that_hang_on_the_neighbours_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: numbers in the order in which they are asked for, as a plain generator gives them."""
     generator = random.Random(0)
-    monkeypatch.setattr("app.engine.sampler.uniforms", lambda draws: [generator.random() for _ in draws])
+    monkeypatch.setattr("app.engine.sampling.sampler.uniforms", lambda draws: [generator.random() for _ in draws])
     load = Load()
     assert _count_same(1, load) < ROUND

@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from promise import Promise
 from simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, make_scheduler
 
-from app.engine.allocator import Allocator
-from app.engine.engine import Engine
-from app.engine.isolation import Isolation
-from app.engine.params import SamplingParams
-from app.engine.result import StepResult
-from app.engine.scheduler import Scheduler
-from app.engine.types import BatchPlan, Request, Sequence, StepReport
+from app.common.params import SamplingParams
+from app.common.types import BatchPlan, Request, Sequence, StepReport
+from app.engine.execution.engine import Engine
+from app.engine.execution.fault_isolation import FaultIsolation
+from app.engine.sampling.sampled_token import StepResult
+from app.engine.scheduling.block_allocator import BlockAllocator
+from app.engine.scheduling.scheduler import Scheduler
 
 LONGEST, BLOCK_SIZE, BLOCKS = 20, 2, 16
 EXAMPLES: list[int] = []
@@ -227,17 +227,17 @@ def _fail_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _blame_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Isolation, plan: BatchPlan) -> StepResult:
+    def run(self: FaultIsolation, plan: BatchPlan) -> StepResult:
         try:
             return self._runner.run(plan)
         except Exception:
             return StepResult(failed={chunk.sequence.request.id: "sorry" for chunk in plan.chunks})
 
-    monkeypatch.setattr(Isolation, "run", run)
+    monkeypatch.setattr(FaultIsolation, "run", run)
 
 
 def _keep_bad_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Allocator, "spoil", lambda _self, _sequence: None)
+    monkeypatch.setattr(BlockAllocator, "spoil", lambda _self, _sequence: None)
 
 
 @pytest.mark.parametrize("bug", [_forget_blocks, _lose_who_gives_way, _fail_twice, _blame_everybody, _keep_bad_blocks])

@@ -21,10 +21,10 @@ from promise import Promise
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
-from app.api.auth import Gate, public_routes
-from app.api.request_log import RequestLog
+from app.common.settings import Settings
+from app.http.auth import AuthMiddleware, public_routes
+from app.http.request_log import RequestLogMiddleware
 from app.main import create_app
-from app.settings import Settings
 
 PAGE = {"/", *(f"/web/{room}{{name}}" for room in ("", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
@@ -168,12 +168,12 @@ def test_a_good_key_opens_every_route(keyed: Server, ring: Keyring, tmp_path: Pa
 
 def test_the_routes_that_are_open_are_these(ring: Keyring, tmp_path: Path) -> None:
     app = _app(ring, tmp_path)
-    (gate,) = [m for m in app.user_middleware if m.cls is Gate]
+    (gate,) = [m for m in app.user_middleware if m.cls is AuthMiddleware]
     assert {route.path for route in gate.kwargs["public"]} == PUBLIC
     assert all(route.methods <= {"GET", "HEAD"} for route in gate.kwargs["public"])
     # Nothing of ours passes by the gate: it stands before the router, behind only what refuses more.
     passed = [m.cls for m in app.user_middleware]
-    assert passed[0] is RequestLog and passed[-1] is Gate
+    assert passed[0] is RequestLogMiddleware and passed[-1] is AuthMiddleware
     assert not public_routes([APIRouter(routes=[Route("/x", lambda _: None)])])
 
 
@@ -220,7 +220,7 @@ def test_two_headers_with_a_key_are_none(keyed: Server, ring: Keyring) -> None:
 def test_without_the_gate_the_check_above_fails(ring: Keyring, tmp_path: Path) -> None:
     """The control: the same application without its gate lets a stranger in."""
     app = _app(ring, tmp_path)
-    app.user_middleware = [m for m in app.user_middleware if m.cls is not Gate]
+    app.user_middleware = [m for m in app.user_middleware if m.cls is not AuthMiddleware]
     app.add_api_route("/secret", lambda: SECRET)
 
     async def ask(path: str) -> httpx.Response:

@@ -20,10 +20,10 @@ from conftest import ROOT, Server, stop_server
 from keyed import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
 from promise import Promise
 
-from app import keys as keys_module
-from app.caller import Quota
-from app.key_file import MOST_KEYS, KeysError, add_key, new_key, read_keys, revoke_key, stored
-from app.keys import Keys
+from app.access import api_keys as keys_module
+from app.access.api_keys import ApiKeys
+from app.access.key_store import MOST_KEYS, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
+from app.access.tenant import RateLimits
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
         for i in range(n)
     ]
     made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
-    held = Keys(ring.file)
+    held = ApiKeys(ring.file)
     kept = sum(held.caller_of(key.encode()) is not None for key in made)
     promise.all_of("S2", "keys added at the same time that are kept", kept, n)
     assert len(set(made)) == n and [p.name for p in ring.file.parent.iterdir()] == ["keys.json"], (
@@ -206,7 +206,7 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
         compared.append((a, b))
         return really(a, b)
 
-    held = Keys(ring.file)
+    held = ApiKeys(ring.file)
     monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
     for key, name in ((made[0], "key-0"), (made[-1], "key-19"), ("ink-unknown", None), ("", None)):
         compared.clear()
@@ -218,12 +218,12 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
 def test_a_caller_is_made_of_the_key_alone(ring: Keyring) -> None:
     key = ring.add("alice", requests_per_minute=5, tokens_per_minute=6, concurrency=7)
     other = ring.add("other")
-    caller = Keys(ring.file).caller_of(key.encode())
+    caller = ApiKeys(ring.file).caller_of(key.encode())
     assert caller and caller.name == "alice"
-    assert caller.quota == Quota(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
-    again = Keys(ring.file).caller_of(key.encode())
+    assert caller.quota == RateLimits(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
+    again = ApiKeys(ring.file).caller_of(key.encode())
     assert again and again.salt == caller.salt, "the same after a restart"
-    salts = {caller.salt, Keys(ring.file).caller_of(other.encode()).salt}  # type: ignore[union-attr]
+    salts = {caller.salt, ApiKeys(ring.file).caller_of(other.encode()).salt}  # type: ignore[union-attr]
     assert len(salts) == 2 and all(len(salt) == 64 for salt in salts)
     assert caller.salt not in ring.file.read_text()
 
@@ -231,7 +231,7 @@ def test_a_caller_is_made_of_the_key_alone(ring: Keyring) -> None:
 def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     key = new_key()
     add_key(ring.file, stored(key, "alice", days=1))
-    held = Keys(ring.file)
+    held = ApiKeys(ring.file)
     assert held.caller_of(key.encode())
     later = datetime.now(UTC) + timedelta(days=1, seconds=1)
     monkeypatch.setattr(keys_module.time, "time", later.timestamp)
@@ -251,12 +251,12 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
     texts += ["", "{", "\0", "[" * 100_000, '{"keys": {}}', '{"keys": [], "more": 1}']
     for number, text in enumerate(texts):
         path.write_text(text)
-        with pytest.raises(KeysError) as error:
+        with pytest.raises(KeyFileError) as error:
             read_keys(path)
         assert "\n" not in str(error.value), number
     path.write_text(json.dumps({"keys": [key]}))
     assert [stored.name for stored in read_keys(path)] == ["a"]
-    with pytest.raises(KeysError, match="not a regular file"):
+    with pytest.raises(KeyFileError, match="not a regular file"):
         read_keys(tmp_path)
-    with pytest.raises(KeysError, match="no key called"):
+    with pytest.raises(KeyFileError, match="no key called"):
         revoke_key(path, "b")

@@ -13,8 +13,8 @@ from conftest import ROOT, start_server, stop_server
 from keyed import Keyring, keyed_server
 from promise import Promise
 
-from app import logs
 from app.cli.serve import main as serve_verb
+from app.common import logs
 
 
 def _serve(weights: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:

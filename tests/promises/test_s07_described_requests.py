@@ -65,7 +65,7 @@ def test_nothing_that_is_described_ends_in_a_5xx(tmp_path: Path, weights: Path, 
 
 
 def test_a_route_that_fails_is_found_out(tmp_path: Path, weights: Path) -> None:
-    harm = "import app.service as s; s.Service.require_ready = lambda self: 1 / 0"
+    harm = "import app.serving.service as s; s.Service.require_ready = lambda self: 1 / 0"
     server = start_server(tmp_path, weights, wait=False, sabotage=harm)
     try:
         maker = Maker(httpx.get(f"{server.url}/openapi.json").json(), Random(7))

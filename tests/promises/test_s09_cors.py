@@ -11,7 +11,7 @@ from conftest import Server, start_server, stop_server
 from keyed import Keyring, exchange, keyed_server, raw, request_lines, status_of
 from promise import Promise
 
-from app.api.fields import SamplingFields
+from app.api.completion_fields import SamplingFields
 
 ALLOWED, OTHER = "https://notes.example", "https://evil.example"
 FORMS = (

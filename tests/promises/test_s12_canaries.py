@@ -22,8 +22,8 @@ from conftest import Server, stop_server
 from keyed import Keyring, exchange, keyed_server, line_of, log_lines, raw
 from promise import Promise
 
-from app import logs
-from app.api.request_log import RequestLog
+from app.common import logs
+from app.http.request_log import RequestLogMiddleware
 
 _DOORS = ("/complete", "/v1/completions")
 
@@ -191,7 +191,7 @@ def test_exceptions_are_told_without_their_messages(capsys: pytest.CaptureFixtur
             raise PanicException(canary) from error
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app=RequestLog(fails))
+        transport = httpx.ASGITransport(app=RequestLogMiddleware(fails))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post(f"/{canary}", content=canary)
 
@@ -246,7 +246,7 @@ def test_a_log_that_quotes_is_found_out() -> None:
 
 
 def test_no_code_prints_a_traceback_by_itself() -> None:
-    """Only app/logs.py knows how to tell of an exception."""
+    """Only app/common/logs.py knows how to tell of an exception."""
     app = Path(logs.__file__).parent
     words = ("print_exc", "format_exc", "traceback.format", "traceback.print")
     assert [p for p in app.rglob("*.py") if any(word in p.read_text() for word in words)] == []

@@ -57,7 +57,7 @@ os.write(_log, (json.dumps({"pid": os.getpid(), "event": "armed"}) + "\\n").enco
 """sitecustomize.py of every Python process that the service starts; the engine's cannot be reached in another way."""
 
 HARM = """
-import pathlib, pickle, app.service as s
+import pathlib, pickle, app.serving.service as s
 real = s.Service.begin
 def begin(self, *arguments):
     pickle.loads(pickle.dumps(pathlib.PurePath("x")))

@@ -26,9 +26,9 @@ from conftest import ROOT, Server, start_server, stop_server
 from keyed import exchange, line_of, raw, request_lines, status_of
 from promise import Promise
 
-from app.chat_frames import Chat
-from app.chat_renderer import render
-from app.engine.blocks import BlockPool
+from app.chat.messages import RenderJob
+from app.chat.template_worker import render
+from app.engine.scheduling.block_pool import BlockPool
 
 Check = Callable[[Server], None]
 TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "stream": False}
@@ -242,7 +242,7 @@ def _template_of_a_caller(server: Server) -> None:
 
 def _template_of_the_weights(_server: Server) -> None:
     for source in (PAYLOAD, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__init__.__globals__ }}"):
-        rendered = render(Chat(source=source, variables={"messages": []}))
+        rendered = render(RenderJob(source=source, variables={"messages": []}))
         assert rendered.error or ("pwned" not in rendered.text and "class" not in rendered.text), rendered
 
 
@@ -268,7 +268,7 @@ def _content_types(server: Server) -> None:
 
 
 def _paths_outside(server: Server) -> None:
-    secret = (ROOT / "app/settings.py").read_bytes()[:60]
+    secret = (ROOT / "app/common/settings.py").read_bytes()[:60]
     paths = ["../settings.py", "..%2fsettings.py", "%2e%2e/settings.py", "%2e%2e%2fsettings.py", "..%5csettings.py"]
     paths += ["/etc/passwd", "....//settings.py", "main.js%00.py", "main.js/../../settings.py"]
     for path in [*paths, "%c0%ae%c0%ae/settings.py"]:

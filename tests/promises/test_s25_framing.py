@@ -25,8 +25,8 @@ from http_messages import KINDS, Message, generate
 from keyed import Keyring, exchange, keyed_server
 from promise import Promise
 
-from app.protocol import Connection
-from app.request_parser import RequestParser
+from app.http.http_protocol import HttpProtocol
+from app.http.request_parser import RequestParser
 
 SEED = os.environ.get("FRAMING_SEED", "S25")
 """Another seed tests other messages; a failure names the seed and the index of the message."""
@@ -124,7 +124,7 @@ def _lenient_parser(**leniencies: bool) -> type[RequestParser]:
     ids=["smuggling", "both framings", "fields", "chunk ends", "line ends"],
 )
 def test_the_comparison_finds_planted_faults(parser: type[RequestParser]) -> None:
-    class Faulty(Connection):
+    class Faulty(HttpProtocol):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.parser = parser(self)  # type: ignore[assignment]

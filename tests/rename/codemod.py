@@ -89,7 +89,7 @@ class Renames:
         return text
 
     def bare(self, text: str, package: str) -> str:
-        """door, mentioned in app.engine -> app/engine/guided/grammar_compile_queue; text itself where that is unclear."""
+        """door, mentioned in app.engine -> app/engine/guided/grammar_compile_queue; unclear ones stay as they are."""
         name = text.replace("/", ".")
         beside = f"{package}.{name}"
         found = [beside] if beside in self.known else [m for m in self.modules if m.endswith(f".{name}")]

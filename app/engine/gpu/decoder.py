@@ -1,6 +1,6 @@
 """A decoder's pass over the tokens of a step, written in the few operations that a GPU has kernels for.
 
-The same network as model/transformer.py, which is its oracle: sums are fused with the norm behind them, the heads with
+The same network as model/nn/transformer.py, which is its oracle: sums are fused with the norm behind them, the heads with
 rotary positions and the cache. Knows no requests, no rows of a table, no sampling. An encoder is TorchCompute's.
 Shape legend: T tokens of the step, D width, V vocabulary, S rows that want logits.
 """
@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.engine.gpu.head import whole_head
-from app.engine.kernels.face import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
-from model.block import Block
+from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
+from app.engine.gpu.padded_lm_head import whole_head
 from model.config import ModelConfig
-from model.layers import LayerNorm, RMSNorm, seal
-from model.transformer import Decoder
+from model.nn.block import Block
+from model.nn.layers import LayerNorm, RMSNorm, seal
+from model.nn.transformer import Decoder
 
 
 class PagedDecoder:
-    """The network of `decoder`, whose products are as they stand in it (app/engine/gpu/install.py)."""
+    """The network of `decoder`, whose products are as they stand in it (app/engine/gpu/quantized_install.py)."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
         assert not decoder.config.n_encoder_layers, "sources are read by TorchCompute"

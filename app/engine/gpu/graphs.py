@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from app.engine.gpu.layout import bucket
-from app.engine.gpu.steps import Steps
+from app.engine.gpu.step import StepProgram
 
 _LEVELS = (1, 16)
 """Splits for which steps are captured, beside the most that there can be. Where all sequences have one, nothing is to
@@ -58,7 +58,7 @@ class CudaCapture:
 class DecodeGraphs:
     """Decode steps of up to the last of `buckets` rows."""
 
-    def __init__(self, steps: Steps, *, buckets: tuple[int, ...], max_splits: int) -> None:
+    def __init__(self, steps: StepProgram, *, buckets: tuple[int, ...], max_splits: int) -> None:
         self.steps = steps
         self.buckets = buckets
         self._levels = (*(level for level in _LEVELS if level < max_splits), max_splits)

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from app.engine.kernels.face import SPLIT
-from app.engine.types import Chunk
+from app.common.types import Chunk
+from app.engine.gpu.kernels.interface import SPLIT
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Layout:
     end_rows: array[int] = field(default_factory=lambda: array("i"))
 
     def sections(self) -> tuple[array[int], ...]:
-        """In the order of `Told`'s fields in app/engine/gpu/steps.py."""
+        """In the order of `Told`'s fields in app/engine/gpu/step.py."""
         tiles = (self.tile_rows, self.tile_starts, self.tile_positions, self.tile_lengths)
         return (self.tokens, self.token_rows, self.positions, *tiles, self.ends, self.end_rows)
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.kernels.door import TWINS, RoundedKernels
-from app.engine.kernels.fp8 import UNIT, Fp8Rows, product, round_weight
-from app.engine.kernels.int8 import Int8Product
-from app.engine.quantize import quantize as quantize_int8
+from app.engine.gpu.kernels.fp8 import UNIT, Fp8Rows, product, round_weight
+from app.engine.gpu.kernels.int8 import Int8Product
+from app.engine.gpu.triton_loader import TWINS, RoundedKernels
+from app.engine.quantization.int8_weights import quantize as quantize_int8
 
 Quantize = Literal["none", "int8", "fp8"]
 Linear = Callable[[Tensor], Tensor]

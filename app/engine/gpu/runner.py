@@ -1,7 +1,7 @@
 """A batch plan to a step on the device and, later, its tokens: launched without waiting, collected when it is through.
 
 Steps that need something of the host between forward and draw (a guide's mask, scores of a prompt, parameters that no
-row has room for) are computed in run(), with app/engine/runner.py. Knows neither queue nor pipe.
+row has room for) are computed in run(), with app/engine/execution/runner.py. Knows neither queue nor pipe.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.engine.dummy import dummies
-from app.engine.gpu.drawn import packed, unpacked
+from app.common.fault_injection import fault
+from app.common.types import BatchPlan, Chunk, Sequence
+from app.engine.execution.runner import Runner, Sampler, TracksGrammars
+from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.draw_transfers import packed, unpacked
 from app.engine.gpu.graphs import Capture, DecodeGraphs
 from app.engine.gpu.layout import Layout, lay_out, splits
-from app.engine.gpu.steps import Steps, Told
-from app.engine.gpu.upload import Download, Upload
-from app.engine.result import StepResult
-from app.engine.runner import FollowsGuides, Runner, Sampler
-from app.engine.types import BatchPlan, Chunk, Sequence
-from app.faults import fault
+from app.engine.gpu.step import StepInputs, StepProgram
+from app.engine.gpu.step_upload import Download, Upload
+from app.engine.sampling.sampled_token import StepResult
 from model.config import ModelConfig
 
 _ROUND = 8
@@ -55,10 +55,10 @@ class DeviceFlight:
 
 
 class DeviceRunner:
-    """Runs ahead (app/engine/engine.py), on one stream of one device."""
+    """Runs ahead (app/engine/execution/engine.py), on one stream of one device."""
 
     def __init__(
-        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: FollowsGuides | None = None
+        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: TracksGrammars | None = None
     ) -> None:
         self.graphs = graphs
         self._steps = graphs.steps
@@ -131,7 +131,7 @@ class DeviceRunner:
 
 
 class HostCompute:
-    """A `Compute` (app/engine/compute.py): the forward alone, for steps that the host draws in."""
+    """A `Compute` (app/engine/execution/step_executor.py): the forward alone, for steps that the host draws in."""
 
     def __init__(self, graphs: DecodeGraphs, shapes: Shapes) -> None:
         self.config: ModelConfig = graphs.steps.decoder.config
@@ -156,7 +156,7 @@ class HostCompute:
 class _Sending:
     """The one upload of a step."""
 
-    def __init__(self, steps: Steps, plan: BatchPlan, sections: list[slice], upload: Upload) -> None:
+    def __init__(self, steps: StepProgram, plan: BatchPlan, sections: list[slice], upload: Upload) -> None:
         self.upload = upload
         self._steps = steps
         self._sections = sections
@@ -164,7 +164,7 @@ class _Sending:
         self._blocks = [upload.add(column) for column in columns]
 
     @classmethod
-    def of(cls, steps: Steps, plan: BatchPlan) -> tuple[list[int], _Sending]:
+    def of(cls, steps: StepProgram, plan: BatchPlan) -> tuple[list[int], _Sending]:
         """The rows of the plan's chunks, and what the device must be told of them."""
         upload = Upload()
         rows, changes = steps.rows.enter(plan.chunks)
@@ -178,7 +178,7 @@ class _Sending:
         return numbers_X
 
 
-def _sent(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[Told, int]:
+def _sent(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs, int]:
     """A step with prompts in it, on the device, and its longest sequence."""
     rows, sending = _Sending.of(graphs.steps, plan)
     n_draws = sum(chunk.samples for chunk in plan.chunks)
@@ -192,4 +192,4 @@ def _sent(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[Told, 
     )
     places = [sending.upload.add(section) for section in layout.sections()]
     numbers_X = sending.send()
-    return Told(*(numbers_X[place] for place in places)), max(chunk.stop for chunk in plan.chunks)
+    return StepInputs(*(numbers_X[place] for place in places)), max(chunk.stop for chunk in plan.chunks)

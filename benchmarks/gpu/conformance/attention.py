@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from app.engine.kernels.face import Kernels
+from app.engine.gpu.kernels.interface import Kernels
 from benchmarks.gpu.conformance.compare import Row, close, same_bits
 from benchmarks.gpu.conformance.reference import attended
 from benchmarks.gpu.conformance.scene import Piece, Scene, Shape, build

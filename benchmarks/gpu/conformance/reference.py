@@ -1,6 +1,6 @@
 """What the operations of a step are, told slowly: a token at a time, in float64. Knows no kernel, block or tile.
 
-Results are rounded to the number format where app/engine/kernels/face.py says so, and stay float64 otherwise. Shape
+Results are rounded to the number format where app/engine/gpu/kernels/interface.py says so, and stay float64 otherwise. Shape
 legend: D width, H query heads, K kv heads, G = H / K, C head_dim, L positions, F half of the numbers that turn.
 """
 
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from app.engine.kernels.face import AttentionSpec, HeadsSpec, NormSpec
+from app.engine.gpu.kernels.interface import AttentionSpec, HeadsSpec, NormSpec
 from model.config import Activation
 
 

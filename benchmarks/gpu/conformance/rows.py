@@ -1,6 +1,6 @@
 """What a step does to single rows (norms, heads, activations) against its slow reference, and alone against batched.
 
-Knows no way of computing it. Shape legend: as in app/engine/kernels/face.py.
+Knows no way of computing it. Shape legend: as in app/engine/gpu/kernels/interface.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from app.engine.kernels.face import HeadsSpec, Kernels, NormSpec
+from app.engine.gpu.kernels.interface import HeadsSpec, Kernels, NormSpec
 from benchmarks.gpu.conformance import reference
 from benchmarks.gpu.conformance.compare import Row, close, poisoned, random, rounded, same_bits
 from benchmarks.gpu.conformance.subject import subject

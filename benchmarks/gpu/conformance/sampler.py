@@ -1,4 +1,4 @@
-"""Sampling on the device, in plain torch and by Triton, against app/engine/sampler.py: the same tokens."""
+"""Sampling on the device, in plain torch and by Triton, against app/engine/sampling/sampler.py: the same tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from app.engine.kernels.twins import TorchKernels
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from benchmarks.gpu.conformance.compare import Row
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
 from benchmarks.gpu.conformance.sampling_proof import Sample, wrong
@@ -17,7 +17,7 @@ from benchmarks.gpu.finding import Unsupported
 
 def check_torch(device: str, tiny: bool) -> Iterator[Row]:
     """The twin."""
-    yield from _outcomes(TorchKernels().sample, device, tiny)
+    yield from _outcomes(ReferenceKernels().sample, device, tiny)
 
 
 def check_triton(device: str, tiny: bool) -> Iterator[Row]:

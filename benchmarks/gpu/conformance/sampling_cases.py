@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.params import SamplingParams
-from app.engine.sampling_row import SamplingRow
+from app.common.params import SamplingParams
+from app.engine.sampling.sampling_input import SamplingInput
 
 FULL = SamplingParams(
     temperature=0.9,
@@ -72,7 +72,7 @@ class Case:
 
     name: str
     logits_SV: Tensor
-    rows: Sequence[SamplingRow]
+    rows: Sequence[SamplingInput]
 
 
 def chance(name: str, vocab: int, rows: int, seed: int, *, dtype: torch.dtype = torch.float32) -> Case:
@@ -105,7 +105,7 @@ def edges(vocab: int, seed: int) -> Iterator[Case]:
     yield _endless(min(vocab, 16), lot)
 
 
-def _not_finite(noise_V: Tensor, rows: list[SamplingRow]) -> Case:
+def _not_finite(noise_V: Tensor, rows: list[SamplingInput]) -> Case:
     """Every other row; the ones between draw as ever."""
     logits_SV = noise_V.repeat(len(rows), 1)
     bad = (float("nan"), float("inf"), float("-inf"))
@@ -118,7 +118,7 @@ def _not_finite(noise_V: Tensor, rows: list[SamplingRow]) -> Case:
 def _far_along(noise_V: Tensor, lot: Random) -> Case:
     """Sequences as long as positions go: of an unpenalised row only the length is looked at."""
     lengths = (1, 2**16, 2**24 + 1, 2**31 - 1)
-    rows = [SamplingRow(SamplingParams(**_seeded(lot)), range(length), 1) for length in lengths]
+    rows = [SamplingInput(SamplingParams(**_seeded(lot)), range(length), 1) for length in lengths]
     return Case(name="far along", logits_SV=noise_V.repeat(len(rows), 1), rows=rows)
 
 
@@ -126,7 +126,7 @@ def _endless(vocab: int, lot: Random) -> Case:
     """All tokens end the text, or all but one; which is forbidden, but not where nothing else is left."""
     params = [SamplingParams(min_tokens=9, **_seeded(lot)) for _ in range(4)]
     stops = [tuple(range(vocab)), tuple(range(1, vocab)), (0, *range(vocab)), (vocab,)]
-    rows = [SamplingRow(p, [0, 1], 1, ids[:16]) for p, ids in zip(params, stops, strict=True)]
+    rows = [SamplingInput(p, [0, 1], 1, ids[:16]) for p, ids in zip(params, stops, strict=True)]
     return Case(name="endless", logits_SV=torch.zeros(len(rows), vocab), rows=rows)
 
 
@@ -149,7 +149,7 @@ def _seeded(lot: Random) -> dict[str, Any]:
     return {"seed": lot.randrange(-(2**63), 2**63), "choice": lot.randrange(4)}
 
 
-def _row(params: SamplingParams, vocab: int, lot: Random) -> SamplingRow:
+def _row(params: SamplingParams, vocab: int, lot: Random) -> SamplingInput:
     tokens = [lot.randrange(vocab) for _ in range(lot.randrange(1, 40))]
     stop_ids = tuple(lot.randrange(vocab + 1) for _ in range(lot.randrange(4)))
-    return SamplingRow(params, tokens, lot.randrange(1, len(tokens) + 1), stop_ids)
+    return SamplingInput(params, tokens, lot.randrange(1, len(tokens) + 1), stop_ids)

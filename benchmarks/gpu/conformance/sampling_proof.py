@@ -1,4 +1,4 @@
-"""What a sampler on a device made of a case, and what is wrong with it by the oracle: app/engine/sampler.py.
+"""What a sampler on a device made of a case, and what is wrong with it by the oracle: app/engine/sampling/sampler.py.
 
 A token may be another one than the oracle's where rounding decides: where the random number lies so near the border
 between the two that sums of another order may come out on either side.
@@ -16,17 +16,17 @@ from random import Random
 import torch
 from torch import Tensor
 
-from app.engine.filters import weights
-from app.engine.gpu.drawn import packed, unpacked
-from app.engine.gpu.head import WHOLE
-from app.engine.kernels.sampling_table import SampleOut, SamplingTable
-from app.engine.masks import forbid
-from app.engine.penalties import adjust
-from app.engine.philox import Draw, uniforms
-from app.engine.result import Drawn
-from app.engine.sampler import sample
-from app.engine.sampling_row import SamplingRow
-from app.engine.types import Request
+from app.common.types import Request
+from app.engine.gpu.draw_transfers import packed, unpacked
+from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.padded_lm_head import WHOLE
+from app.engine.sampling.filters import weights
+from app.engine.sampling.masks import forbid
+from app.engine.sampling.penalties import adjust
+from app.engine.sampling.philox import Draw, uniforms
+from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampling_input import SamplingInput
 from benchmarks.gpu.conformance.sampling_cases import Case
 
 Sample = Callable[[Tensor, Tensor, Tensor, SamplingTable, SampleOut], None]
@@ -36,7 +36,7 @@ _LOGPROB = 2e-5
 """The most that a log-probability may be off, beside as much of itself: the oracle's own is off by 7e-6."""
 
 
-def draw(subject: Sample, case: Case, device: str) -> tuple[list[Drawn], SamplingTable, Tensor]:
+def draw(subject: Sample, case: Case, device: str) -> tuple[list[SampledToken], SamplingTable, Tensor]:
     """The draws; and the table with the resident row of each. Two rows of padding are drawn beside them."""
     vocab, resident = case.logits_SV.shape[1], len(case.rows) + 3
     table = SamplingTable(resident, vocab, device)
@@ -67,7 +67,7 @@ def wrong(subject: Sample, case: Case, device: str, *, exact: bool = False) -> I
 
 
 def _apart(logits_SV: Tensor) -> Tensor:
-    """The same, its rows as far apart as the head leaves them (app/engine/gpu/head.py), and no number between them."""
+    """The same, its rows as far apart as the head leaves them (app/engine/gpu/padded_lm_head.py), and no number between them."""
     rows, vocab = logits_SV.shape
     return logits_SV.new_full((rows, -(-vocab // WHOLE) * WHOLE), torch.nan)[:, :vocab].copy_(logits_SV)
 
@@ -92,13 +92,13 @@ def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:
     )
 
 
-def _request(row: SamplingRow) -> Request:
+def _request(row: SamplingInput) -> Request:
     return Request(
         id="", prompt=tuple(row.tokens[: row.n_prompt]), max_tokens=1, params=row.params, stop_ids=tuple(row.stop_ids)
     )
 
 
-def _is_near(logits_1V: Tensor, row: SamplingRow, ours: Drawn, theirs: Drawn) -> bool:
+def _is_near(logits_1V: Tensor, row: SamplingInput, ours: SampledToken, theirs: SampledToken) -> bool:
     """Whether the number lies at the border between both tokens, by weights of float64."""
     if row.is_greedy or ours.token is None or theirs.token is None:
         return False
@@ -113,7 +113,7 @@ def _is_near(logits_1V: Tensor, row: SamplingRow, ours: Drawn, theirs: Drawn) ->
     return all(abs(float(border) - number) < _NEAR for border in (until_V[low], until_V[high - 1]))
 
 
-def _wrong_scores(logits_V: Tensor, row: SamplingRow, ours: Drawn) -> Iterator[str]:
+def _wrong_scores(logits_V: Tensor, row: SamplingInput, ours: SampledToken) -> Iterator[str]:
     assert ours.token is not None and ours.logprob is not None
     exact_V = logits_V.double().log_softmax(-1).clamp(min=torch.finfo(torch.float32).min)
     count = min(row.params.logprobs or 0, len(exact_V))
@@ -145,7 +145,7 @@ def _left_out(exact_V: Tensor, told: list[int]) -> Iterator[str]:
         yield f"one before {told[-1]}, which is as likely, is left out"
 
 
-def _wrong_counts(counts_SV: Tensor, case: Case, drawn: list[Drawn]) -> Iterator[str]:
+def _wrong_counts(counts_SV: Tensor, case: Case, drawn: list[SampledToken]) -> Iterator[str]:
     vocab = counts_SV.shape[1]
     for i, (row, ours) in enumerate(zip(case.rows, drawn, strict=True)):
         p = row.params

@@ -1,7 +1,7 @@
 """Sequences in a paged cache, of which any tokens can be attended to in any cut. Knows no kernel by name.
 
 Everything that no token may read is NaN: other blocks, what lies behind a sequence's last token or before what a window
-lets its last tokens see, what its table says behind its last block. Shape legend: as in app/engine/kernels/face.py; L
+lets its last tokens see, what its table says behind its last block. Shape legend: as in app/engine/gpu/kernels/interface.py; L
 positions of a sequence, N tokens of a piece.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from app.engine.kernels.face import SPLIT, AttentionBatch, AttentionSpec, Kernels
+from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, AttentionSpec, Kernels
 from benchmarks.gpu.conformance.compare import poisoned, random
 
 Piece = tuple[int, int, int]

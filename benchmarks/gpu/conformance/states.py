@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from app.engine.kernels.face import Kernels, RowState
+from app.engine.gpu.kernels.interface import Kernels, RowState
 from benchmarks.gpu.conformance.compare import Row, same_bits
 from benchmarks.gpu.conformance.subject import subject
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from app.engine.kernels.face import Kernels
-from app.engine.kernels.twins import TorchKernels
+from app.engine.gpu.kernels.interface import Kernels
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 
 
 def subject(device: str, **options: int) -> Kernels:
     """The twins on a CPU, to try the checks themselves; else what is written for the device."""
-    return TorchKernels() if device == "cpu" else triton_kernels(**options)
+    return ReferenceKernels() if device == "cpu" else triton_kernels(**options)
 
 
 def triton_kernels(**options: int) -> Kernels:
     """options: those of TritonKernels. Raises ImportError where there is no Triton."""
-    kernels: Kernels = import_module("app.engine.kernels.triton_kernels").TritonKernels(**options)
+    kernels: Kernels = import_module("app.engine.gpu.kernels.triton.operations").TritonKernels(**options)
     return kernels

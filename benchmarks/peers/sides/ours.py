@@ -7,13 +7,13 @@ from importlib.metadata import version
 from itertools import count
 from typing import Any
 
-from app.engine.assembly import assemble
-from app.engine.frames import WorkerConfig
-from app.engine.params import SamplingParams
-from app.engine.start import StartError
-from app.engine.types import Request
+from app.common.ipc import WorkerConfig
+from app.common.params import SamplingParams
+from app.common.types import Request
+from app.engine.start_result import EngineStartError
+from app.engine.startup import assemble
 from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run
-from model.tokenizer import Tokenizer
+from model.tokenizer.tokenizer import Tokenizer
 
 _DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
 _BLOCK = 16
@@ -38,7 +38,7 @@ class Ours:
             config["quantize"] = "int8"
         try:
             assembled = assemble(WorkerConfig(**config))
-        except StartError as error:
+        except EngineStartError as error:
             raise CannotError(str(error)) from None
         self._engine, self._ready = assembled.engine, assembled.ready
         self._tokenizer = Tokenizer.load(task.model)

@@ -29,7 +29,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class EncoderInputs:
     """What the encoder reads."""
 
     tokens_RS: Tensor
@@ -44,7 +44,7 @@ class Batch:
     inputs_RN: Tensor
     targets_RN: Tensor
     """What follows each input, or IGNORED."""
-    sources: Sources | None = None
+    sources: EncoderInputs | None = None
 
     @property
     def n_targets(self) -> int:
@@ -59,10 +59,10 @@ class Batch:
     def split(self, rows: int) -> list[Batch]:
         """The same rows, at most `rows` at once."""
         inputs, targets = self.inputs_RN.split(rows), self.targets_RN.split(rows)
-        sources: Iterable[Sources | None] = repeat(None, len(inputs))
+        sources: Iterable[EncoderInputs | None] = repeat(None, len(inputs))
         if self.sources is not None:
             columns = zip(self.sources.tokens_RS.split(rows), self.sources.real_RS.split(rows), strict=True)
-            sources = [Sources(tokens_RS=tokens, real_RS=real) for tokens, real in columns]
+            sources = [EncoderInputs(tokens_RS=tokens, real_RS=real) for tokens, real in columns]
         parts = zip(inputs, targets, sources, strict=True)
         return [Batch(inputs_RN=i, targets_RN=t, sources=s) for i, t, s in parts]
 
@@ -73,7 +73,7 @@ def padded(examples: Sequence[Example]) -> Batch:
     targets_RN = _matrix([example.tokens[1:] for example in examples], IGNORED)
     read = [example.source for example in examples if example.source is not None]
     real = [[1] * len(source) for source in read]
-    sources = Sources(tokens_RS=_matrix(read, END), real_RS=_matrix(real, 0).bool()) if read else None
+    sources = EncoderInputs(tokens_RS=_matrix(read, END), real_RS=_matrix(real, 0).bool()) if read else None
     return Batch(inputs_RN=inputs_RN, targets_RN=targets_RN, sources=sources)
 
 

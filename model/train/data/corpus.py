@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from model.tokenizer import SPLIT, Tokenizer
-from model.train.data.hold_out import Document, document_key, fraction, split_documents, straight
+from model.tokenizer.tokenizer import SPLIT, Tokenizer
+from model.train.common.console_messages import Ticker
 from model.train.data.sources import Sources
 from model.train.data.text_file import DataError
 from model.train.data.token_cache import TokenCache, Tokens, encode, pieces
+from model.train.data.validation_split import Document, document_key, fraction, split_documents, straight
 from model.train.data.vocabulary import Vocabulary
-from model.train.notices import Ticker
 
 _TOKENIZER_CHARACTERS = 40_000_000
 _SHORTEST_LEAK = 200

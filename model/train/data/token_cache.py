@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_of
 from model.files import CheckpointError, sha256, sync_directory, write_file
-from model.manifest import MANIFEST_FILE, check_manifest, manifest_of
-from model.tokenizer import Tokenizer
-from model.train.notices import Ticker, tell
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.console_messages import Ticker, tell
 
 Tokens = NDArray[np.unsignedinteger]
 _KEPT = 2

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from model.tokenizer import SEPARATOR, Tokenizer, TokenizerError
+from model.tokenizer.tokenizer import SEPARATOR, Tokenizer, TokenizerError
 
 Kind = Literal["bpe", "words"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -1,0 +1,202 @@
+"""Fair queue in front of a few workers that all tenants share: text threads, grammar and template processes, the loop.
+
+Every job that may take long waits here for a turn. Three rules keep one tenant's jobs from delaying another's:
+
+* Order: the next turn goes to the tenant with the least recent worker time, counting the estimate of its next job, so
+  that small jobs overtake large ones; inside a tenant, first come, first served.
+* Workers: a tenant never occupies the last worker, so that another tenant finds one that is free.
+* Bounds: a tenant may hold as much of the queue as is free, so that there is always space left for another tenant
+  (dynamic thresholds: Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.access.rate_limiter import FREE, Reservation
+from app.common.errors import Unavailable
+from app.common.fault_injection import is_armed
+
+_HALF_LIFE = 10.0
+"""Seconds after which worker time counts half."""
+_FADING = 0.9
+
+
+class Busy(Unavailable):
+    """The queue has no space for another job of this tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkAccount:
+    """The tenant that a job is done for, and the lease that pays for it."""
+
+    tenant: str = ""
+    """The cache namespace of its key; all requests share one where the service has no keys."""
+    lease: Reservation = FREE
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    account: WorkAccount
+    cost: int
+    arrival: int
+    granted: asyncio.Future[Turn]
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    jobs: int = 0
+    """Admitted, waiting or running."""
+    size: int = 0
+    running: int = 0
+    seconds: float = 0.0
+    """Worker time, decayed until `updated`."""
+    updated: float = 0.0
+    waiting: deque[_Job] = field(default_factory=deque)
+
+    def recent_seconds(self, now: float) -> float:
+        return self.seconds * math.exp2((self.updated - now) / _HALF_LIFE)
+
+    def add(self, seconds: float, now: float) -> None:
+        self.seconds, self.updated = self.recent_seconds(now) + seconds, now
+
+
+class Turn:
+    """Exclusive use of one worker until end() is called; as a context manager, until the block ends."""
+
+    def __init__(self, worker: int, begun: float, end: Callable[[float], None]) -> None:
+        self.worker = worker
+        """Its index; the lowest free one."""
+        self._begun = begun
+        self._end: Callable[[float], None] | None = end
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end()
+
+    def end(self, seconds: float | None = None) -> None:
+        """Frees the worker and charges `seconds` of work, or the time since the turn began; any number of times."""
+        if end := self._end:
+            self._end = None
+            end(time.monotonic() - self._begun if seconds is None else seconds)
+
+
+class TenantQueue:
+    """Admits jobs and grants turns. Belongs to the event loop; knows nothing of the work itself."""
+
+    def __init__(self, workers: int, *, most_jobs: int, most_size: int, most_busy: float = 1.0) -> None:
+        """`most_size` bounds the sum of the admitted jobs' sizes, in the caller's unit (characters, bytes).
+
+        `most_busy` is the share of time that a worker may work: it rests after each turn in proportion.
+        """
+        self._most_jobs, self._most_size = most_jobs, most_size
+        self._rest = 1 / most_busy - 1
+        self._most_running = max(1, workers - 1)
+        self._idle = set(range(workers))
+        self._tenants: dict[str, _Tenant] = {}  # as many as there are keys
+        self._arrivals = itertools.count()
+        self._seconds, self._cost = 0.0, 1.0
+        """Of recent jobs: what they took, and what they were expected to cost."""
+
+    @contextmanager
+    def admitted(self, account: WorkAccount, size: int) -> Iterator[None]:
+        """Space for a job's inputs and results, for as long as they are held. Raises Busy where there is none."""
+        tenant = self._tenants.setdefault(account.tenant, _Tenant())
+        self._check(tenant, size)
+        tenant.jobs += 1
+        tenant.size += size
+        try:
+            yield
+        finally:
+            tenant.jobs -= 1
+            tenant.size -= size
+
+    async def acquire(self, account: WorkAccount, cost: int) -> Turn:
+        """Waits for a turn on some worker. `cost` estimates the work in any unit: characters, bytes."""
+        tenant = self._tenants.setdefault(account.tenant, _Tenant())
+        job = _Job(account, cost, next(self._arrivals), asyncio.get_running_loop().create_future())
+        tenant.waiting.append(job)
+        self._dispatch()
+        try:
+            return await job.granted
+        except BaseException:
+            if job in tenant.waiting:
+                tenant.waiting.remove(job)
+            elif job.granted.done() and not job.granted.cancelled():
+                job.granted.result().end(0.0)
+            raise
+
+    def close(self) -> None:
+        """Cancels the jobs that wait for a turn."""
+        for tenant in self._tenants.values():
+            while tenant.waiting:
+                tenant.waiting.popleft().granted.cancel()
+
+    def _check(self, tenant: _Tenant, size: int) -> None:
+        jobs = sum(other.jobs for other in self._tenants.values())
+        total = sum(other.size for other in self._tenants.values())
+        if _is_fifo():
+            tenant = _Tenant(jobs=1)  # as it was: one bound for all
+        fits = tenant.jobs < self._most_jobs - jobs and tenant.size + size <= self._most_size - total
+        if tenant.jobs and not fits:
+            wait = min(60, 1 + round(self._expected_seconds(tenant.size)))
+            raise Busy(f"too many requests of this kind wait already: try again in {wait} s", wait)
+
+    def _dispatch(self) -> None:
+        while self._idle and (tenant := self._next_tenant()):
+            self._grant(tenant)
+
+    def _next_tenant(self) -> _Tenant | None:
+        if _is_fifo():  # as it was: one worker, first come, first served
+            waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
+            is_busy = any(tenant.running for tenant in self._tenants.values())
+            return None if is_busy else min(waiting, key=lambda one: one.waiting[0].arrival, default=None)
+        now = time.monotonic()
+
+        def rank(tenant: _Tenant) -> tuple[float, int]:
+            job = tenant.waiting[0]
+            return tenant.recent_seconds(now) + self._expected_seconds(job.cost), job.arrival
+
+        ready = [one for one in self._tenants.values() if one.waiting and one.running < self._most_running]
+        return min(ready, key=rank, default=None)
+
+    def _grant(self, tenant: _Tenant) -> None:
+        job = tenant.waiting.popleft()
+        if job.granted.cancelled():
+            return
+        worker = min(self._idle)
+        self._idle.remove(worker)
+        tenant.running += 1
+
+        def end(seconds: float) -> None:
+            now = time.monotonic()
+            tenant.running -= 1
+            tenant.add(seconds, now)
+            job.account.lease.charge_work(seconds, now)
+            self._seconds, self._cost = self._seconds * _FADING + seconds, self._cost * _FADING + job.cost
+            if rest := seconds * self._rest:
+                asyncio.get_running_loop().call_later(rest, self._free, worker)
+            else:
+                self._free(worker)
+
+        job.granted.set_result(Turn(worker, time.monotonic(), end))
+
+    def _free(self, worker: int) -> None:
+        self._idle.add(worker)
+        self._dispatch()
+
+    def _expected_seconds(self, cost: int) -> float:
+        return cost * self._seconds / self._cost
+
+
+def _is_fifo() -> bool:
+    return is_armed("tenant_queue.fifo")

@@ -1,0 +1,183 @@
+"""What a completion may be asked for over the wire, at both doors: shapes and ranges only. Knows no engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from app.generation.request import GenerationRequest, one_by_one
+
+MAX_IDS, MAX_PROMPTS = 1 << 20, 1024
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+GUIDES = ("regex", "json_schema", "grammar")
+
+
+def _as_integer(value: Any) -> Any:
+    """JSON Schema counts 11.0 as an integer; beyond 2**53 a float may stand for another one than was written."""
+    return int(value) if type(value) is float and value.is_integer() and abs(value) <= 2**53 else value
+
+
+def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Looks for floats only where `validate` fails: a list may have half a million ids."""
+    try:
+        return validate(value)
+    except ValidationError:
+        if not isinstance(value, list) or float not in set(map(type, value)):
+            raise
+        return validate(list(map(_as_integer, value)))
+
+
+def integers(*names: str) -> Any:
+    """For a class of fields: these take whole numbers that are written with a fraction, such as 11.0."""
+    return field_validator(*names, mode="before")(_as_integer)
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True), WrapValidator(_as_integers)]
+Prompts = (
+    str
+    | Ids
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+)
+_Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Name = Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z0-9_-]*$")]
+_BiasKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class SamplingFields(BaseModel):
+    """Fields of every door: how to draw, when to end. `null` means the default."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="Most tokens to generate. Clamped to the context.")
+    min_tokens: int | None = Field(
+        None, ge=0, lt=2**31, description="End-of-text tokens and stops are not taken before so many tokens."
+    )
+    temperature: float | None = Field(None, ge=0, le=10, description="0 is greedy; higher is wilder.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="Draw from the k most likely tokens; 0 or -1 is off.")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Draw from the fewest tokens that reach this probability; 0 is the best one."
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Leave out tokens less likely than this share of the most likely one."
+    )
+    typical_p: float | None = Field(
+        None, gt=0, le=1, description="Draw from the most typical tokens that reach this probability; 1 is off."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, description="Above 1: tokens of the prompt and the text so far become less likely."
+    )
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken from the logit of each token that was generated before."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken from a token's logit for each time that it was generated before."
+    )
+    logit_bias: Annotated[dict[_BiasKey, _Bias], Field(max_length=300)] | None = Field(
+        None, description="Added to the logits of tokens, by id.", examples=[{"50": -100}]
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="Same seed, prompt and settings: same text. Random if absent."
+    )
+    n: int | None = Field(None, ge=1, le=16, description="Continuations of each prompt (1).")
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = Field(
+        None, description="The text ends before the first of these (up to 16 strings of up to 256 characters)."
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64), WrapValidator(_as_integers)] | None = Field(
+        None, description="Tokens that end the text, beside the model's own."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token (for benchmarks).")
+    regex: str | None = Field(None, description="The text must match this regular expression.")
+    json_schema: dict[str, Any] | bool | str | None = Field(
+        None, description="The text must be JSON that this schema describes (an object, or its text)."
+    )
+    grammar: str | None = Field(None, description="The text must follow this grammar, in Lark's notation.")
+    deadline_ms: int | None = Field(
+        None, ge=1, lt=2**31, description="The answer ends after so long; at most the server's own limit."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="Keep only so many tokens of the end of the prompt."
+    )
+    user: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    request_id: Name | None = Field(None, description="Echoed; up to 64 letters, digits, _ and -.")
+    stream: bool | None = Field(None, description="Server-sent events, or one JSON object.")
+
+    _sampling_integers = integers(
+        "max_tokens", "min_tokens", "top_k", "seed", "n", "deadline_ms", "truncate_prompt_tokens"
+    )
+
+    @model_validator(mode="after")
+    def _one_guide(self) -> SamplingFields:
+        given = [name for name in GUIDES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} cannot be combined: send one of them")
+        return self
+
+    @property
+    def guide(self) -> tuple[str, Any] | None:
+        """What the text must follow: the name of the field, and its value."""
+        return next(((name, value) for name in GUIDES if (value := getattr(self, name)) is not None), None)
+
+    def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
+        """What was asked for, with this door's own default of max_tokens and its own fields."""
+        prompts, is_batch = one_by_one(prompt)
+        stops = self.stop or []
+        return GenerationRequest(
+            prompts=prompts,
+            is_batch=is_batch,
+            max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
+            min_tokens=self.min_tokens or 0,
+            sampling={name: getattr(self, name) for name in SAMPLING},
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            seed=self.seed,
+            n=self.n or 1,
+            stops=(stops,) if isinstance(stops, str) else tuple(stops),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            guide=self.guide,
+            deadline_ms=self.deadline_ms,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            **others,
+        )
+
+
+class CompletionFields(SamplingFields):
+    """Fields of both completion doors, beside the prompt."""
+
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."
+    )
+    echo: bool | None = Field(
+        None, description="Put the prompt before the text; with logprobs, its tokens' log-probabilities too."
+    )
+    suffix: str | None = Field(
+        None, description="What follows the text, for models with fill-in-the-middle tokens in their vocabulary."
+    )
+    _logprobs_integer = integers("logprobs")
+
+    def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
+        """See SamplingFields.to_wish."""
+        own = {"logprobs": self.logprobs, "echo": bool(self.echo), "suffix": self.suffix}
+        return super().to_wish(prompt, max_tokens=max_tokens, **own, **others)

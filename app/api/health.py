@@ -1,0 +1,95 @@
+"""What operators and page need: health, metrics, the model's facts. Knows no completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from app.api.dependencies import MetricsDep, ServiceDep, check_model
+from app.api.health_schemas import Health, ModelFacts, ModelFactsList
+from app.api.metrics import CONTENT_TYPE
+from app.api.openapi import declared
+from app.common.errors import NotReady
+from app.http.auth import public
+from app.http.errors import ApiError
+from app.serving.service import Service
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Loading, failing or shutting down."}
+}
+_METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+router = APIRouter(tags=["operations"])
+
+
+@router.head("/health/live", include_in_schema=False)
+@router.get("/health/live", response_model=Health, response_model_exclude_none=True)
+@public
+async def live() -> dict[str, str]:
+    """200 as long as the process answers."""
+    return {"status": "live"}
+
+
+@router.head("/health", include_in_schema=False)
+@router.head("/health/ready", include_in_schema=False)
+@router.get("/health", name="health", response_model=Health, responses=_NOT_READY)
+@router.get("/health/ready", response_model=Health, responses=_NOT_READY)
+@public
+async def ready(service: ServiceDep) -> JSONResponse:
+    """200 when completions are served; 503 during the start, while draining, and while every answer fails."""
+    try:
+        service.require_ready()
+    except NotReady as error:
+        headers = {"Retry-After": str(error.retry_after)}
+        return JSONResponse({"status": "not ready", "phase": service.phase}, status_code=503, headers=headers)
+    if problem := service.failures.problem:
+        content = {"status": "not ready", "phase": "failing", "reason": problem}
+        return JSONResponse(content, status_code=503, headers={"Retry-After": "2"})
+    return JSONResponse({"status": "ready", "phase": "ready"})
+
+
+@router.get("/metrics", response_class=Response, responses={**_METRICS, **declared(401)})
+async def metrics(metrics: MetricsDep) -> Response:
+    """Prometheus text."""
+    return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.head("/metrics", include_in_schema=False)
+async def metrics_head() -> Response:
+    """Some benchmark clients ask whether there are metrics."""
+    return Response(headers={"Content-Type": CONTENT_TYPE})
+
+
+@router.get("/v1/models", response_model=ModelFactsList, responses=declared(401, 503))
+async def models(service: ServiceDep) -> dict[str, Any]:
+    """The one model that is served, and its facts."""
+    return {"object": "list", "data": [_facts(service)]}
+
+
+@router.get("/v1/models/{model_id:path}", response_model=ModelFacts, responses=declared(401, 404, 503))
+async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
+    """The facts of one model."""
+    if not model_id:
+        raise ApiError(404, "a model's name is missing: GET /v1/models tells it", param="model", code="model_not_found")
+    check_model(model_id, service)
+    return _facts(service)
+
+
+def _facts(service: Service) -> dict[str, Any]:
+    ready, _ = service.require_ready()
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "inkstream",
+        "max_model_len": ready.context,
+        "n_params": ready.n_params,
+        "n_vocab": ready.vocab_size,
+        "has_encoder": ready.has_encoder,
+        "dtype": ready.dtype,
+        "device": ready.device,
+        "numerics": ready.numerics,
+        "weights_version": ready.weights_version,
+        "sampling_defaults": ready.sampling_defaults,
+    }

@@ -1,0 +1,102 @@
+"""POST /v1/chat/completions: messages through the weights' own template, then a completion like any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from app.access.tenant_queue import WorkAccount
+from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, check_model, read_body, while_connected
+from app.api.openai.chat_schemas import ChatResponse
+from app.api.openai.chunk_writer import NOT_ENDED
+from app.api.openai.request_schemas import ChatRequest
+from app.api.openai.responder import PING_SECONDS, Responder, head_of
+from app.api.openai.serializers import name_of
+from app.api.openapi import declared
+from app.api.request_handle import CollectedOutput, RequestHandle
+from app.chat.template import ChatTemplate
+from app.generation.events import Finished, TokenDetail
+from app.http.errors import ApiError
+from app.http.json_stream import Elements
+from app.http.sse import quoted
+from model.tokenizer.tokenizer import Tokenizer
+
+router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
+
+
+@router.post("/v1/chat/completions", response_model=ChatResponse, openapi_extra=body_schema(ChatRequest))
+async def chat_completions(request: Request, service: ServiceDep, metrics: MetricsDep, caller: CallerDep) -> Response:
+    """Answer a chat, where the weights bring a chat template."""
+    body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
+    check_model(body.model, service)
+    service.require_ready()
+    with service.served.held() as served:
+        with service.gate.preparing(caller) as account:
+            prompt = await while_connected(request, _rendered(served.chat_template, body, account))
+        wish = body.wish_for(prompt)
+        job = await RequestHandle.begin(request, wish, service, metrics, caller, heartbeat=PING_SECONDS, served=served)
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    return await _ChatAnswer(job, body, head_of(job, "chatcmpl", kind)).respond(request)
+
+
+async def _rendered(template: ChatTemplate | None, body: ChatRequest, account: WorkAccount) -> str:
+    if template is None:
+        message = "this model has no chat template: send text to POST /v1/completions, or add chat_template.jinja"
+        raise ApiError(400, message, code="no_chat_template")
+    return await template.render([turn.for_template for turn in body.messages], account)
+
+
+class _ChatAnswer(Responder):
+    """Choices with a message, or in a stream with what is new of it."""
+
+    def __init__(self, job: RequestHandle, body: ChatRequest, head: dict[str, Any]) -> None:
+        super().__init__(job, body, head)
+        self._begun: set[int] = set()
+        """Choices of which a chunk was sent."""
+
+    def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
+        tokenizer = self.job.admitted.tokenizer
+        asked = self.job.admitted.wish.logprobs is not None
+        content = Elements(lambda: ([_entry(tokenizer, detail)] for detail in one.tokens))
+        message = {"role": "assistant", "content": one.text}
+        return {"index": index, "message": message, **_facts(content if asked else None, one.ended)}
+
+    def part_of_choice(
+        self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Finished | None
+    ) -> dict[str, Any]:
+        delta: dict[str, str] = {} if index in self._begun else {"role": "assistant"}
+        self._begun.add(index)
+        if text:
+            delta["content"] = text
+        content = [_entry(self.job.admitted.tokenizer, detail) for detail in tokens]
+        return {"index": index, "delta": delta, **_facts(content or None, ended)}
+
+    def text_of_choice(self, index: int, text: str) -> str:
+        if index not in self._begun:
+            return json.dumps(self.part_of_choice(index, text, (), None))
+        return f'{{"index": {index}, "delta": {{"content": {quoted(text)}}}, {NOT_ENDED}'
+
+
+def _facts(content: Sequence[Any] | Elements | None, ended: Finished | None) -> dict[str, Any]:
+    return {
+        "logprobs": None if content is None else {"content": content},
+        "finish_reason": ended.finish_reason if ended else None,
+        "stop_reason": ended.stop_reason if ended else None,
+    }
+
+
+def _entry(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, Any]:
+    top = [_token(tokenizer, token, logprob) for token, logprob in detail.top]
+    return {**_token(tokenizer, detail.id, detail.logprob), "top_logprobs": top}
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    return {
+        "token": name_of(tokenizer, token),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token)),
+    }

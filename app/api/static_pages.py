@@ -1,0 +1,68 @@
+"""The pages in the browser, / and /docs: static files under a strict content security policy.
+
+/docs asks for a key where keys are set: it tells what the service can do, and a browser cannot send one with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse
+
+from app.http.auth import public
+from app.http.errors import ApiError
+
+_FOLDER = Path(__file__).parent.parent / "web"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+@router.head("/")
+@public
+async def page() -> FileResponse:
+    """The completion notebook."""
+    return _file("index.html")
+
+
+@router.get("/docs")
+@router.head("/docs")
+async def docs() -> FileResponse:
+    """The API, to be read and tried."""
+    return _file("docs.html")
+
+
+@router.get("/web/{name}")
+@router.head("/web/{name}")
+@public
+async def asset(name: str) -> FileResponse:
+    """A script or a style sheet of the page."""
+    return _file(name)
+
+
+# Each by its name: a pattern for any folder would be a way around the key for every path that "/web/../" begins.
+@router.get("/web/request/{name}")
+@router.head("/web/request/{name}")
+@router.get("/web/text/{name}")
+@router.head("/web/text/{name}")
+@router.get("/web/tokens/{name}")
+@router.head("/web/tokens/{name}")
+@public
+async def asset_of_a_room(request: Request, name: str) -> FileResponse:
+    """The same, of one of the page's folders."""
+    return _file(f"{request.scope['route'].path.split('/')[2]}/{name}")
+
+
+def _file(name: str) -> FileResponse:
+    # Looked up among what lies in the folder, never put together from what somebody sent.
+    files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
+    found = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
+    if found is None:
+        raise ApiError(404, "there is no such file")
+    return FileResponse(found, media_type=_TYPES[found.suffix], headers=_HEADERS)

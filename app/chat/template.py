@@ -1,0 +1,62 @@
+"""The messages of a chat as one text, by the template that the weights bring. Knows no route and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from app.access.tenant_queue import WorkAccount
+from app.chat.messages import RenderJob, RenderResult
+from app.common.errors import InvalidRequest
+from app.sandbox.sandbox import SandboxKilled, SandboxPool
+from model.checkpoint.chat_template import ChatTemplateFile, read_chat_template
+from model.files import one_line
+
+_SECONDS = 5.0
+_answers = msgspec.msgpack.Decoder(RenderResult)
+
+
+class ChatTemplate:
+    """Runs the template in sandboxed processes, which start with the first chat. Whoever loads it closes it."""
+
+    def __init__(self, file: ChatTemplateFile, *, seconds: float = _SECONDS) -> None:
+        self.source = file.source
+        """In the language of Jinja, for clients that render by themselves."""
+        self._names = file.names
+        self._pool = SandboxPool("app.chat.template_worker", seconds=seconds)
+
+    @classmethod
+    def load(cls, weights: Path) -> ChatTemplate | None:
+        """None where the weights bring no template. Raises CheckpointError for one that cannot be read."""
+        file = read_chat_template(weights)
+        return None if file is None else cls(file)
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], account: WorkAccount, *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text that the model is to continue. Raises InvalidRequest, and Busy where too many chats wait."""
+        # As transformers does: a template asks whether a field is there, and null is not there.
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        variables = {
+            **self._names,
+            "messages": given,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            question = msgspec.msgpack.encode(RenderJob(source=self.source, variables=variables))
+            answer = await self._pool.ask(question, account)
+        except SandboxKilled as error:
+            raise InvalidRequest(f"the model's chat template {error} for these messages", "messages") from None
+        rendered = _answers.decode(answer)
+        if rendered.error:
+            raise InvalidRequest(f"the model's chat template {one_line(rendered.error[:200])}", "messages")
+        return rendered.text
+
+    async def close(self) -> None:
+        """Ends the processes; any number of times."""
+        await self._pool.close()

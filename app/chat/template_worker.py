@@ -1,0 +1,125 @@
+"""python -m app.chat.template_worker SECONDS: runs chat templates, in a process that may be killed (app/chat/template.py).
+
+A template is a program from outside. The sandbox of Jinja keeps it from reaching Python; the limits of app/sandbox/sandbox_child.py
+keep it from taking all time and memory. What templates may use is what transformers gives them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+import sys
+from typing import Any, NoReturn
+
+import msgspec
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from app.chat.messages import RenderJob, RenderResult
+from app.sandbox.sandbox_child import serve
+
+_MEMORY = 256 << 20
+_MOST_CHARACTERS = 4 << 20
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def render(chat: RenderJob) -> RenderResult:
+    """The text of a chat, or what the template says is wrong with it."""
+    parts, length = [], 0
+    try:
+        for part in _compiled(chat.source).generate(chat.variables):
+            length += len(part)
+            if length > _MOST_CHARACTERS:
+                return RenderResult(error=f"makes more than {_MOST_CHARACTERS} characters of these messages")
+            parts.append(part)
+    except TemplateSyntaxError as error:
+        return RenderResult(error=f"cannot be read: {error.message}")
+    except TemplateError as error:
+        return RenderResult(error=f"refuses these messages: {error.message}")
+    except MemoryError:
+        return RenderResult(error="takes too much memory for these messages")
+    except Exception as error:  # whatever a program may do wrong: a text where it wants a list, a division by zero
+        return RenderResult(error=f"fails with these messages: {error}")
+    text = "".join(parts)
+    if surrogate := _SURROGATE.search(text):
+        return RenderResult(error=f"writes half a character (U+{ord(surrogate[0]):04X}), which no text may hold")
+    return RenderResult(text=text)
+
+
+class _Generation(Extension):
+    """{% generation %} marks what an assistant said, for training; here it means nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja wants a set here)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Dict:
+    """dict() for templates, without the type itself, which leads to all others."""
+
+    def __call__(self, *pairs: Any, **entries: Any) -> dict[Any, Any]:
+        return dict(*pairs, **entries)
+
+
+class _Namespace(Namespace):
+    """namespace() for templates, without names that mean something to Python."""
+
+    def __init__(*pairs: Any, **entries: Any) -> None:
+        itself, *pairs_ = pairs
+        Namespace.__init__(itself)
+        for name, value in dict(*pairs_, **entries).items():
+            itself[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}")
+        super().__setitem__(name, value)
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": _now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Without the HTML that Jinja's own filter makes of < and >."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _answer(question: bytes) -> bytes:
+    rendered = render(msgspec.msgpack.decode(question, type=RenderJob))
+    rendered.error = _SURROGATE.sub("\ufffd", rendered.error)  # a template may raise any text
+    return msgspec.msgpack.encode(rendered)
+
+
+if __name__ == "__main__":
+    serve(_answer, seconds=float(sys.argv[1]), most_bytes=_MEMORY)

@@ -1,0 +1,242 @@
+"""One door before several replicas of the service: an ASGI application that passes requests on and loses none of them.
+
+    the answer is whole        it is passed on when all of it is there; a lost replica costs nothing but time
+    /complete, streamed        app/cluster/failover_stream.py: another replica continues the text
+    /v1, streamed              sent again as long as nothing was said, then ended by an error
+What is valid is for the replicas to say; nothing is decided here that they decide. But for one thing: a stranger is
+refused before a byte of the body is read, by the same gate (app/http/auth.py) as in front of each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from dataclasses import replace
+from functools import partial
+from urllib.parse import parse_qs
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.access.api_keys import ApiKeys
+from app.api import health, static_pages
+from app.api.metrics import CONTENT_TYPE
+from app.api.native.routes import next_number
+from app.api.resume_store import ResumeStore
+from app.cluster.broadcast import Heard, ask_everyone
+from app.cluster.failover_stream import Reader, RelayedStream
+from app.cluster.messages import Call, ReplicaLost, Replicas, Whole
+from app.cluster.metrics import Presence, merged
+from app.cluster.openai_stream import openai_frames
+from app.cluster.response import EventStream, as_it_is, best, headers_of, let_go
+from app.cluster.retry import Counts, ReplicaAnswer, RetryingRequest
+from app.common.settings import Settings
+from app.http import sse
+from app.http.access_record import AccessRecord
+from app.http.auth import AuthMiddleware, public_routes
+from app.http.cors import CorsMiddleware
+from app.http.errors import ApiError
+
+_QUICK_SECONDS = 2.0
+"""What a replica has for a page, or to tell its health: another one is asked then."""
+_TOGETHER_SECONDS = 2.0
+"""What all replicas together have for what is asked of each: one that hangs must not keep the others' words back."""
+_SOON = {"Retry-After": "5"}
+
+
+class Gateway:
+    """Owned by the event loop of its process."""
+
+    def __init__(self, settings: Settings, replicas: Replicas, *, resends: int) -> None:
+        self._settings = settings
+        self._replicas = replicas
+        self._resends = resends
+        self._shelf = ResumeStore(settings.resume_seconds)
+        self._counts = Counts()
+        self._presence = Presence(self._counts.registry)
+        keys = ApiKeys(settings.keys_file) if settings.keys_file else None
+        gate = AuthMiddleware(self._serve, keys, public_routes([health.router, static_pages.router]))
+        # Whose pages may read answers is said here, for some are the front's own: its errors, streams that go on.
+        self._http: ASGIApp = CorsMiddleware(gate, settings.origins) if settings.origins else gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+        elif scope["type"] == "http":
+            AccessRecord.begin_in(scope)
+            await self._http(scope, receive, send)
+        else:
+            raise RuntimeError("only HTTP is served")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = AccessRecord.begin_in(scope).request_id
+        try:
+            call = await self._read(Request(scope, receive), request_id)
+            response = await sse.until_disconnect(self._answer(call), receive, discard=let_go)
+        except ApiError as error:
+            headers = {**error.headers, "X-Request-Id": request_id}
+            response = JSONResponse(error.body(request_id), error.status, headers)
+        if response:
+            await response(scope, receive, send)
+
+    async def _read(self, request: Request, request_id: str) -> Call:
+        return Call(
+            request_id=request_id,
+            method=request.method,
+            path=request.scope["path"],
+            query=request.scope["query_string"],
+            headers=tuple((bytes(name).lower(), bytes(value)) for name, value in request.scope["headers"]),
+            body=await self._body(request),
+        )
+
+    async def _body(self, request: Request) -> bytes:
+        """Up to one byte more than is allowed: that much a replica needs to refuse it."""
+        if request.method != "POST":  # no other route reads one, and to some of those strangers may come
+            return b""
+        body, most = bytearray(), self._settings.max_body_bytes
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > most:
+                        break
+        except TimeoutError:
+            raise ApiError(408, "the body took too long: send it faster") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the connection closed before the end of the body") from None
+        return bytes(body[: most + 1])
+
+    async def _answer(self, call: Call) -> Response:
+        """Raises ApiError."""
+        match call.method, call.path.split("/")[1:]:
+            case "DELETE", ["complete", name]:
+                return await self._cancel(call, name)
+            case "GET", ["complete", name, "events"]:
+                return await self._resume(call, name)
+            case "GET", ["metrics"]:
+                return await self._metrics(call)
+        return await self._pass_on(call)
+
+    async def _pass_on(self, call: Call) -> Response:
+        asking = RetryingRequest(
+            self._replicas, call, self._counts, resends=self._resends, patience=self._settings.queue_timeout
+        )
+        while True:
+            try:
+                async with asyncio.timeout(None if call.method == "POST" else _QUICK_SECONDS):
+                    return await self._from_one(asking)
+            except (ReplicaLost, TimeoutError):  # the time is over: it hangs, and another one may not
+                self._lost(asking)
+
+    async def _from_one(self, asking: RetryingRequest) -> Response:
+        """Of the replica that takes it; as a stream, or when all of it is there. Raises ReplicaLost."""
+        answer = await asking.begin()
+        if answer.head.is_event_stream:
+            return self._stream(asking, answer)
+        try:
+            return as_it_is(answer.head, await answer.body())
+        finally:
+            await answer.close()
+
+    def _lost(self, asking: RetryingRequest) -> None:
+        try:
+            asking.lost(has_begun=False)
+        except ApiError:
+            self._counts.failed.inc()
+            raise
+
+    def _stream(self, asking: RetryingRequest, answer: ReplicaAnswer) -> Response:
+        headers = headers_of(answer.head)
+        if asking.call.path != "/complete":
+            return EventStream(openai_frames(asking, answer), lambda: None, headers, answer)
+        stream = RelayedStream(asking, owner=_owner(asking.call), journal_bytes=self._settings.resume_bytes)
+        self._shelf.put(stream)
+        reader = self._attach(stream)
+        return EventStream(stream.frames(reader, answer), partial(self._leave, stream, reader), headers, answer)
+
+    def _attach(self, stream: RelayedStream) -> Reader:
+        self._shelf.come_back(stream)
+        return stream.attach()
+
+    def _leave(self, stream: RelayedStream, reader: Reader) -> None:
+        if stream.detach(reader):
+            self._shelf.leave(stream)
+
+    async def _resume(self, call: Call, name: str) -> Response:
+        """A replica says first whether the caller may ask. By no name that it knows: it would give the stream away."""
+        refusal = await self._pass_on(replace(call, path=f"/complete/{call.request_id}/events"))
+        stream = self._shelf.find(name, _owner(call))
+        if refusal.status_code != 404 or not isinstance(stream, RelayedStream):
+            return refusal
+        number = _first_wanted(call, name)
+        if number > stream.next_number:
+            raise ApiError(400, f"the last event that was sent is {stream.next_number - 1}", param="Last-Event-ID")
+        if not stream.keeps(number):
+            raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
+        reader = self._attach(stream)
+        try:
+            answer = await stream.again()
+        except BaseException:  # a refusal, or the client is gone once more: it may come back
+            self._leave(stream, reader)
+            raise
+        leave, headers = partial(self._leave, stream, reader), {"X-Request-Id": call.request_id}
+        return EventStream(stream.frames(reader, answer, number), leave, headers, answer)
+
+    async def _cancel(self, call: Call, name: str) -> Response:
+        """Whichever replica has it ends it, and is not kept waiting by one that hangs."""
+        found = self._shelf.find(name, _owner(call))
+        stream = found if isinstance(found, RelayedStream) else None  # else another front's, or nobody's
+        asked = replace(call, path=f"/complete/{stream.current_id}") if stream else call
+        heard = await ask_everyone(
+            self._replicas, asked, _TOGETHER_SECONDS, is_enough=lambda one: one.head.status == 200
+        )
+        statuses = {answer.head.status for answer in heard.answers}
+        was_running = stream and statuses <= {200, 404} and stream.stop()
+        if was_running or (stream and 200 in statuses):
+            return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
+        if heard.silent and statuses <= {404} and not stream:
+            raise ApiError(503, "a replica that may have it does not answer: try again in a moment", headers=_SOON)
+        return best(_some(heard))
+
+    async def _metrics(self, call: Call) -> Response:
+        heard = await ask_everyone(self._replicas, call, _TOGETHER_SECONDS)
+        for answer in _some(heard):
+            if answer.head.status != 200:
+                return as_it_is(answer.head, answer.body)
+        pages = {answer.replica: answer.body.decode() for answer in heard.answers}
+        self._presence.note(pages, heard.silent)
+        return Response(merged(pages, self._counts.registry), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _some(heard: Heard) -> list[Whole]:
+    """At least one answer. Raises ApiError 503."""
+    if not heard.answers:
+        raise ApiError(503, "no replica answers: try again in a moment", headers=_SOON)
+    return heard.answers
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """ASGI's lifespan: there is nothing to start."""
+    for what in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{what}.complete"})
+
+
+def _owner(call: Call) -> str:
+    """To whom a stream belongs: to equal credentials, which a replica has looked at."""
+    return hashlib.sha256((call.header(b"authorization") or "").encode("latin-1")).hexdigest()
+
+
+def _first_wanted(call: Call, name: str) -> int:
+    """The number of the event that a stream is to go on with. Raises ApiError 400."""
+    after = parse_qs(call.query.decode("latin-1")).get("after")
+    last_event_id = call.header(b"last-event-id")
+    if last_event_id is not None or not after:
+        return next_number(name, last_event_id)
+    if not re.fullmatch("-1|[0-9]{1,9}", after[-1]):
+        raise ApiError(400, "after: must be the number of an event of this stream", param="after")
+    return int(after[-1]) + 1

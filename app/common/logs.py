@@ -1,0 +1,142 @@
+"""How both processes log: one line for each thing that happened, as text or as JSON. Knows no request.
+
+Nothing that a client sent may come into a log by the way: control characters are written as escapes, and of an
+exception the line tells its type and where it was raised, not its message, which often quotes what somebody sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from app.common.async_log_handler import AsyncLogHandler
+
+_ROOT = Path(__file__).parent.parent
+_MOST_FRAMES = 30
+_log = logging.getLogger("inkstream")
+
+Format = Literal["text", "json"]
+
+
+def set_up(level: str, how: Format) -> None:
+    """All loggers of this process to standard error, and so what nobody catches. `level` as in the settings."""
+    handler = _handler()
+    handler.setFormatter(_Json() if how == "json" else _Text())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _on_uncaught
+    threading.excepthook = lambda args: _on_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def tell(line: str) -> None:
+    """A line for whoever started us, as it is and behind what was logged; waits for its reader a second at most."""
+    writers = _writers()
+    for writer in writers:
+        writer.put(line)
+        writer.flush()
+    if not writers:
+        print(line, file=sys.stderr, flush=True)
+
+
+def flush() -> None:
+    """What was logged is written, if anybody reads it: a second at most."""
+    for writer in _writers():
+        writer.flush()
+
+
+def dropped() -> int:
+    """Lines of this process that nobody will read."""
+    return sum(writer.dropped for writer in _writers())
+
+
+def chosen(setting: Literal["auto", "text", "json"]) -> Format:
+    """Text is for people at a terminal; whatever else reads a log wants fields."""
+    if setting == "auto":
+        return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
+    return setting
+
+
+def trace_of(error: BaseException) -> list[str]:
+    """Type and places of an error and of those behind it, innermost place first; never its message."""
+    lines: list[str] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        # What the system says of a file or a socket is a fixed word, and the first thing to know.
+        reason = f" ({current.strerror})" if isinstance(current, OSError) and current.strerror else ""
+        lines.append(f"{'because of' if lines else 'Traceback of'} {type(current).__name__}{reason}")
+        frames = traceback.extract_tb(current.__traceback__)
+        lines += [f"{_short(f.filename)}:{f.lineno} {f.name}" for f in reversed(frames[-_MOST_FRAMES:])]
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return lines
+
+
+class _OneLine(logging.Formatter):
+    """What both formats have in common."""
+
+    def _message(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        # asyncio adds lines that show the future, and with it the exception and its message.
+        return message.partition("\n")[0] if record.name == "asyncio" else message
+
+    def _trace(self, record: logging.LogRecord) -> list[str]:
+        return trace_of(record.exc_info[1]) if record.exc_info and record.exc_info[1] else []
+
+    def _time(self, record: logging.LogRecord) -> str:
+        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class _Json(_OneLine):
+    """One JSON object in ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {"time": self._time(record), "level": record.levelname.lower()}
+        fields["message"] = self._message(record)
+        fields |= getattr(record, "fields", {})
+        if trace := self._trace(record):
+            fields["trace"] = trace
+        return json.dumps(fields)
+
+
+class _Text(_OneLine):
+    """Time, level, message, and fields as name=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = [f"{k}={v}" for k, v in getattr(record, "fields", {}).items() if v is not None]
+        parts = [self._time(record), record.levelname, self._message(record), *fields]
+        if trace := self._trace(record):
+            parts.append(f"[{' < '.join(trace)}]")
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(parts))
+
+
+def _handler() -> logging.Handler:
+    """Standard error by a thread; where it is none of the system's files nothing can wait for its reader."""
+    try:
+        return AsyncLogHandler(sys.stderr.fileno(), sys.stderr.encoding)
+    except (AttributeError, OSError):  # closed, or a buffer
+        return logging.StreamHandler(sys.stderr)
+
+
+def _writers() -> list[AsyncLogHandler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, AsyncLogHandler)]
+
+
+def _short(filename: str) -> str:
+    path = Path(filename)
+    if path.is_relative_to(_ROOT):
+        return str(path.relative_to(_ROOT))
+    return "/".join(path.parts[-2:])
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    _log.critical("the process cannot go on", exc_info=(kind, error or kind(), where))

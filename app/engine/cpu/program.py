@@ -1,0 +1,230 @@
+"""A decoder as a list of native operations: packs its matrices and writes the list. Knows no requests and no steps.
+
+Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms and activations as in
+source/elementwise.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.cpu.hugepages import HugepageArena
+from app.engine.cpu.library import Library, Matrix, Operation, Shape
+from app.engine.quantization.int8_weights import quantize
+from model.config import ModelConfig
+from model.nn.block import Block
+from model.nn.transformer import Decoder
+
+LANES = 16
+PANEL = 2 * LANES
+BLOCK = 16
+"""Tokens of a cache block: one vector of keys."""
+_NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
+_ACTIVATIONS = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+
+class Kind(IntEnum):
+    """What an operation does."""
+
+    NORM = 0
+    LINEAR = 1
+    REMEMBER = 2
+    ATTEND = 3
+    ADD = 4
+
+
+class Register(IntEnum):
+    """Where an operation reads and writes."""
+
+    STREAM = 0
+    WIDE = 1
+    NORMED = 2
+    HIDDEN = 3
+    QUERIES = 4
+    BESIDE = 5
+
+
+def head_numbers(config: ModelConfig) -> int:
+    """Numbers of a head in the native cache: whole vectors."""
+    return _whole(config.head_dim, LANES)
+
+
+class Program:
+    """Packed weights and operations of one decoder. Whoever runs it keeps it alive: the kernels hold its addresses."""
+
+    def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
+        assert not decoder.config.n_encoder_layers, "app/engine/cpu/build/backend_selection.py lets none through"
+        self.config, self._library = decoder.config, library
+        self.dtype = decoder.embedding.dtype
+        self._int8 = int8
+        self._arena = HugepageArena()
+        self._kept: list[Any] = []
+        self._operations: list[Operation] = []
+        self.embedding = self._matrix(decoder.embedding, None if decoder.untied_head is not None else decoder.head_bias)
+        head = decoder.untied_head
+        self.head = self.embedding if head is None else self._matrix(head, decoder.head_bias)
+        for layer, block in enumerate(decoder.blocks):
+            assert isinstance(block, Block)
+            self._block(layer, block)
+        self._shape = self._fixed(decoder)
+
+    @property
+    def names(self) -> list[str]:
+        """What each operation is, for people."""
+        names = {Kind.NORM: "norm", Kind.REMEMBER: "rotate, cache", Kind.ATTEND: "attention", Kind.ADD: "add"}
+        targets = {Register.WIDE: "q, k, v", Register.HIDDEN: "gate, up" if self.config.gated else "up"}
+        out = {Register.NORMED: "out", Register.HIDDEN: "down"}
+        return [names.get(op.kind) or targets.get(op.target) or out[op.source] for op in self._operations]
+
+    @property
+    def logits_columns(self) -> int:
+        """Numbers of a row of logits: the vocabulary in whole panels."""
+        return _whole(self.config.vocab_size, PANEL)
+
+    def shape(self, cache: Tensor) -> Shape:
+        """The decoder over this cache [layer, 2, block, kv head, 16 * head_numbers]."""
+        self._shape.cache, self._shape.n_blocks = cache.data_ptr(), cache.shape[2]
+        return self._shape
+
+    def _fixed(self, decoder: Decoder) -> Shape:
+        c = self.config
+        weight, bias = self._norm_parts(decoder.norm) if c.final_norm else (0, 0)
+        operations = (Operation * len(self._operations))(*self._operations)
+        columns = self._columns()
+        self._kept += [operations, columns]
+        return Shape(
+            is_bf16=self.dtype == torch.bfloat16,
+            n_registers=len(Register),
+            query_heads=c.n_heads,
+            kv_heads=c.n_kv_heads,
+            head_width=c.head_dim,
+            window=c.sliding_window or 0,
+            turned=c.turned_dim // 2 if c.positions == "rotary" else 0,
+            width=c.width,
+            n_operations=len(operations),
+            final_norm=_NORMS[c.norm] if c.final_norm else 0,
+            attention_scale=(c.head_dim if c.attention_scale == "head_dim" else c.width) ** -0.5,
+            embedding_scale=c.embedding_scale,
+            soft_cap=c.logit_soft_cap or 0.0,
+            eps=c.norm_eps,
+            angles=self._floats(decoder.get_buffer("rope_PC")) if c.positions == "rotary" else 0,
+            places=self._places(decoder),
+            embedding=ctypes.pointer(self.embedding),
+            head=ctypes.pointer(self.head),
+            final_weight=weight,
+            final_bias=bias,
+            register_columns=ctypes.addressof(columns),
+            operations=ctypes.addressof(operations),
+        )
+
+    def _columns(self) -> Any:
+        c = self.config
+        heads = c.n_heads * c.head_dim
+        wide = heads + 2 * c.n_kv_heads * c.head_dim
+        sizes = (c.width, wide, max(c.width, heads), c.mlp_width, c.n_heads * head_numbers(c), c.width)
+        return (ctypes.c_int32 * len(Register))(*(_whole(size, PANEL) for size in sizes))
+
+    def _block(self, layer: int, block: Block) -> None:
+        """Writes one layer's operations: as Block.forward reads."""
+        is_post, mlp = block.post_norm, block.mlp
+        if block.parallel:
+            self._norm(block.norm_mlp, Register.BESIDE)
+        self._norm(None if is_post else block.norm_attention, Register.NORMED)
+        self._attention(layer, block)
+        if is_post:
+            self._norm(block.norm_attention, Register.STREAM)
+        if mlp is None:
+            return
+        source = Register.BESIDE if block.parallel else Register.NORMED
+        if not block.parallel:
+            self._norm(None if is_post else block.norm_mlp, Register.NORMED)
+        flag = _ACTIVATIONS[self.config.activation]
+        up = self._matrix(mlp.up.weight, mlp.up.bias, gate_rows=self.config.mlp_width if mlp.gated else 0)
+        self._add(Kind.LINEAR, source, Register.HIDDEN, flag=flag, gated=mlp.gated, matrix=ctypes.pointer(up))
+        self._linear(mlp.down.weight, mlp.down.bias, Register.HIDDEN, Register.STREAM)
+        if is_post:
+            self._norm(block.norm_mlp, Register.STREAM)
+
+    def _attention(self, layer: int, block: Block) -> None:
+        attention = block.attention
+        self._linear(attention.qkv.weight, attention.qkv.bias, Register.NORMED, Register.WIDE)
+        norms = [0 if norm is None else self._floats(norm.weight) for norm in (attention.q_norm, attention.k_norm)]
+        eps = self.config.norm_eps
+        self._add(Kind.REMEMBER, Register.WIDE, Register.QUERIES, layer=layer, weight=norms[0], bias=norms[1], eps=eps)
+        self._add(Kind.ATTEND, Register.QUERIES, Register.NORMED, layer=layer)
+        if attention.out is None:
+            self._add(Kind.ADD, Register.NORMED, Register.STREAM, columns=self.config.width)
+        else:
+            self._linear(attention.out.weight, attention.out.bias, Register.NORMED, Register.STREAM)
+
+    def _norm(self, norm: Any, target: Register) -> None:
+        """Of the stream; None copies."""
+        kind = 0 if norm is None else _NORMS[self.config.norm]
+        if target == Register.STREAM and not kind:
+            return
+        weight, bias = self._norm_parts(norm) if kind else (0, 0)
+        width, eps = self.config.width, self.config.norm_eps
+        self._add(Kind.NORM, Register.STREAM, target, flag=kind, columns=width, eps=eps, weight=weight, bias=bias)
+
+    def _norm_parts(self, norm: Any) -> tuple[int, int]:
+        bias = getattr(norm, "bias", None)
+        return self._padded(norm.weight), 0 if bias is None else self._padded(bias)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, source: Register, target: Register) -> None:
+        self._add(Kind.LINEAR, source, target, matrix=ctypes.pointer(self._matrix(weight, bias)))
+
+    def _add(self, kind: Kind, source: Register, target: Register, **fields: Any) -> None:
+        self._operations.append(Operation(kind=kind, source=source, target=target, **fields))
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None, *, gate_rows: int = 0) -> Matrix:
+        n_rows, k = weight.shape
+        numbers, scales = quantize(weight) if self._int8 else (weight.detach().contiguous(), None)
+        panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
+        is_bf16 = self.dtype == torch.bfloat16
+        address = self._arena.take(self._library.packed_bytes(panels, k, is_bf16, self._int8))
+        self._library.pack(numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address)
+        in_order = _order(n_rows, gate_rows, panels)
+        bias_address, scale_address = (
+            0 if each is None else self._floats(_arrange(each, in_order)) for each in (bias, scales)
+        )
+        steps = -(-k // (2 if is_bf16 else 1))
+        return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
+
+    def _places(self, decoder: Decoder) -> int:
+        match self.config.positions:
+            case "learned":
+                assert decoder.position_embedding is not None
+                return self._floats(decoder.position_embedding)
+            case "sinusoidal":
+                return self._floats(decoder.get_buffer("sinusoids_PD"))
+        return 0
+
+    def _padded(self, numbers: Tensor) -> int:
+        return self._floats(torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES)))
+
+    def _floats(self, numbers: Tensor) -> int:
+        """The address of a float32 copy that lives as long as the program."""
+        self._kept.append(numbers.detach().float().contiguous())
+        address: int = self._kept[-1].data_ptr()
+        return address
+
+
+def _order(n_rows: int, gate_rows: int, panels: int) -> list[int]:
+    """For each output of the packed matrix its row, -1 for padding."""
+    if not gate_rows:
+        return [row if row < n_rows else -1 for row in range(panels * PANEL)]
+    places = [(panel * LANES + lane, half) for panel in range(panels) for half in (0, 1) for lane in range(LANES)]
+    return [place + half * gate_rows if place < gate_rows else -1 for place, half in places]
+
+
+def _arrange(numbers: Tensor, rows: list[int]) -> Tensor:
+    return torch.cat((numbers.detach().float(), torch.zeros(1)))[rows]
+
+
+def _whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

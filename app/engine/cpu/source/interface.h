@@ -1,0 +1,51 @@
+// What crosses from Python: structures of plain numbers and addresses. app/engine/cpu/library.py mirrors them.
+//
+// A decoder is a list of operations over registers, written by app/engine/cpu/program.py.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// One matrix, packed; bias and scale (of int8) have as many numbers as outputs, or are null.
+struct InkMatrix {
+    const void* packed;
+    const float *bias, *scale;
+    int32_t outputs, steps;  // outputs in whole panels
+    int32_t is_int8, unused;
+};
+
+enum InkKind : int32_t { kNorm, kLinear, kRemember, kAttend, kAdd };
+
+// in, out: registers. flag: a norm's kind, an activation.
+struct InkOperation {
+    int32_t kind, in, out, flag;
+    int32_t layer, columns;
+    int32_t gated;
+    float eps;
+    const InkMatrix* matrix;
+    const float *weight, *bias;  // of a norm; of the norms over query and key heads
+};
+
+struct InkShape {
+    int32_t is_bf16, n_registers;
+    int32_t query_heads, kv_heads, head_width, window;
+    int32_t turned, width;            // turned: half of the numbers of a head that turn, 0 for none
+    int32_t n_operations, n_blocks;
+    int32_t final_norm, unused;
+    float attention_scale, embedding_scale, soft_cap, eps;
+    const float *angles, *places;     // [context, 2 * turned]; [context, width] or null
+    const InkMatrix *embedding, *head;
+    const float *final_weight, *final_bias;
+    void* cache;                      // [layer, 2, block, kv head, 16 * padded head]
+    const int32_t *register_columns;  // of each register
+    const InkOperation* operations;
+};
+
+// One step. chunks: [n_chunks, 3]: rows, position of the first one, where its blocks begin in `tables`.
+struct InkStep {
+    int32_t n_rows, n_chunks;
+    const int32_t *tokens, *chunks, *tables;
+    double* seconds;  // null, or where each operation adds the time it took
+};
+}

@@ -1,0 +1,175 @@
+"""Paged attention by Triton: one body for tiles of a prompt and for single tokens. Knows no network and no scheduler.
+
+    a sequence   |0 ............ 511|512 ........ 1023|1024 .. |      splits of SPLIT positions, from position 0 on
+    a split      |64|64|64|64|64|64|64|64|                            reduced in order, tile by tile
+    a row        merges its splits in order
+
+The bits of a row depend on its own tokens only: tiles and splits begin at position 0 whatever the step holds, what a
+row may not see leaves its sums as they are (times 1, plus 0), and it makes no difference whether one program takes the
+splits of a row one after another or several programs take one each, with the merge in a kernel of its own.
+
+Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim (padded), R rows of a program (tokens times G,
+the heads of a token behind one another), L positions of a tile, X query tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, AttentionSpec
+from app.engine.gpu.kernels.launch_config import (
+    PARTIAL_BYTES,
+    POSITIONS,
+    ROWS,
+    SHARED_BYTES,
+    attention_launch,
+    padded_dim,
+)
+from app.engine.gpu.kernels.triton.split_kv_merge import averaged, merge_partials, merged
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _slots(table_ptr, tile, place_L, BLOCK: tl.constexpr, POSITIONS: tl.constexpr, stop):
+    """Where these positions of a sequence lie in the cache; nothing behind its last one is looked up."""
+    if BLOCK % POSITIONS == 0:
+        block = tl.load(table_ptr + tile * POSITIONS // BLOCK).to(tl.int64)
+        return block * BLOCK + place_L % BLOCK
+    block_L = tl.load(table_ptr + place_L // BLOCK, mask=place_L < stop, other=0).to(tl.int64)
+    return block_L * BLOCK + place_L % BLOCK
+
+
+@triton.jit
+def _scores(q_RC, k_LC, place_L, known_L, position_R, scale, soft_cap, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr):
+    """To the base 2, -inf where a row may not look."""
+    scores_RL = tl.dot(q_RC, tl.trans(k_LC), input_precision="ieee") * scale
+    if HAS_CAP:
+        scores_RL = soft_cap * (1.0 - 2.0 / (tl.exp2(2.0 * 1.4426950408889634 * scores_RL) + 1.0))
+    looks_RL = known_L[None, :] & (place_L[None, :] <= position_R[:, None])
+    if WINDOW:
+        looks_RL = looks_RL & (place_L[None, :] > position_R[:, None] - WINDOW)
+    return tl.where(looks_RL, scores_RL, float("-inf"))
+
+
+@triton.jit
+def _split(
+    q_RC, position_R, table_ptr, k_ptr, value_offset, split, start, stop, scale, soft_cap,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """(maximum [R], sum [R], values [R, C]) of the rows over one split; start, stop: what any row may see of it."""
+    best_R = tl.full((q_RC.shape[0],), float("-inf"), tl.float32)
+    sum_R = tl.zeros((q_RC.shape[0],), tl.float32)
+    out_RC = tl.zeros(q_RC.shape, tl.float32)
+    column_C = tl.arange(0, q_RC.shape[1])
+    first = tl.maximum(split * SPLIT, start) // POSITIONS
+    last = tl.cdiv(tl.minimum(split * SPLIT + SPLIT, stop), POSITIONS)
+    for tile in range(first, last):
+        place_L = tile * POSITIONS + tl.arange(0, POSITIONS)
+        known_L = (place_L >= start) & (place_L < stop)
+        from_LC = _slots(table_ptr, tile, place_L, BLOCK, POSITIONS, stop)[:, None] * SLOT + column_C[None, :]
+        there_LC = known_L[:, None] & (column_C < HEAD_DIM)[None, :]
+        k_LC = tl.load(k_ptr + from_LC, mask=there_LC, other=0.0)
+        v_LC = tl.load(k_ptr + value_offset + from_LC, mask=there_LC, other=0.0)
+        scores_RL = _scores(q_RC, k_LC, place_L, known_L, position_R, scale, soft_cap, HAS_CAP, WINDOW)
+        better_R = tl.maximum(best_R, tl.max(scores_RL, axis=1))
+        zero_R = tl.where(better_R == float("-inf"), 0.0, better_R)
+        weights_RL = tl.exp2(scores_RL - zero_R[:, None])
+        kept_R = tl.exp2(best_R - zero_R)
+        sum_R = sum_R * kept_R + tl.sum(weights_RL, axis=1)
+        out_RC = tl.dot(weights_RL.to(v_LC.dtype), v_LC, out_RC * kept_R[:, None], input_precision="ieee")
+        best_R = better_R
+    return best_R, sum_R, out_RC
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def attention_kernel(
+    q_ptr, cache_ptr, table_ptr, row_ptr, start_ptr, position_ptr, length_ptr, values_ptr, statistics_ptr,
+    value_offset, n_tokens, scale, soft_cap,
+    N_HEADS: tl.constexpr, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, TABLE: tl.constexpr, TILE_TOKENS: tl.constexpr, HAS_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, POSITIONS: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    """Some rows of a tile with one kv head: all splits of them over q, or (BESIDE) one into values and statistics."""
+    GROUP: tl.constexpr = N_HEADS // N_KV_HEADS
+    PARTS: tl.constexpr = (TILE_TOKENS * GROUP + ROWS - 1) // ROWS
+    program = tl.num_programs(0) - 1 - tl.program_id(0)  # the end of a prompt has most to do: it begins first
+    tile, first_row, kv_head = program // PARTS, program % PARTS * ROWS, tl.program_id(1)
+    row, length, position = tl.load(row_ptr + tile), tl.load(length_ptr + tile), tl.load(position_ptr + tile)
+    if (row < 0) | (first_row // GROUP >= length):
+        return
+    stop = position + tl.minimum(length, (first_row + ROWS - 1) // GROUP + 1)
+    start = tl.maximum(position + first_row // GROUP - WINDOW + 1, 0) if WINDOW else 0
+    if BESIDE and ((tl.program_id(2) * SPLIT >= stop) | (tl.program_id(2) * SPLIT + SPLIT <= start)):
+        return
+    step_R, head_R = (first_row + tl.arange(0, ROWS)) // GROUP, (first_row + tl.arange(0, ROWS)) % GROUP
+    there_R = step_R < length
+    position_R = tl.where(there_R, position + step_R, -1)
+    column_C = tl.arange(0, PADDED)
+    there_RC = there_R[:, None] & (column_C < HEAD_DIM)[None, :]
+    place_R = (tl.load(start_ptr + tile) + step_R).to(tl.int64) * N_HEADS + kv_head * GROUP + head_R
+    q_RC = tl.load(q_ptr + place_R[:, None] * HEAD_DIM + column_C[None, :], mask=there_RC, other=0.0)
+    rows_ptr = table_ptr + row.to(tl.int64) * TABLE
+    k_ptr = cache_ptr + kv_head * HEAD_DIM
+    if BESIDE:
+        best_R, sum_R, out_RC = _split(
+            q_RC, position_R, rows_ptr, k_ptr, value_offset, tl.program_id(2), start, stop, scale, soft_cap,
+            N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, HAS_CAP, WINDOW, SPLIT, POSITIONS,
+        )  # fmt: skip
+        place_R += tl.program_id(2).to(tl.int64) * n_tokens * N_HEADS
+        tl.store(statistics_ptr + 2 * place_R, best_R, mask=there_R)
+        tl.store(statistics_ptr + 2 * place_R + 1, sum_R, mask=there_R)
+        tl.store(values_ptr + place_R[:, None] * HEAD_DIM + column_C[None, :], out_RC, mask=there_RC)
+    else:
+        best_R, sum_R = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+        out_RC = tl.zeros((ROWS, PADDED), tl.float32)
+        for split in range(start // SPLIT, tl.cdiv(stop, SPLIT)):
+            more_best_R, more_sum_R, more_out_RC = _split(
+                q_RC, position_R, rows_ptr, k_ptr, value_offset, split, start, stop, scale, soft_cap,
+                N_KV_HEADS * HEAD_DIM, BLOCK, HEAD_DIM, HAS_CAP, WINDOW, SPLIT, POSITIONS,
+            )  # fmt: skip
+            best_R, sum_R, out_RC = merged(best_R, sum_R, out_RC, more_best_R, more_sum_R, more_out_RC)
+        out_RC = averaged(out_RC, sum_R).to(q_RC.dtype)
+        tl.store(q_ptr + place_R[:, None] * HEAD_DIM + column_C[None, :], out_RC, mask=there_RC)
+
+
+def attention(
+    q_THC: Tensor,
+    layer_cache: Tensor,
+    batch: AttentionBatch,
+    spec: AttentionSpec,
+    most_bytes: int = PARTIAL_BYTES,
+    shared_bytes: int = SHARED_BYTES,
+) -> Tensor:
+    """See Kernels.attention. most_bytes: what may be held beside q, shared_bytes: on a multiprocessor.
+
+    The bits depend on neither. No two programs read the same rows of q, so that these can be written over.
+    """
+    assert q_THC.is_contiguous() and layer_cache.is_contiguous() and batch.block_table_RB.is_contiguous()
+    (n_tokens, n_heads, head_dim), n_kv_heads = q_THC.shape, layer_cache.shape[3]
+    n_partials = batch.max_splits * n_tokens * n_heads
+    beside = batch.max_splits > 1 and n_partials * (head_dim + 2) * 4 <= most_bytes
+    values_YTHC, statistics_YTH2 = (
+        q_THC.new_empty(n_partials * beside * size, dtype=torch.float32) for size in (head_dim, 2)
+    )
+    parts = triton.cdiv(batch.tile_tokens * (n_heads // n_kv_heads), ROWS)
+    scale, soft_cap = head_dim**-0.5, spec.soft_cap
+    attention_kernel[(len(batch.tile_row_X) * parts, n_kv_heads, batch.max_splits if beside else 1)](
+        q_THC, layer_cache, batch.block_table_RB,
+        batch.tile_row_X, batch.tile_start_X, batch.tile_position_X, batch.tile_length_X,
+        values_YTHC, statistics_YTH2,
+        layer_cache.stride(0), n_tokens,
+        scale * _LOG2_E if soft_cap is None else scale / soft_cap,
+        0.0 if soft_cap is None else soft_cap * _LOG2_E,
+        N_HEADS=n_heads, N_KV_HEADS=n_kv_heads, HEAD_DIM=head_dim, PADDED=padded_dim(head_dim),
+        BLOCK=layer_cache.shape[2], TABLE=batch.block_table_RB.shape[1], TILE_TOKENS=batch.tile_tokens,
+        HAS_CAP=soft_cap is not None, WINDOW=spec.window or 0, ROWS=ROWS, SPLIT=SPLIT, POSITIONS=POSITIONS,
+        BESIDE=beside, **attention_launch(padded_dim(head_dim), q_THC.element_size(), shared_bytes).options,
+    )  # fmt: skip
+    if beside:
+        merge_partials(values_YTHC, statistics_YTH2, q_THC, batch, spec)
+    return q_THC

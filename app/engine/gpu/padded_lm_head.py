@@ -1,0 +1,43 @@
+"""The product with the head, whose matrix gets rows of zeros where the vocabulary is an odd number of them.
+
+cuBLAS writes the logits of a row behind those of the one before, and takes its slow kernels where rows do not begin at
+whole 16 bytes: with 50,257 tokens, or 32,001. With whole rows they are quick, and what stands between two rows is
+nobody's. Knows no rounded head: that is multiplied by kernels of its own.
+
+Shape legend: S rows that want logits, D width, V vocabulary, W the next whole number from V on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.nn.layers import product
+from model.nn.transformer import Decoder
+
+WHOLE = 64
+"""Numbers: 128 bytes of bfloat16, which is what matrix units take best."""
+
+
+def whole_head(decoder: Decoder) -> Callable[[Tensor], Tensor]:
+    """decoder.head, logits [S, V] of hidden states [S, D], as a view whose rows are W apart.
+
+    The matrix moves to where it has room for more rows: it is there once, also where it is the embedding, too.
+    """
+    vocab = decoder.config.vocab_size
+    if decoder.head_product is not product or not vocab % WHOLE:
+        return decoder.head
+    matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
+    matrix_WD = _whole(matrix)
+    matrix.data = matrix_WD[:vocab]
+    bias_W = None if decoder.head_bias is None else _whole(decoder.head_bias)
+    return lambda hidden_SD: decoder.capped(F.linear(hidden_SD, matrix_WD, bias_W)[:, :vocab])
+
+
+def _whole(rows: Tensor) -> Tensor:
+    """With rows of zeros behind them."""
+    whole = rows.new_zeros(-(-len(rows) // WHOLE) * WHOLE, *rows.shape[1:])
+    whole[: len(rows)].copy_(rows.detach())
+    return whole

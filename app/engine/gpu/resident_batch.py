@@ -1,0 +1,172 @@
+"""What lies on the device of each running sequence, and what the host knows of it: token, length, blocks, sampling.
+
+A sequence has a row from the first step that it is launched in until another one needs it. Between two steps the host
+tells the device only what changed: sequences that are new to it, blocks that were added, tokens drawn elsewhere. All of
+it is ordered by the one stream of the device, so that a row may be given away while a step with it still runs.
+
+Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X flattened.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from app.common.types import Chunk, Sequence
+from app.engine.gpu.kernels.interface import RowState
+from app.engine.gpu.kernels.sampling_state import SamplingTable
+from app.engine.gpu.step_upload import Upload
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """The host's view of a row, as it will be once the launched steps have run. Owned by Rows."""
+
+    row: int
+    blocks: list[int]
+    """The sequence's own list: a sequence that gave way and came back has another one."""
+    n_blocks: int = 0
+    length: int = 0
+    """Tokens whose keys and values are in the cache."""
+    token_at: int = -1
+    """Position of the token that `last_token` holds."""
+
+
+@dataclass(slots=True)
+class ResidentChanges:
+    """What a step must tell the device of rows before it begins. Owned by the launch that it is part of."""
+
+    loaded: list[int] = field(default_factory=list)
+    words: array[int] = field(default_factory=lambda: array("i"))
+    history: array[int] = field(default_factory=lambda: array("i"))
+    history_rows: array[int] = field(default_factory=lambda: array("i"))
+    history_generated: array[int] = field(default_factory=lambda: array("i"))
+    table_places: array[int] = field(default_factory=lambda: array("i"))
+    table_blocks: array[int] = field(default_factory=lambda: array("i"))
+    lengths: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+
+
+class ResidentBatch:
+    """`count` sequences at once; the last row is nobody's: padding computes with it."""
+
+    def __init__(self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable) -> None:
+        self.nobody = count
+        self.context = context
+        self.block_size = block_size
+        self.table = table
+        device, table_blocks = table.words_RW.device, -(-context // block_size)
+        self._padding_block = padding_block
+        self.block_table_RB = torch.full((count + 1, table_blocks), padding_block, dtype=torch.int32, device=device)
+        self.kv_length_R = torch.zeros(count + 1, dtype=torch.int32, device=device)
+        self.last_token_R = torch.zeros(count + 1, dtype=torch.int32, device=device)
+        self._known: dict[Sequence, _Known] = {}
+        self._free = list(range(count))
+
+    @property
+    def state(self) -> RowState:
+        """What a decode step reads and leaves."""
+        return RowState(self.block_table_RB, self.kv_length_R, self.last_token_R, self.block_size)
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether it has a row."""
+        return sequence in self._known
+
+    def enter(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentChanges]:
+        """The row of each chunk's sequence, and what the device must be told first."""
+        changes = ResidentChanges()
+        missing = sum(chunk.sequence not in self._known for chunk in chunks)
+        if missing > len(self._free):
+            self._make_room(missing, {chunk.sequence for chunk in chunks})
+        rows = [self._enter(chunk, changes) for chunk in chunks]
+        return rows, changes
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """What the device knows of them is not true any more, as after a step that it did not sample."""
+        for sequence in sequences:
+            if known := self._known.pop(sequence, None):
+                self._free.append(known.row)
+
+    def tell(self, changes: ResidentChanges, upload: Upload) -> list[slice]:
+        """The changes as sections of the step's one copy."""
+        sections = (
+            changes.loaded,
+            changes.words,
+            changes.history,
+            changes.history_rows,
+            changes.history_generated,
+            changes.table_places,
+            changes.table_blocks,
+            changes.lengths.keys(),
+            changes.lengths.values(),
+            changes.tokens.keys(),
+            changes.tokens.values(),
+        )
+        return [upload.add(section) for section in sections]
+
+    def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
+        """What tell() told, done on the device."""
+        loaded, told, history, owners, generated, places, blocks, *rest = (numbers_X[section] for section in sections)
+        if len(loaded):
+            self.table.load(loaded, told.view(len(loaded), -1), history, owners, generated)
+        if len(places):
+            self.block_table_RB.view(-1).index_copy_(0, places.long(), blocks)
+        for target_R, rows_N, values_N in ((self.kv_length_R, *rest[:2]), (self.last_token_R, *rest[2:])):
+            if len(rows_N):
+                target_R.index_copy_(0, rows_N.long(), values_N)
+
+    def _make_room(self, count: int, present: set[Sequence]) -> None:
+        """Rows for `count` newcomers: of those who do not run, then of anybody who is not in this step.
+
+        The latter only where nobody's sequence comes beside as many as may run (app/engine/execution/fault_isolation.py): nothing is in
+        flight then, and who loses its row is told anew.
+        """
+        others = [old for old in self._known if old not in present]
+        self.forget(old for old in others if old.ended or not old.blocks)
+        self.forget([old for old in others if old in self._known][: max(0, count - len(self._free))])
+
+    def _enter(self, chunk: Chunk, changes: ResidentChanges) -> int:
+        sequence = chunk.sequence
+        known = self._known.get(sequence)
+        if known is None or known.blocks is not sequence.blocks or known.length != chunk.start:
+            known = self._load(sequence, known, changes)
+            changes.lengths[known.row] = chunk.start
+        if len(sequence.blocks) > known.n_blocks:
+            first = known.row * self.block_table_RB.shape[1] + known.n_blocks
+            added = sequence.blocks[known.n_blocks :]
+            changes.table_places.extend(range(first, first + len(added)))
+            changes.table_blocks.extend(added)
+            known.n_blocks = len(sequence.blocks)
+        if not chunk.samples:
+            changes.lengths[known.row] = chunk.stop  # else it is counted on the device, with the draw
+        elif known.token_at != chunk.start and chunk.stop == chunk.start + 1:
+            changes.tokens[known.row] = sequence.tokens[chunk.start]
+        known.length = chunk.stop
+        known.token_at = chunk.stop if chunk.samples else -1
+        return known.row
+
+    def _load(self, sequence: Sequence, known: _Known | None, changes: ResidentChanges) -> _Known:
+        row = known.row if known else self._free.pop()
+        known = self._known[sequence] = _Known(row=row, blocks=sequence.blocks)
+        if not sequence.blocks:  # what it writes lands where nobody reads
+            first = row * self.block_table_RB.shape[1]
+            changes.table_places.extend(range(first, first + self.block_table_RB.shape[1]))
+            changes.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
+        if self.table.fits(sequence.request):  # else the host draws
+            self._load_sampling(sequence, row, changes)
+        return known
+
+    def _load_sampling(self, sequence: Sequence, row: int, changes: ResidentChanges) -> None:
+        request = sequence.request
+        changes.loaded.append(row)
+        changes.words.extend(self.table.words(request))
+        if self.table.is_counted(request):
+            changes.history.extend(sequence.tokens)
+            changes.history_rows.extend([row] * len(sequence.tokens))
+            prompt = len(request.prompt)
+            changes.history_generated.extend([0] * prompt + [1] * (len(sequence.tokens) - prompt))

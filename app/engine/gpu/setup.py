@@ -1,0 +1,97 @@
+"""What an engine on a GPU is put together from, in the order in which memory has to be asked for. Knows no pipe.
+
+First the largest step is measured on a cache of no blocks, then the cache is made of what is left, then decode steps
+are captured. Any device will do, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from app.engine.execution.runner import TracksGrammars
+from app.engine.execution.warmup_batches import costliest_step, dummies, largest_step
+from app.engine.execution.warmup_grammars import PermissiveGrammars
+from app.engine.gpu.decoder import PagedDecoder
+from app.engine.gpu.graphs import CudaCapture
+from app.engine.gpu.kernels.interface import SPLIT, Kernels
+from app.engine.gpu.kernels.launch_config import PARTIAL_BYTES
+from app.engine.gpu.runner import DeviceRunner
+from app.engine.gpu.runner_config import RunnerConfig, device_runner
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.cache_sizing import step_peak
+from app.engine.memory.kv_budget import CacheShape
+from app.engine.scheduling.step_limits import StepLimits
+from model.nn.transformer import Decoder
+
+_GRAPH_BYTES = 4 << 20
+"""Taken for what CUDA keeps of each graph beside its tensors. An assumption: no GPU has been asked yet."""
+
+
+class GpuParts:
+    """Around `decoder`, whose matrices are rounded already where they are to be."""
+
+    def __init__(
+        self, decoder: Decoder, kernels: Kernels, room: CacheShape, limits: StepLimits, *, deterministic: bool
+    ) -> None:
+        self._decoder = PagedDecoder(decoder, kernels)
+        self._kernels = kernels
+        self._room, self._limits = room, limits
+        self._device = decoder.embedding.device
+        self._capture = CudaCapture() if self._device.type == "cuda" else None
+        self._wishes = RunnerConfig(
+            max_running=limits.max_running,
+            tokens_per_step=limits.tokens_per_step,
+            context=room.context,
+            block_size=room.block_size,
+            deterministic=deterministic,
+        )
+
+    def activations(self) -> int:
+        """Bytes of the largest step, and of the rows that are there for good. Raises ValueError: there are too few.
+
+        Largest where the device draws, and where the host does, with torch's copies of logits. The longest sequences
+        take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
+        """
+        limits, context = self._limits, self._room.context
+        steps = [largest(limits, context) for largest in (largest_step, costliest_step)]
+
+        def work() -> None:
+            runner = self._runner(0, PermissiveGrammars(self._decoder.config.vocab_size))
+            for step in steps:
+                runner.run(step)
+
+        return step_peak(work, self._device) + self._partial_bytes
+
+    def graph_bytes(self) -> int:
+        """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes.
+
+        Which of them holds the most splits beside one another is not asked: not the one of most rows, where they are
+        too many for that.
+        """
+        runner = self._runner(0)
+        step = dummies(self._limits.max_running, 1)
+
+        def work() -> None:
+            runner.run(step)
+
+        once = partial(self._capture.beside, work) if self._capture else work  # libraries need room on its stream, too
+        return step_peak(once, self._device) + self._partial_bytes + runner.graphs.number * _GRAPH_BYTES
+
+    def runner(self, blocks: int, guides: GrammarTracker) -> DeviceRunner:
+        """Warmed up: kernels are compiled."""
+        runner = self._runner(blocks, guides)
+        runner.warm_up(self._limits.tokens_per_step)
+        return runner
+
+    def capture(self, runner: DeviceRunner) -> None:
+        """Its decode steps, on a GPU."""
+        if self._capture:
+            runner.capture(self._capture)
+
+    @property
+    def _partial_bytes(self) -> int:
+        """Most that attention holds beside its output."""
+        return PARTIAL_BYTES if self._room.context > SPLIT else 0
+
+    def _runner(self, blocks: int, guides: TracksGrammars | None = None) -> DeviceRunner:
+        return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)

@@ -1,0 +1,24 @@
+"""Where Triton keeps what it has compiled: beside our own kernels, so that one directory is kept. Imports no Triton.
+
+Triton reads the variable when it compiles, and its children inherit it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from app.engine.cpu.build.library_cache import cache_directory
+
+VARIABLE = "TRITON_CACHE_DIR"
+
+
+def keep_triton_cache(asked: Path | None, environment: MutableMapping[str, str]) -> None:
+    """Says where in `environment`; what a user has said there stays. `asked`: --cache-dir.
+
+    Where there is no home directory either, Triton is left to itself.
+    """
+    if environment.get(VARIABLE):
+        return
+    if directory := cache_directory(asked, environment):
+        environment[VARIABLE] = str((directory / "triton").absolute())

@@ -1,0 +1,76 @@
+"""Triton's kernels, where they are installed, and what computes where they are not. Knows no network.
+
+Triton is an extra, so this is the one file that asks for it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from app.engine.gpu.kernels.fp8 import Fp8Rows, round_rows
+from app.engine.gpu.kernels.int8 import Int8Product, dequantised_product
+from app.engine.gpu.kernels.interface import Kernels
+from app.engine.gpu.kernels.launch_config import SHARED_BYTES
+
+_MOST_CHARACTERS = 200
+
+
+class LoadedKernels(NamedTuple):
+    """Kernels, and what receipts call them."""
+
+    kernels: Kernels
+    numerics: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedKernels:
+    """What products of rounded matrices are computed with. As they stand: torch's twins, on any device."""
+
+    int8_product: Int8Product = dequantised_product
+    fp8_rows: Fp8Rows = round_rows
+
+
+TWINS = RoundedKernels()
+
+
+def triton_kernels(shared_bytes: int = SHARED_BYTES) -> LoadedKernels | None:
+    """None where Triton is not installed. shared_bytes: what a program may have of a multiprocessor's memory."""
+    if find_spec("triton") is None:
+        return None
+    # Some builds of torch bring it under another package's name: only the module itself knows its version.
+    version = import_module("triton").__version__
+    kernels = import_module("app.engine.gpu.kernels.triton.operations").TritonKernels(shared_bytes=shared_bytes)
+    return LoadedKernels(kernels, f"triton-{version}")
+
+
+def check_triton(start: Callable[[], object] = lambda: import_module("triton.runtime").driver.active) -> None:
+    """Refuses a Triton that is installed but cannot work here. Raises ValueError. start: compiles what it is driven by.
+
+    It takes a C compiler and Python's headers, which a slim image has not; the first step would find that out, too, and
+    so would every engine that is started after it.
+    """
+    if find_spec("triton") is None:
+        return
+    try:
+        start()
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as error:
+        words = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        raise ValueError(
+            f"Triton cannot start on this machine ({words}): it takes gcc and Python's headers (python3-dev); install "
+            "them, or give --kernels torch, without --quantize"
+        ) from None
+
+
+def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
+    """The kernels on a GPU where Triton is installed; else the twins, as in float32, where tensor cores would round."""
+    if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
+        return TWINS
+    int8, fp8 = (import_module(f"app.engine.kernels.triton_{kind}") for kind in ("int8", "fp8"))
+    return RoundedKernels(int8_product=int8.product, fp8_rows=fp8.round_rows)

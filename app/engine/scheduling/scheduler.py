@@ -1,0 +1,291 @@
+"""Who runs in the next step: plan() and commit(). Pure: token ids and block ids, no tensor, no clock.
+
+    waiting --admit--> running --last token--> gone
+       ^                  |
+       +---- preempt -----+      blocks released (full ones stay cached), tokens kept, recomputed later
+
+A step is a list of chunks under a token budget: decodes first, so that nobody's inter-token time hangs on somebody's
+prompt; then prefills in pieces, small ones where decodes wait for them; then new requests by arrival. Admission takes
+the blocks of all tokens known so far, so only decodes grow, and where no block is left the youngest gives way. A
+sequence that gave way `max_preemptions` times comes back with all the blocks it can ever need and is never chosen
+again: everybody finishes.
+
+plan_ahead() is the step after one that still runs: it counts tokens that nobody here knows yet, takes nobody's blocks,
+and leaves out who certainly ends before. Who ends unforeseen has computed one token too many, which nobody looks at.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from itertools import chain
+
+from app.common.types import (
+    BatchPlan,
+    Chunk,
+    Counters,
+    PromptScores,
+    Request,
+    RequestFailed,
+    RequestStarted,
+    Sequence,
+    StepReport,
+)
+from app.engine.sampling.sampled_token import LATE, StepResult, take_in
+from app.engine.scheduling.block_allocator import BlockAllocator
+from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.in_flight import StepsInFlight
+from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.waiting_queue import WaitingQueue, has_place, leader_of
+
+NOT_FINITE = "the model's output for this request is not finite"
+
+
+class Scheduler:
+    """Owns the sequences and the block pool."""
+
+    def __init__(self, limits: StepLimits, pool: BlockPool, weights_version: str = "") -> None:
+        self.limits = limits
+        self.pool = pool
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # by arrival
+        self.preemptions = self.block_violations = 0
+        self._arrivals = 0
+        self._flights = StepsInFlight(pool)
+        self._allocator = BlockAllocator(pool, self._flights, weights_version)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan or to commit."""
+        return bool(self.waiting or self.running or self._flights)
+
+    @property
+    def counters(self) -> Counters:
+        """For the report of a step."""
+        blocks = self.pool.counts
+        return Counters(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            blocks_active=blocks.active,
+            blocks_total=self.pool.total,
+            preemptions=self.preemptions,
+            block_violations=self.block_violations,
+        )
+
+    def add(self, request: Request) -> None:
+        """A new request at the end of the queue. The caller has checked that it fits alone."""
+        self._arrivals += 1
+        tokens = [*request.prompt, *request.generated]
+        sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
+        # Log-probabilities need rows of one's own.
+        sequence.leader = None if sequence.num_unscored else leader_of(request, chain(self.waiting, self.running))
+        self.waiting.append(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Forgets a request and frees its blocks, once no step uses them; one that is gone already is no error."""
+        for sequence in [s for s in self.running if s.request.id == request_id]:
+            self._end(sequence)
+        waiting = [s for s in self.waiting if s.request.id == request_id]
+        self.waiting.remove(waiting)
+        for sequence in waiting:
+            sequence.ended = True
+
+    def plan(self) -> BatchPlan:
+        """The chunks of the next step; none where all sequences wait for masks.
+
+        commit() must follow, without begin() or behind it.
+        """
+        assert not self._flights, "whoever gives way must not be in a step"
+        preemptions = self.preemptions
+        chunks = self._plan_decodes()
+        # Nobody comes in by the door through which somebody was just shown out.
+        return self._fill(chunks, may_admit=self.preemptions == preemptions)
+
+    def plan_ahead(self) -> BatchPlan | None:
+        """The step behind those that were begun; None where there is nothing to do, or too few blocks to do it."""
+        decodes = [s for s in self.running if _is_decode(s) and not self._stays_behind(s)]
+        if sum(max(0, self._allocator.missing(s)) for s in decodes) > self.pool.available:
+            return None
+        for sequence in decodes:
+            self._allocator.extend(sequence)
+        plan = self._fill([_decode(sequence) for sequence in decodes])
+        return plan if plan.chunks else None
+
+    def begin(self, plan: BatchPlan) -> None:
+        """The step is under way: plan_ahead() counts what it will have done. In the order of the plans."""
+        self._flights.begin(plan)
+
+    def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
+        """Takes the step's results in, but for those of sequences that have ended in the meantime."""
+        self._flights.land(plan)
+        events, scores, failed = [], [], []
+        for chunk in plan.chunks:
+            sequence, name, places = chunk.sequence, chunk.sequence.request.id, chunk.scores
+            if sequence.ended:
+                continue
+            if result.failed and name in result.failed:
+                failed.append(self._spoilt(sequence, result.failed[name]))
+                continue
+            drawn = result.drawn[name] if chunk.samples else None
+            if drawn is LATE:  # the row is computed again, which gives the same
+                continue
+            if not (drawn and (drawn.finish or drawn.failure)):  # its logits were never checked for being finite
+                sequence.num_computed = chunk.stop
+                self._allocator.publish(sequence)
+            scored = result.scores[name] if places else ()
+            if drawn and drawn.failure and scored is not None:
+                failed.append(RequestFailed(name, drawn.failure, is_asked_for=True))
+                self._end(sequence)
+                continue
+            if scored is None or (drawn and drawn.token is None and not drawn.finish):
+                failed.append(self._spoilt(sequence, NOT_FINITE))
+                continue
+            if scored:
+                scores.append(PromptScores(name, places.start, scored))
+                sequence.num_scored += len(scored)
+            if drawn:
+                events.append(take_in(sequence, drawn))
+                if events[-1].finish:
+                    self._end(sequence)
+        return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
+
+    def violations(self) -> list[str]:
+        """What is wrong with the blocks; tests ask after every step."""
+        owned = (sequence.blocks for sequence in [*self.running, *self.waiting])
+        return self.pool.violations(chain(owned, self._flights.held))
+
+    def _plan_decodes(self) -> list[Chunk]:
+        chunks = []
+        for sequence in list(self.running):
+            # An older sequence may have made this one give way.
+            if _is_decode(sequence) and sequence.blocks and self._grow(sequence):
+                chunks.append(_decode(sequence))
+        return chunks
+
+    def _stays_behind(self, sequence: Sequence) -> bool:
+        """Whether it has no part in the step that is planned ahead."""
+        if sequence.ends_in_flight:
+            return True
+        # It lets one step go, so that followers find its prompt with nothing on its way into its blocks.
+        ends_prompt = not sequence.has_prompt and sequence.num_unknown
+        return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
+
+    def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
+        """A plan of these decodes, and of as much of prompts as fits: running ones, then those that are admitted.
+
+        A namespace that has nothing in the step yet is admitted first, into half of the budget: another one's long
+        prompts must not keep a short one waiting.
+        """
+        prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
+        is_shared = self.waiting.has_namespaces or any(s.request.salt for s in prefilling)
+        budget = self.limits.prompt_budget(len(chunks), is_shared=is_shared)
+        started: list[RequestStarted] = []
+        if may_admit and prefilling:
+            present = {sequence.request.salt for sequence in self.running}
+            budget -= self._admit_some(budget // 2, chunks, started, lambda salt: salt not in present)
+        budget -= _share(budget, prefilling, chunks)
+        if may_admit:
+            self._admit_some(budget, chunks, started)
+        clear, copies = self._allocator.take_preparations()
+        return BatchPlan(tuple(chunks), tuple(started), clear, copies)
+
+    def _admit_some(
+        self,
+        budget: int,
+        chunks: list[Chunk],
+        started: list[RequestStarted],
+        may_come: Callable[[str], bool] = lambda _salt: True,
+    ) -> int:
+        """Adds waiting sequences to a plan, of the namespaces that may come; what it took of the budget."""
+        limits, left, first = self.limits, budget, len(chunks)
+
+        def has_slot(salt: str) -> bool:
+            return may_come(salt) and has_place(salt, self.running, limits.max_running)
+
+        for sequence in self.waiting.candidates(has_slot):
+            # The encoder reads the source in the same step, and in one piece; a leader's is read already.
+            to_read = 0 if sequence.living_leader else len(sequence.request.source)
+            if left <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
+                break
+            insort(self.running, sequence, key=lambda s: s.arrival)
+            if not sequence.preemptions:
+                started.append(RequestStarted(sequence.request.id, sequence.num_computed))
+            chunks.append(_next_chunk(sequence, left))
+            left -= chunks[-1].cost + to_read
+        self.waiting.admit(chunk.sequence for chunk in chunks[first:])
+        return budget - left
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""
+        while self._allocator.missing(sequence) > self.pool.available:
+            victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._allocator.extend(sequence)
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives a waiting sequence its blocks; False where there are too few."""
+        certain = sequence.preemptions >= self.limits.max_preemptions
+        length = sequence.request.max_length if certain else len(sequence.tokens)
+        # One spare block for each running sequence, so that the newcomer does not push out whoever grows next.
+        admitted = self._allocator.admit(sequence, length, spare=0 if certain else len(self.running))
+        if admitted:
+            sequence.leader = None  # after a preemption it is a sequence like any other
+        return admitted
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+        sequence.waits_for_mask = False
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.put_back(sequence)
+
+    def _spoilt(self, sequence: Sequence, message: str) -> RequestFailed:
+        """Its end, after which nobody finds what it wrote."""
+        self._allocator.spoil(sequence)
+        self._end(sequence)
+        return RequestFailed(sequence.request.id, message)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._remove(sequence)
+        sequence.ended = True
+
+    def _remove(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._allocator.release(sequence)
+
+
+def _share(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
+    """Adds chunks of running prompts to a plan, as much of each namespace's as of any other's; what it took."""
+    lanes: dict[str, list[Sequence]] = {}
+    for sequence in prefilling:
+        lanes.setdefault(sequence.request.salt, []).append(sequence)
+    spent = 0
+    # The smallest demand first: what it leaves of its share goes to the others.
+    for n_before, lane in enumerate(sorted(lanes.values(), key=lambda lane: sum(s.num_pending for s in lane))):
+        share = (budget - spent) // (len(lanes) - n_before)
+        for sequence in lane:
+            if share <= 0:
+                break
+            chunks.append(_next_chunk(sequence, share))
+            share -= chunks[-1].cost
+            spent += chunks[-1].cost
+    return spent
+
+
+def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
+    # Half as many tokens where each is scored, but one at least.
+    room = -(-budget // 2) if sequence.num_unscored else budget
+    start = sequence.num_begun
+    return Chunk(sequence, start, start + min(sequence.num_pending, room))
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """Whether a token can be drawn from the sequence's one pending row."""
+    return sequence.num_pending == 1 and not sequence.waits_for_mask
+
+
+def _decode(sequence: Sequence) -> Chunk:
+    return Chunk(sequence, sequence.num_begun, sequence.num_begun + 1)

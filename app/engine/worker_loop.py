@@ -1,0 +1,174 @@
+"""The engine process's loop: inbox -> step -> report, until the pipe closes. Knows the pipe, and no torch.
+
+The end of the pipe means that the API process is gone, and this process goes with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import NoReturn
+
+from msgspec.structs import replace
+
+from app.common import logs
+from app.common.async_log_handler import impatient
+from app.common.fault_injection import fault, is_armed
+from app.common.ipc import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
+from app.common.ipc_reader import FrameReceiver
+from app.common.parent_death_signal import die_with_parent
+from app.common.types import Request, RequestStarted, StepReport
+from app.engine.checks.watchdog import HangTrace, heartbeat
+from app.engine.execution.engine import Engine
+from app.engine.gpu.triton_cache import keep_triton_cache
+from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
+from app.engine.start_result import Assembled, EngineStartError
+from model.file_snapshot import reading_from
+
+_log = logging.getLogger("inkstream")
+
+_SWITCH_SECONDS = 0.0005
+"""After which threads that follow grammars give the GIL back to the steps, as far as they hold it in Python."""
+
+Send = Callable[[Up], None]
+Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
+
+
+def run(descriptor: int, assemble: Assemble) -> int:
+    """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
+    die_with_parent()
+    crash_log = impatient(2)
+    faulthandler.enable(crash_log)  # a crash of native code says where
+    # systemd signals every process of a service; the API process decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pipe = socket.socket(fileno=descriptor)
+    inbox = FrameReceiver(pipe)
+    send = _Sender(pipe)
+    try:
+        config = _first_frame(inbox)
+        if inbox.is_closed:  # whoever died before die_with_parent() was called
+            return 0
+        logs.set_up(config.log_level, config.log_format)
+        keep_triton_cache(Path(config.cache_dir) if config.cache_dir else None, os.environ)
+        files = reading_from(Path(config.weights), config.files)
+        with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds), files:
+            fault("engine.load")
+            assembled = assemble(config, lambda phase: send(Phase(phase)))
+        guides = assembled.guides
+        send(assembled.ready)
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        door = GrammarCompileQueue(guides, most=config.max_running)
+        hang_trace = HangTrace(config.silence_seconds, crash_log)
+        _Rounds(assembled.engine, door, inbox, send).run(config.heartbeat_seconds, hang_trace)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    except EngineStartError as error:
+        send(Fatal(str(error), user_error=True))
+        return 2
+    except Exception as error:
+        _log.critical("the engine cannot go on", exc_info=error)
+        send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
+        return 1
+    finally:
+        pipe.close()  # our end is known at once, also where torch hangs on a lost device while Python ends
+
+
+class _Sender:
+    """Frames into the pipe, each as a whole: while the engine loads, two threads send."""
+
+    def __init__(self, pipe: socket.socket) -> None:
+        self._pipe = pipe
+        self._lock = Lock()
+
+    def __call__(self, message: Up) -> None:
+        frame = encode_frame(message)
+        with self._lock:
+            self._pipe.sendall(frame)
+
+
+class _Rounds:
+    """Frames in, a step, a report out; over and over."""
+
+    def __init__(self, engine: Engine, door: GrammarCompileQueue, inbox: FrameReceiver, send: Send) -> None:
+        self._engine = engine
+        self._door = door
+        self._inbox = inbox
+        self._send = send
+        self._taken: list[str] = []
+        """Requests that the next report tells to be in the queue."""
+
+    def run(self, heartbeat_seconds: float, hang_trace: HangTrace) -> NoReturn:
+        """Until the pipe closes, which raises."""
+        # What start-up made stays: neither a full collection between two tokens nor the last one has to walk it.
+        gc.freeze()
+        engine, door = self._engine, self._door
+        while True:
+            hang_trace.alive(time.monotonic())
+            self._take(self._inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)))
+            if failed := door.take_failed():
+                self._report(StepReport(failed=failed, counters=engine.scheduler.counters))
+            if not engine.has_work:
+                engine.rest()
+                self._report(StepReport(counters=engine.scheduler.counters))
+                continue
+            fault("engine.step", engine.scheduler.running)
+            done = StepReport(counters=engine.scheduler.counters)
+            if not is_armed("engine.idle"):
+                done = engine.step(self._announce)
+            self._report(done)
+            door.settle(done)
+
+    def _take(self, frames: list[Down]) -> None:
+        for frame in frames:
+            if isinstance(frame, Submit):
+                request = frame.request
+                fault("engine.submit", request)
+                if request.guide and request.max_tokens:
+                    self._door.enter(request)
+                else:
+                    self._add(request)
+            elif isinstance(frame, Cancel):
+                self._engine.cancel(frame.request_id)
+                self._door.cancel(frame.request_id)
+        for request in self._door.leave():
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        self._engine.add(request)
+        self._taken.append(request.id)
+
+    def _announce(self, started: tuple[RequestStarted, ...]) -> None:
+        self._report(StepReport(started=started, counters=self._engine.scheduler.counters))
+
+    def _report(self, step: StepReport) -> None:
+        counters = replace(step.counters, waiting=step.counters.waiting + self._door.n_waiting)
+        num_computed = sum(sequence.num_computed for sequence in self._engine.scheduler.running)
+        taken, self._taken = tuple(self._taken), []
+        self._send(
+            replace(
+                step,
+                at=time.monotonic(),
+                counters=counters,
+                taken=taken,
+                num_computed=num_computed,
+                work=self._door.take_work(),
+            )
+        )
+
+
+def _first_frame(inbox: FrameReceiver) -> WorkerConfig:
+    frames: list[Down] = []
+    while not frames:
+        frames = inbox.receive(60.0)
+    assert isinstance(frames[0], WorkerConfig), "the first frame tells the configuration"
+    return frames[0]

@@ -1,0 +1,229 @@
+"""One engine or several of the same weights, as the service sees them: which takes a request, and who is there.
+
+    loading --all have loaded the same--> serving --the last is gone--> gone
+       +------------ one is gone ------------------------------------------^
+
+Whoever waits for one while another has places goes there. It serves as long as one of them does. After a crash of one,
+what only waited there goes to the others at once; what it may have died of waits for its next process and meets no
+requests of another engine. Only one that crashes again and again is given up, and then all that it had goes to the
+others. asyncio, no torch, no pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from app.common.errors import EngineError, NotReady
+from app.common.ipc import Ready
+from app.common.types import Request
+from app.engine_client.client import EngineClient
+from app.engine_client.pool_events import EngineGone
+from app.engine_client.prefix_router import PrefixRouter, block_hashes
+from app.engine_client.supervisor import FilesOfWeights, as_in_directory
+from app.engine_client.token_stream import TokenStream
+
+_log = logging.getLogger("inkstream")
+_SAME = ("weights_version", "numerics", "context", "vocab_size", "block_size")
+"""What all engines must agree in, since an answer may go on with any of them."""
+
+_MOST_MOVES = 8
+"""At once, from engines that have a queue to one that has none: what is looked at does not keep the event loop busy."""
+
+
+class EnginePool:
+    """Owns the engines."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        """All of one queue, and each told its place in this order."""
+        self.engines = tuple(engines)
+        self.queue = engines[0].queue
+        self._router = PrefixRouter(len(engines))
+        self._facts: Ready | None = None
+        """Of all engines, once all have loaded."""
+        self._loaded, self._gone_event = asyncio.Event(), asyncio.Event()
+        self._gone: EngineGone | None = None
+        for engine in engines:
+            engine.peers = self
+
+    @property
+    def ready(self) -> Ready | None:
+        """What was loaded; None until all have loaded it, and while no engine takes requests."""
+        return self._facts if any(engine.ready for engine in self.engines) else None
+
+    @property
+    def phase(self) -> str:
+        """What is being done, for people."""
+        if self.ready:
+            return "ready"
+        waited_for = [engine.supervisor for engine in self.engines if not engine.ready]
+        # What ended one for good is told only once that is true of all.
+        return min(waited_for, key=lambda one: one.is_gone).phase if waited_for else "loading"
+
+    @property
+    def restarts(self) -> int:
+        """Engine processes that ended."""
+        return sum(engine.supervisor.restarts for engine in self.engines)
+
+    def start(self, files: FilesOfWeights = as_in_directory) -> None:
+        """Spawns the engine processes, each of which reads the weights from `files`."""
+        for engine in self.engines:
+            engine.supervisor.start(files)
+
+    async def stop(self) -> None:
+        """Ends them; open streams end with NotReady."""
+        await asyncio.gather(*[engine.supervisor.stop() for engine in self.engines])
+
+    async def wait_ready(self) -> Ready:
+        """Waits until all have loaded; what, also where one has crashed since."""
+        await self._loaded.wait()
+        assert self._facts is not None
+        return self._facts
+
+    async def wait_gone(self) -> EngineGone:
+        """Waits until no engine can go on, if ever; or, until all have loaded, until one cannot."""
+        await self._gone_event.wait()
+        assert self._gone is not None
+        return self._gone
+
+    def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Queues the sequences of one answer in one engine, all or none. Raises NotReady, QueueFull, InvalidRequest."""
+        if len(self.engines) == 1:
+            return self.engines[0].submit(requests)
+        if self.ready is None:
+            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+        hashes = block_hashes(requests, self.ready.block_size)
+        place = self._router.choose(hashes, self._loads(), len(requests))
+        stream = self.engines[place].submit(requests)
+        self._router.note(place, hashes, self._blocks(place))
+        return stream
+
+    def resume(self, stream: TokenStream) -> None:
+        """Queues again what a paused stream has left, also while engines restart. Raises NotReady, QueueFull."""
+        home = next((engine for engine in self.engines if engine is stream.source), self.engines[0])
+        if home.ready is None and (home.supervisor.is_gone or not stream.strikes):
+            home = self._other_than(home) or home
+        stream.source = home
+        home.resume(stream)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends every open stream with an error."""
+        for engine in self.engines:
+            engine.fail_all(error)
+
+    def on_ready(self, place: int) -> None:
+        """An engine has loaded; for its client."""
+        here = [engine.ready for engine in self.engines if engine.ready]
+        if len(self.engines) == 1:
+            self._facts = here[0]
+            self._loaded.set()
+            return
+        other = _difference([*([self._facts] if self._facts else []), *here])
+        if self._facts and other:
+            reason = f"it came back with another {other} than the others have"
+            self.engines[place].supervisor.dismiss(EngineGone(reason, 1))
+        elif not self._facts and len(here) == len(self.engines):
+            if other:
+                self._end(EngineGone(f"the engines do not agree in their {other}: start again", 1))
+                return
+            devices = ", ".join(dict.fromkeys(one.device for one in here))
+            self._facts = replace(here[0], device=f"{len(here)} x {devices}")
+            self._loaded.set()
+        else:  # there may have been none when theirs crashed
+            for engine in self.engines:
+                if not engine.ready:
+                    self._send_away(engine, engine.innocent)
+
+    def on_room(self, place: int) -> None:
+        """An engine has places that nobody there waits for: whoever waits for others begins here; for its client."""
+        taker = self.engines[place]
+        givers = [engine for engine in self.engines if engine is not taker and engine.ready and engine.counters.waiting]
+        if not (givers and taker.has_room(1, "")):
+            return
+        for stream in _in_turn(givers):
+            if taker.has_room(len(stream.open_ids), stream.requests[0].salt):
+                self._move(stream, taker)
+
+    def on_crash(self, place: int) -> None:
+        """The process of an engine is gone; for its client."""
+        self._router.forget(place)
+        self._send_away(self.engines[place], self.engines[place].innocent)
+
+    def on_gone(self, place: int, reason: EngineGone) -> None:
+        """An engine does not come back; for its client."""
+        engine = self.engines[place]
+        if not self._loaded.is_set() or all(one.supervisor.is_gone for one in self.engines):
+            self._end(reason)
+        elif reason.exit_code:
+            _log.error("engine %d is given up, the others go on: %s", place, reason)
+            self._send_away(engine, engine.streams)
+
+    def _loads(self) -> dict[int, int]:
+        """Of those that take requests; where some have no suspects to try, only of these."""
+        ready = {place: engine for place, engine in enumerate(self.engines) if engine.ready}
+        calm = {place: engine for place, engine in ready.items() if not engine.n_suspects}
+        return {place: engine.load for place, engine in (calm or ready).items()}
+
+    def _blocks(self, place: int) -> int:
+        ready = self.engines[place].ready
+        return ready.blocks_total if ready else 0
+
+    def _other_than(self, engine: EngineClient) -> EngineClient | None:
+        """Who can go on with what this engine cannot: one that takes requests, or, once it is gone, one that will."""
+        others = [one for one in self.engines if one is not engine and not one.supervisor.is_gone]
+        ready = [one for one in others if one.ready]
+        may = ready or (others if engine.supervisor.is_gone else [])
+        return min(may, key=lambda one: (one.n_suspects > 0, one.load), default=None)
+
+    def _move(self, stream: TokenStream, taker: EngineClient) -> None:
+        """By new names, so that nothing is taken for theirs that the other engine says before it hears of this."""
+        names = stream.open_ids
+        giver = next(engine for engine in self.engines if engine is stream.source)
+        giver.part_with(names)
+        requests = stream.renew()
+        for name, request in zip(names, requests, strict=True):
+            self.queue.rename(name, request.id)
+        taker.adopt(stream)
+        place, facts = self.engines.index(taker), taker.ready
+        assert facts
+        self._router.note(place, block_hashes(requests, facts.block_size), facts.blocks_total)
+
+    def _send_away(self, engine: EngineClient, streams: Iterable[TokenStream]) -> None:
+        count = 0
+        for stream in streams:
+            if home := self._other_than(engine):
+                engine.part_with(stream.open_ids)
+                home.adopt(stream)
+                if home.ready and not stream.is_held:  # else it is counted once there is an engine, or not at all
+                    home.replayed += len(stream.open_ids)
+                count += 1
+        if self._other_than(engine):
+            self.queue.stand_down(self.engines.index(engine))
+        if count:
+            _log.warning("%d open answers go on with other engines", count)
+
+    def _end(self, reason: EngineGone) -> None:
+        if self._gone is None:
+            self._gone = reason
+            self._gone_event.set()
+
+
+def _in_turn(engines: Iterable[EngineClient]) -> list[TokenStream]:
+    """The first of each caller in each engine that wait for their first token, by their places in the queue."""
+    firsts: defaultdict[tuple[EngineClient, str], list[tuple[int, TokenStream]]] = defaultdict(list)
+    for engine in engines:
+        for stream in engine.waiting:
+            of_caller = firsts[engine, stream.requests[0].salt]
+            if len(of_caller) < _MOST_MOVES and (position := stream.queue_position) is not None:
+                of_caller.append((position, stream))
+    found = sorted((one for some in firsts.values() for one in some), key=lambda one: one[0])
+    return [stream for _, stream in found[:_MOST_MOVES]]
+
+
+def _difference(facts: Sequence[Ready]) -> str:
+    """The first thing in which they do not agree; empty where they do."""
+    return next((name for name in _SAME if len({getattr(one, name) for one in facts}) > 1), "")

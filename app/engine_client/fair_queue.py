@@ -1,0 +1,178 @@
+"""The queue in front of the engines as the API process sees it: who waits, how fast it moves. No pipe, no clock.
+
+There is one, however many engines there are (app/engine_client/engine_pool.py): who comes first is told as if they took from it together.
+What is still being tokenised counts as waiting. Callers (requests of one salt) take turns, as in the engine's own
+queue, and where they are told apart none of them fills the queue alone.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from app.common.errors import QueueFull
+from app.common.types import Request, RequestStarted
+from app.engine_client.queue_limits import QueueDemand, QueueLimits, QueueState, check_queue
+from app.engine_client.throughput import ThroughputEstimate
+
+_MAX_RETRY_SECONDS = 120.0
+_PROMPT_TOKENS_PER_STEP = 8
+"""A step reads so many times as many prompt tokens as it writes: 256 for 32 with default settings."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One caller's part of the queue; owned by the line."""
+
+    tokens: int = 0
+    being_read: int = 0
+    """Requests whose texts are being tokenised."""
+    arrivals: list[int] = field(default_factory=list)
+    """Of those that wait in the engine, the oldest first."""
+
+    @property
+    def length(self) -> int:
+        return len(self.arrivals) + self.being_read
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    salt: str
+    arrival: int
+    tokens: int
+    work: float
+
+
+class FairQueue:
+    """Requests that were submitted and have not begun, and those that soon will be submitted."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.limits = limits
+        self._places: dict[str, _Place] = {}
+        self._lanes: dict[str, _Lane] = {}  # by salt; whose turn is next stands first
+        self._arrivals = 0
+        self._work = 0.0
+        self._pace = ThroughputEstimate()
+        self._behind: set[int] = set()
+        """Engines that have somebody waiting."""
+
+    def retry_after(self, now: float) -> int:
+        """Whole seconds after which a refused request has a chance: when those that wait now will have begun."""
+        return math.ceil(min(_MAX_RETRY_SECONDS, max(1.0, self.eta_seconds(len(self._places), now))))
+
+    @contextmanager
+    def reserved(self, salt: str, requests: int, tokens: int, now: float, patience: float = math.inf) -> Iterator[None]:
+        """Room for requests whose texts are being read, about `tokens` long together.
+
+        Raises QueueFull, also where they would wait longer than `patience`; InvalidRequest where they never fit.
+        """
+        self._check(salt, QueueDemand(requests, tokens), now)
+        wait = self.eta_seconds(self._position(salt, len(self._lane(salt).arrivals)), now)
+        if wait > patience and self._places and self._pace.is_sure(self._one, patience, now):
+            raise QueueFull(
+                f"the request would wait {wait:.0f} s for its turn, and its time allows {patience:.0f}: try again in "
+                f"{self.retry_after(now)} s",
+                self.retry_after(now),
+            )
+        lane = self._lanes.setdefault(salt, _Lane())
+        lane.being_read += requests
+        lane.tokens += tokens
+        try:
+            yield
+        finally:
+            lane.being_read -= requests
+            lane.tokens -= tokens
+            self._forget_if_empty(salt, lane)
+
+    def check(self, requests: Sequence[Request], now: float) -> None:
+        """Raises QueueFull where these would break a bound now, InvalidRequest where they always would."""
+        if requests:
+            self._check(requests[0].salt, QueueDemand(len(requests), sum(map(_tokens, requests))), now)
+
+    def join(self, request: Request) -> None:
+        """One more at the end of its caller's; a request that waits already keeps its place."""
+        if request.id in self._places:
+            return
+        self._arrivals += 1
+        lane = self._lanes.setdefault(request.salt, _Lane())
+        lane.arrivals.append(self._arrivals)
+        lane.tokens += (tokens := _tokens(request))
+        work = tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens
+        self._work += work
+        self._places[request.id] = _Place(request.salt, self._arrivals, tokens, work)
+
+    def begin(self, started: Sequence[RequestStarted], now: float, *, has_backlog: bool, engine: int = 0) -> None:
+        """An engine's report: these leave the queue because it has begun with them, and others wait for it, or not."""
+        work = 0.0
+        for one in started:
+            if place := self._places.get(one.request_id):
+                work += place.work
+                self.leave(one.request_id)
+                if lane := self._lanes.pop(place.salt, None):
+                    self._lanes[place.salt] = lane
+        (self._behind.add if has_backlog else self._behind.discard)(engine)
+        self._pace.note(work, now, has_backlog=bool(self._behind))
+
+    def stand_down(self, engine: int) -> None:
+        """Whoever waited for this engine waits for others."""
+        self._behind.discard(engine)
+
+    def leave(self, request_id: str) -> None:
+        """A request is gone, whether it waited or not."""
+        if place := self._places.pop(request_id, None):
+            lane = self._lanes[place.salt]
+            del lane.arrivals[bisect_left(lane.arrivals, place.arrival)]
+            lane.tokens -= place.tokens
+            self._work = self._work - place.work if self._places else 0.0
+            self._forget_if_empty(place.salt, lane)
+
+    def rename(self, request_id: str, name: str) -> None:
+        """A request that waits keeps its place by another name; no error for one that does not wait."""
+        if place := self._places.pop(request_id, None):
+            self._places[name] = place
+
+    def position(self, request_id: str) -> int | None:
+        """Requests that will begin before this one, or None where it does not wait."""
+        if (place := self._places.get(request_id)) is None:
+            return None
+        return self._position(place.salt, bisect_left(self._lanes[place.salt].arrivals, place.arrival))
+
+    def eta_seconds(self, position: int, now: float) -> float:
+        """How long a request at this place of the queue is likely to wait."""
+        return self._pace.seconds_for((position + 1) * self._one, self._one, now)
+
+    @property
+    def _one(self) -> float:
+        """The work that a request of this queue is."""
+        return max(1.0, self._work / len(self._places)) if self._places else 1.0
+
+    def _position(self, salt: str, before: int) -> int:
+        """Of a request with so many of its own caller's before it: others have a turn for each of these."""
+        position, others_first = before, 1
+        for other, lane in self._lanes.items():
+            if other == salt:
+                others_first = 0
+            else:
+                position += min(len(lane.arrivals), before + others_first)
+        return position
+
+    def _check(self, salt: str, adding: QueueDemand, now: float) -> None:
+        lanes, own = self._lanes.values(), self._lane(salt)
+        line = QueueState(sum(lane.length for lane in lanes), sum(lane.tokens for lane in lanes))
+        share = QueueState(own.length, own.tokens) if salt else None
+        check_queue(self.limits, line=line, own=share, adding=adding, retry_after=lambda: self.retry_after(now))
+
+    def _lane(self, salt: str) -> _Lane:
+        return self._lanes.get(salt) or _Lane()
+
+    def _forget_if_empty(self, salt: str, lane: _Lane) -> None:
+        if not lane.length and self._lanes.get(salt) is lane:
+            del self._lanes[salt]
+
+
+def _tokens(request: Request) -> int:
+    """What the engine reads before the first token; a choice that forks from its leader reads nothing."""
+    return 0 if request.leader else len(request.prompt) + len(request.source)

@@ -1,0 +1,253 @@
+"""One engine process after another: started, watched over, killed where it hangs. asyncio, no torch, no requests.
+
+loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many (app/engine_client/restart_policy.py): gone for good
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from app.common.ipc import Down, Fatal, Phase, Ready, Up, WorkerConfig
+from app.common.startup_timer import StartupTimer, in_words
+from app.common.types import StepReport
+from app.engine_client.crash_recovery import PROOF
+from app.engine_client.engine_process import EngineProcess, fate
+from app.engine_client.pool_events import EngineGone
+from app.engine_client.restart_policy import MOST_CRASHES, RestartPolicy
+
+_log = logging.getLogger("inkstream")
+_OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"
+_STARTING_SILENCE, _LOADING_SILENCE = 180.0, 60.0
+"""Seconds at least that it may be silent until it has imported torch, and while it loads on a machine that is busy."""
+
+FilesOfWeights = Callable[[], Awaitable[Mapping[str, str]]]
+"""Waits until an engine may read the weights, and says from where (WorkerConfig.files)."""
+
+
+async def as_in_directory() -> Mapping[str, str]:
+    """The files that the weights directory holds at that time."""
+    return {}
+
+
+class Listener(Protocol):
+    """Whoever has requests in the engine: app/engine_client/client.py."""
+
+    @property
+    def owes_progress(self) -> bool:
+        """Whether the engine has something to compute."""
+        ...
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether what the engine delivers is for nobody."""
+        ...
+
+    def on_report(self, report: StepReport) -> None:
+        """A step was done."""
+        ...
+
+    def on_ready(self) -> None:
+        """An engine takes requests."""
+        ...
+
+    def on_crash(self) -> bool:
+        """There is none any more. Whether a request was found that is to blame."""
+        ...
+
+    def on_gone(self, reason: EngineGone) -> None:
+        """There never is one again."""
+        ...
+
+
+class Supervisor:
+    """Owns the engine process."""
+
+    def __init__(self, config: WorkerConfig, ward: Listener, *, silence_seconds: float, command: Sequence[str]) -> None:
+        # It has to speak well before its silence means something.
+        heartbeat = min(config.heartbeat_seconds, silence_seconds / 4)
+        self._config = replace(config, heartbeat_seconds=heartbeat, silence_seconds=silence_seconds)
+        self._files: FilesOfWeights = as_in_directory
+        self._ward = ward
+        self._silence_seconds = silence_seconds
+        self._command = command
+        self.ready: Ready | None = None
+        self.phase = "starting"
+        self.restarts = 0
+        self.start_seconds: Mapping[str, float] = {}
+        """What the last start that came to its end took, by phase."""
+        self._version = ""  # of the weights that all its engines serve, whatever is in their directory later
+        self._process: EngineProcess | None = None
+        self._why = ""  # we have killed it
+        self._last_frame = time.monotonic()  # or when it was started
+        self._has_spoken = False
+        self._last_progress = time.monotonic()
+        self._num_computed = 0
+        self._deliveries = self._proofs = 0
+        """Steps of this engine that gave somebody a token or a score; and those that gave the probe one."""
+        self._crash_loop = RestartPolicy()
+        self._start_clock = StartupTimer(time.monotonic())
+        self._tasks: list[asyncio.Task[None]] = []
+        self._gone: EngineGone | None = None
+
+    @property
+    def report_age(self) -> float:
+        """Seconds since the engine was heard of last, or was started; it speaks at least once a heartbeat."""
+        return time.monotonic() - self._last_frame
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since its last step that did anything; 0 where it has nothing to do."""
+        return time.monotonic() - self._last_progress if self._ward.owes_progress else 0.0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it does not come back."""
+        return self._gone is not None
+
+    def start(self, files: FilesOfWeights = as_in_directory) -> None:
+        """Spawns the engine process; `ready` is set once it has loaded."""
+        self._files = files
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        """Ends the engine process."""
+        self.give_up(EngineGone("the service is shutting down", 0))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def send(self, frame: Down) -> None:
+        """To the engine there is; lost where there is none."""
+        if self._process:
+            self._process.send(frame)
+
+    def give_up(self, reason: EngineGone) -> None:
+        """No engine is started any more; the first reason counts."""
+        if self._gone is None:
+            self._gone = reason
+            self._ward.on_gone(reason)
+
+    def dismiss(self, reason: EngineGone) -> None:
+        """Gives up, and ends the engine that there is."""
+        self._set_unready()
+        if self._process:
+            self._process.kill()
+        self.give_up(reason)
+
+    async def _supervise(self) -> None:
+        """One engine process after the other. Whatever ends one is a crash, also that it could not be started."""
+        try:
+            while self._gone is None:
+                try:
+                    await self._live_once()
+                except Exception:
+                    _log.exception("the engine process could not be run")
+                    await asyncio.sleep(0.1)
+                self._record_crash()
+        except Exception:  # nobody waits for this task: without it the service would hang
+            _log.exception("the engine cannot be started again")
+            self.give_up(EngineGone("the engine cannot be started again: the log says why", 1))
+
+    async def _live_once(self) -> None:
+        """From the start of an engine process to its end."""
+        self._why, self._last_frame, self._has_spoken = "", time.monotonic(), False
+        self._start_clock = StartupTimer(self._last_frame)
+        self._process = process = await EngineProcess.spawn(self._take, self._command)
+        try:
+            config = replace(self._config, files=await self._files())
+            # One that comes back takes the memory of the one before: all others have theirs.
+            process.send(replace(config, loading_beside=0) if self._version else config)
+            await process.gone()
+        finally:
+            self._process = None
+            self._set_unready()
+            code = await process.end()
+            if self._gone is None:
+                _log.warning("the %s process %d %s", self._config.name, process.pid, f"{fate(code)}{self._why}")
+
+    async def _watch(self) -> None:
+        """Kills an engine that is silent, or speaks and does nothing."""
+        pause = min(1.0, self._silence_seconds / 4)
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            stood_still = now - before > 2 * pause  # this process itself, so the engine's silence says nothing
+            if stood_still or not self._ward.owes_progress:
+                self._last_progress = now
+            if stood_still:
+                self._last_frame = now
+            if self._process and (problem := self._problem()):
+                self._why = f": {problem}"
+                self._set_unready()
+                self._process.kill()
+
+    def _problem(self) -> str:
+        """Why it has to be killed; empty where it need not."""
+        least = 0.0 if self.ready else _LOADING_SILENCE if self._has_spoken else _STARTING_SILENCE
+        silence = max(self._silence_seconds, least)
+        if self.report_age > silence:
+            return f"it was silent for {self.report_age:.1f} s (--engine-silence {self._silence_seconds:g})"
+        if self.ready and self.progress_age > silence:
+            return f"its steps did nothing for {self.progress_age:.1f} s (--engine-silence {self._silence_seconds:g})"
+        return ""
+
+    def _set_unready(self) -> None:
+        if self.ready:
+            self.phase = "restarting"
+        self.ready = None
+
+    def _record_crash(self) -> None:
+        if self._gone:
+            return
+        self.restarts += 1
+        explained = self._ward.on_crash()
+        delivered, proven = self._deliveries >= PROOF, self._proofs >= PROOF
+        self._deliveries = self._proofs = 0
+        if self._crash_loop.record(time.monotonic(), delivered=delivered, explained=explained, proven=proven):
+            problem = f"the engine stopped {MOST_CRASHES} times in ten minutes and did nothing between"
+            self.give_up(EngineGone(problem, 1))
+
+    def _take(self, frame: Up) -> None:
+        self._last_frame, self._has_spoken = time.monotonic(), True
+        match frame:
+            case StepReport():
+                if frame.events or frame.scores:
+                    self._last_progress = self._last_frame
+                    self._deliveries += not self._ward.is_probing
+                    self._proofs += self._ward.is_probing
+                elif frame.failed or frame.num_computed != self._num_computed:
+                    self._last_progress = self._last_frame
+                self._num_computed = frame.num_computed
+                self._ward.on_report(frame)
+            case Phase():
+                self.phase = frame.name
+                self._start_clock.hear(frame.name, self._last_frame)
+                _log.info("%s: %s", self._config.name, frame.name)
+            case Ready() if self._version in ("", frame.weights_version):
+                self._note_ready(frame)
+            case Ready():
+                self.dismiss(EngineGone(_OTHER_WEIGHTS.format(self._config.weights), 1))
+            case Fatal():
+                self.phase = frame.message
+                if frame.user_error:
+                    self.give_up(EngineGone(frame.message, 2))
+
+    def _note_ready(self, frame: Ready) -> None:
+        self.ready, self.phase, self._version = frame, "ready", frame.weights_version
+        self._last_progress = time.monotonic()
+        self.start_seconds = self._start_clock.finish(self._last_progress)
+        _log.info("%s: started in %s", self._config.name, in_words(self.start_seconds))
+        _log.info(
+            "%s: %.2f M parameters, %s on %s, context %d, %d cache blocks of %d tokens, numerics %s (%s)",
+            "ready" if self._config.replicas == 1 else f"{self._config.name} is ready",
+            *(frame.n_params / 1e6, frame.dtype, frame.device, frame.context),
+            *(frame.blocks_total, frame.block_size, frame.numerics, frame.numerics_reason),
+        )
+        self._ward.on_ready()

@@ -1,0 +1,228 @@
+"""What the engine says about the sequences of one answer, as the event loop sees it. asyncio, no torch, no pipe.
+
+open --last item--> ended        pause: the engine drops what has not ended; client.resume() submits it again
+                                 hold: the same, because its reader takes nothing; goes on once it has taken what waits
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from app.common.errors import EngineError
+from app.common.fault_injection import is_armed
+from app.common.types import PromptScores, Request, RequestStarted, SampledEvent
+
+MOST_WAITING = 4096
+"""Tokens and top log-probabilities that may wait for a reader who is busy: some 1.2 MB of plain tokens (300 bytes
+each), 0.6 MB of tokens with 20 log-probabilities (3 KB). It is many pages of text, so that few readers are ever held:
+to submit a stream again costs the engine a prompt that is mostly in its cache."""
+
+
+class Cancelled(EngineError):
+    """The stream was ended from outside (DELETE /complete/{id})."""
+
+
+Item = RequestStarted | PromptScores | SampledEvent | EngineError
+
+
+class Arrival(NamedTuple):
+    """One item, for one of the stream's sequences."""
+
+    at: float
+    """Monotonic seconds, by the clock of the engine's step."""
+    choice: int
+    """Place of the sequence in the stream."""
+    item: Item
+
+
+class TokenSource(Protocol):
+    """Whoever has the engine: app/engine_client/client.py."""
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """The engine is to forget these; no error for those that it does not know."""
+        ...
+
+    def position(self, request_id: str) -> int | None:
+        """How many requests wait in front of this one; None where it does not wait."""
+        ...
+
+    def hold(self, stream: TokenStream) -> None:
+        """Drops what the stream has open, until go_on()."""
+        ...
+
+    def go_on(self, stream: TokenStream) -> None:
+        """Submits again what a held stream has open."""
+        ...
+
+
+class TokenStream:
+    """Owned by the event loop. Closing it early is the only cancellation, and never waits.
+
+    The buffer is bounded: where more than MOST_WAITING waits and nobody is in receive(), the stream is held. A reader
+    who waits is never held, however much comes at once because the event loop was busy.
+    """
+
+    def __init__(self, requests: Sequence[Request], source: TokenSource) -> None:
+        self.requests = tuple(requests)
+        self.strikes = 0
+        """Crashes in a row that it was in flight in when it was dropped; the client's side."""
+        self.holds = 0
+        """How often it was held."""
+        self.work_seconds = 0.0
+        """CPU time that its grammars took beside the engine's steps."""
+        self.source = source
+        """Who has the engine that it runs on; another one once it goes on there."""
+        self._open = {request.id: index for index, request in enumerate(requests)}
+        self._begun = False
+        self._attempts = 1
+        self._generated: list[list[int]] = [list(request.generated) for request in requests]
+        self._scored = [request.scored for request in requests]
+        self._arrivals: list[Arrival] = []
+        self._weight = 0
+        """Of the arrivals: their tokens and top log-probabilities."""
+        self.is_held = False
+        """Whether the engine has dropped it because its reader takes nothing."""
+        self._is_awaited = False
+        self._arrived = asyncio.Event()
+
+    @property
+    def queue_position(self) -> int | None:
+        """How many requests wait in front of this stream's first; None once one of its own runs, or all ended."""
+        return None if self._begun or not self._open else self.source.position(next(iter(self._open)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine owes it anything."""
+        return bool(self._open)
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The requests that have not ended."""
+        return list(self._open)
+
+    @property
+    def open_requests(self) -> list[Request]:
+        """The same as requests, as they were submitted first."""
+        return [self.requests[index] for index in self._open.values()]
+
+    async def receive(self) -> list[Arrival]:
+        """Everything that has arrived; empty after wake().
+
+        An error, or a SampledEvent with `finish`, is the last item of its sequence.
+        """
+        self._is_awaited = True
+        try:
+            await self._arrived.wait()
+        finally:
+            self._is_awaited = False
+        self._arrived.clear()
+        arrivals, self._arrivals, self._weight = self._arrivals, [], 0
+        if self.is_held and self._open:
+            self.source.go_on(self)
+        return arrivals
+
+    def wake(self) -> None:
+        """Lets receive() return."""
+        self._arrived.set()
+
+    def leave(self, index: int) -> None:
+        """Nobody needs more of this sequence. Leaving twice, or after its end, is no error."""
+        request_id = next((name for name, place in self._open.items() if place == index), None)
+        if request_id is not None:
+            del self._open[request_id]
+            self.source.drop([request_id])
+
+    def close(self) -> None:
+        """Nobody listens any more: the engine drops every sequence that has not ended."""
+        names = list(self._open)
+        self._open.clear()
+        if names:
+            self.source.drop(names)
+
+    def cancel(self) -> None:
+        """Ends the stream for its reader, too."""
+        names = list(self._open)
+        self.fail(Cancelled("the request was cancelled"), 0.0)
+        if names:
+            self.source.drop(names)
+
+    def pause(self) -> None:
+        """The engine drops every sequence that has not ended; what has arrived stays."""
+        self.is_held = False
+        if self._open:
+            self.source.drop(list(self._open))
+
+    def renew(self) -> list[Request]:
+        """The sequences that have not ended, as requests that go on from where they stand; the client's side.
+
+        They get new ids, so that nothing is taken for theirs that the engine sent before it heard of the pause.
+        """
+        self._attempts += 1
+        # One that was held has waited for its turn already, and neither its patience nor its news begin anew.
+        self._begun, self.is_held = self.is_held, False
+        self._open = {f"{self.requests[index].id}~{self._attempts}": index for index in self._open.values()}
+        return [self.request(name) for name in self._open]
+
+    def request(self, request_id: str) -> Request:
+        """An open sequence as an engine is told of it that knows nothing of it; the client's side."""
+        index = self._open[request_id]
+        request, generated = self.requests[index], tuple(self._generated[index])
+        if request_id == request.id and (generated, self._scored[index]) == (request.generated, request.scored):
+            return request
+        return replace(
+            request,
+            id=request_id,
+            generated=generated,
+            scored=self._scored[index],
+            # What has begun to write needs nobody; what has not still waits for the prompt's scores.
+            leader=None if generated else self._name_now(request.leader),
+        )
+
+    def progress(self, request_id: str) -> int:
+        """Tokens written and scored so far of an open sequence."""
+        index = self._open[request_id]
+        return len(self._generated[index]) + self._scored[index]
+
+    def push(self, request_id: str, at: float, item: Item) -> None:
+        """Hands an item to the reader; the client's side. Items of a sequence that has ended are dropped."""
+        index = self._open.get(request_id)
+        if index is None:
+            return
+        if isinstance(item, SampledEvent):  # first, since nearly all are
+            if item.token is not None:
+                self._generated[index].append(item.token)
+            if item.finish:
+                del self._open[request_id]
+            self._weight += 1 + len(item.top)
+            if self._weight > MOST_WAITING:
+                self._hold()
+        elif isinstance(item, RequestStarted):
+            self._begun = True
+        elif isinstance(item, PromptScores):
+            self._scored[index] = item.start - 1 + len(item.tokens)
+            self._weight += sum(1 + len(top) for _, top in item.tokens)
+            if self._weight > MOST_WAITING:
+                self._hold()
+        elif isinstance(item, EngineError):
+            del self._open[request_id]
+        self._arrivals.append(Arrival(at, index, item))
+        self._arrived.set()
+
+    def fail(self, error: EngineError, at: float) -> None:
+        """Ends every open sequence with an error; the client's side."""
+        for request_id in list(self._open):
+            self.push(request_id, at, error)
+
+    def _hold(self) -> None:
+        """The reader takes nothing: no more is made for it until it has taken what waits."""
+        if self._open and not (self._is_awaited or self.is_held or is_armed("stream.unbounded")):
+            self.is_held = True
+            self.holds += 1
+            self.source.hold(self)
+
+    def _name_now(self, leader: str | None) -> str | None:
+        return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

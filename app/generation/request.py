@@ -1,0 +1,56 @@
+"""A completion as it was asked for, whichever door it came through. Knows no HTTP and no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+Prompt = str | list[int]
+
+
+def one_by_one(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Prompt], bool]:
+    """The prompts of a request, and whether they were sent as a list of prompts."""
+    is_batch = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
+    return cast("list[Prompt]", prompt if is_batch else [prompt]), is_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """None means the default."""
+
+    prompts: list[Prompt]
+    is_batch: bool = False
+    """Whether the prompts were sent as a list."""
+    source: Prompt | None = None
+    suffix: str | None = None
+    max_tokens: int = 128
+    min_tokens: int = 0
+    sampling: dict[str, float | None] = field(default_factory=dict)
+    """By the names of SamplingParams."""
+    use_model_defaults: bool = True
+    """Whether what is not set comes from the weights' generation_config.json, or is neutral."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+    is_streamed: bool = False
+    guide: tuple[str, object] | None = None
+    """("regex" | "json_schema" | "grammar", what the text must follow)."""
+    deadline_ms: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+    @property
+    def n_drawn(self) -> int:
+        """Continuations that are drawn for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def ranks(self) -> bool:
+        """Whether more are drawn than are shown."""
+        return self.n_drawn > self.n

@@ -1,0 +1,88 @@
+"""Tokens with log-probabilities in arrays: a tenth of the memory of objects, for answers that wait for their client."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+
+from app.generation.events import TokenDetail
+
+
+class TokenTable:
+    """A list of TokenDetail that only grows."""
+
+    def __init__(self, details: Iterable[TokenDetail] = ()) -> None:
+        self._ids = _Numbers()
+        self._has_logprob = bytearray()
+        self._logprobs = Floats()
+        self._offsets = _Numbers()
+        self._top_counts = bytearray()
+        self._top_ids = _Numbers()
+        self._top_logprobs = Floats()
+        self.extend(details)
+
+    def extend(self, details: Iterable[TokenDetail]) -> None:
+        """Adds some at the end."""
+        for detail in details:
+            self._ids.append(detail.id)
+            self._has_logprob.append(detail.logprob is not None)
+            self._logprobs.append(detail.logprob or 0.0)
+            self._offsets.append(detail.offset)
+            self._top_counts.append(len(detail.top))
+            for token, logprob in detail.top:
+                self._top_ids.append(token)
+                self._top_logprobs.append(logprob)
+
+    def __len__(self) -> int:
+        return len(self._ids.values)
+
+    def __iter__(self) -> Iterator[TokenDetail]:
+        tops = self._tops()
+        for token, logprob, offset in zip(self._ids.values, self.logprobs, self._offsets.values, strict=True):
+            yield TokenDetail(token, logprob, next(tops), offset)
+
+    @property
+    def ids(self) -> array[int]:
+        """Of all tokens."""
+        return self._ids.values
+
+    @property
+    def logprobs(self) -> Iterator[float | None]:
+        """Of each token; None for the first of a prompt."""
+        values = self._logprobs.values
+        return (value if known else None for value, known in zip(values, self._has_logprob, strict=True))
+
+    def _tops(self) -> Iterator[tuple[tuple[int, float], ...]]:
+        end = 0
+        for count in self._top_counts:
+            begin, end = end, end + count
+            yield tuple(zip(self._top_ids.values[begin:end], self._top_logprobs.values[begin:end], strict=True))
+
+
+class _Numbers:
+    """Whole numbers in 16 bits each while all of them fit, else in 32."""
+
+    def __init__(self) -> None:
+        self.values = array("H")
+
+    def append(self, value: int) -> None:
+        """Adds one at the end."""
+        try:
+            self.values.append(value)
+        except OverflowError:
+            self.values = array("I", self.values)
+            self.values.append(value)
+
+
+class Floats:
+    """Exact numbers in 32 bits each while all of them fit, as those of an engine do, else in 64."""
+
+    def __init__(self) -> None:
+        self.values = array("f")
+
+    def append(self, value: float) -> None:
+        """Adds one at the end."""
+        self.values.append(value)
+        if self.values.typecode == "f" and self.values[-1] != value:
+            self.values = array("d", self.values)
+            self.values[-1] = value

@@ -1,0 +1,123 @@
+"""Checks in sandboxed processes whether a grammar can be followed, before its request is admitted."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from app.access.tenant_queue import WorkAccount
+from app.common.errors import InvalidRequest
+from app.guided.grammar import Grammar
+from app.sandbox.sandbox import SandboxKilled, SandboxPool
+from model.file_snapshot import Files
+
+MISSING = 'this server was installed without constrained decoding: pip install "inkstream[guided]"'
+MOST_JOBS = 64
+"""Grammars that wait or are checked; one tenant alone may have half of them."""
+
+_MOST_VERDICTS = 8192
+_KILLED_SECONDS = 300.0
+"""How long a grammar that was killed is refused unseen: a machine that was busy may have killed a good one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    problem: str
+    """Empty where the grammar can be followed."""
+    expires: float = float("inf")
+
+
+@dataclass(slots=True)
+class _Check:
+    """One open question; the requests that wait for it."""
+
+    task: asyncio.Task[str]
+    waiting: int = 0
+
+
+class GrammarValidator:
+    """Owns the processes, which start with the first grammar, and the verdicts for one set of weights.
+
+    A verdict is kept by the SHA-256 of the grammar. Refusals hold for all tenants: they are what protects the workers.
+    Acceptances are kept for each tenant apart, so that no tenant can time whether another uses the same grammar.
+    """
+
+    def __init__(
+        self, weights: Path, *, seconds: float, files: Files | None = None, installed: bool | None = None
+    ) -> None:
+        """`files` is where the processes read the tokenizer of `weights` (model/file_snapshot.py)."""
+        arguments = (str(weights), json.dumps(dict(files or {})))
+        self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, most_jobs=MOST_JOBS)
+        self._installed = find_spec("llguidance") is not None if installed is None else installed
+        self._verdicts: OrderedDict[tuple[str | None, bytes], _Verdict] = OrderedDict()
+        """By tenant, None for refusals, and hash; the least recently used first."""
+        self._open: dict[tuple[str, bytes], _Check] = {}
+        self._tasks: set[asyncio.Task[str]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run."""
+        return self._pool.pids
+
+    async def check(self, guide: Grammar, account: WorkAccount) -> None:
+        """Raises InvalidRequest where the guide cannot be followed, Busy, EngineFailed."""
+        if not self._installed:
+            raise InvalidRequest(MISSING, guide.field)
+        problem = self._known_problem(guide.grammar, account.tenant)
+        if problem is None:
+            problem = await self._join_check(guide.grammar, account)
+        if guide.field != "grammar":  # we wrote it: its line numbers mean nothing to the user
+            problem = re.sub(r"^line \d+, column \d+: ", "", problem)
+        if problem:
+            raise InvalidRequest(f"{guide.field}: {problem}", guide.field)
+
+    async def close(self) -> None:
+        """Ends the processes; open checks fail."""
+        await self._pool.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _known_problem(self, grammar: str, tenant: str) -> str | None:
+        digest = _digest(grammar)
+        for key in ((None, digest), (tenant, digest)):
+            if (verdict := self._verdicts.get(key)) and verdict.expires > time.monotonic():
+                self._verdicts.move_to_end(key)
+                return verdict.problem
+        return None
+
+    async def _join_check(self, grammar: str, account: WorkAccount) -> str:
+        """Asks once for all requests of a tenant that wait for the same grammar."""
+        key = account.tenant, _digest(grammar)
+        if (check := self._open.get(key)) is None:
+            check = self._open[key] = _Check(asyncio.create_task(self._ask(grammar, account)))
+            self._tasks.add(check.task)
+            check.task.add_done_callback(self._tasks.discard)
+        check.waiting += 1
+        try:
+            return await asyncio.shield(check.task)
+        finally:
+            check.waiting -= 1
+            if check.task.done() or not check.waiting:
+                check.task.cancel()
+                if self._open.get(key) is check:
+                    del self._open[key]
+
+    async def _ask(self, grammar: str, account: WorkAccount) -> str:
+        try:
+            verdict = _Verdict((await self._pool.ask(grammar.encode(), account)).decode())
+        except SandboxKilled as error:
+            verdict = _Verdict(f"to prepare it {error}: make it simpler", time.monotonic() + _KILLED_SECONDS)
+        self._verdicts[None if verdict.problem else account.tenant, _digest(grammar)] = verdict
+        while len(self._verdicts) > _MOST_VERDICTS:
+            self._verdicts.popitem(last=False)
+        return verdict.problem
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode()).digest()

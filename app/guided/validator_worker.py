@@ -1,0 +1,84 @@
+"""The process that compiles guides before anybody else does. No torch, no asyncio.
+
+Started by app/guided/validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS FILES`; FILES is what reading_from() of
+model/file_snapshot.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler cannot
+be stopped from inside: this process may run out of time or memory without harm to the service.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import resource
+import sys
+from pathlib import Path
+
+from app.common.llguidance_adapter import GrammarVocabulary
+from app.sandbox.sandbox_child import serve
+from model.file_snapshot import Files, reading_from
+from model.tokenizer.tokenizer import Tokenizer
+
+MEMORY_BYTES = 64 << 20
+"""What a guide may take beyond what the vocabulary takes; the engine pays it once more for each request."""
+_STEPS = 24
+_MOST_CHARACTERS = 200
+_TOO_COMPLEX = "it is too complex: make it simpler"
+_SIGNS_OF_COST = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
+
+
+def main(seconds: float, weights: Path, files: Files) -> None:
+    """Runs until the pipe ends, or a guide costs too much."""
+    with reading_from(weights, files):
+        tokenizer = Tokenizer.load(weights)
+    vocabulary = GrammarVocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
+
+    def answer(guide: bytes) -> bytes:
+        return problem_of(vocabulary, guide.decode()).encode()
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    serve(answer, seconds=seconds, most_bytes=taken + MEMORY_BYTES)
+
+
+def problem_of(vocabulary: GrammarVocabulary, guide: str) -> str:
+    """Compiles `guide` and takes a few steps at random, as a model would; what is wrong with it, empty for nothing."""
+    matcher, rng = vocabulary.matcher(guide), random.Random(0)
+    if matcher.is_error():
+        return explain(matcher.get_error())
+    for step in range(_STEPS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return _problem_of_step(step, matcher.get_error())
+        text = mask & ((1 << vocabulary.size) - 1)
+        if not text:
+            return "" if step else "it allows no text at all"
+        matcher.consume_token(rng.choice([i for i, bit in enumerate(bin(text)[:1:-1]) if bit == "1"]))
+        if matcher.is_error():
+            return _problem_of_step(step, matcher.get_error())
+        if matcher.is_stopped():
+            break
+    return ""
+
+
+def explain(message: str) -> str:
+    """llguidance's message in one short line, without what means nothing to the user."""
+    if message.startswith("panic"):
+        return "it cannot be compiled"
+    if any(sign in message for sign in _SIGNS_OF_COST):
+        return _TOO_COMPLEX
+    text = message.split("\n   1 |")[0].split("\n<")[0]
+    text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
+    text = re.sub(r"failed to compile JSON schema: ", "", text)
+    text = re.sub(r'(?:invalid regex ".*" \(in regex\): )?regex parse error:.*\nerror: ', "", text, flags=re.DOTALL)
+    line = " ".join(re.sub(r"[^ -~]+", " ", text).split())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+
+
+def _problem_of_step(step: int, message: str) -> str:
+    if not message.startswith("NoExtension"):
+        return _TOO_COMPLEX
+    return "it leads where no text can go on" if step else "no text of this model's tokens can follow it"
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,90 @@
+"""Who may come in: every request needs a key where keys are set, but for routes that say that they are public.
+
+Decided before a route is looked for and before a byte of the body is read, and without a look at how a path is spelt: a
+stranger gets in only where the router itself would take exactly this request to a public route. All else is refused,
+routes that nobody has thought of included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.access.api_keys import ApiKeys
+from app.access.tenant import EVERYBODY, Tenant
+from app.http.access_record import record_of
+from app.http.errors import ApiError, respond
+
+_MARK = "inkstream_is_public"
+_PLACE = "inkstream_caller"
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
+
+
+def public(endpoint: _Endpoint) -> _Endpoint:
+    """Marks an endpoint that needs no key."""
+    setattr(endpoint, _MARK, True)
+    return endpoint
+
+
+def public_routes(routers: Sequence[APIRouter]) -> tuple[BaseRoute, ...]:
+    """The routes of these routers that are marked; they must be included without a prefix."""
+    routes = (route for router in routers for route in router.routes)
+    return tuple(route for route in routes if isinstance(route, Route) and getattr(route.endpoint, _MARK, False))
+
+
+class AuthMiddleware:
+    """ASGI middleware. Without `keys` everybody is let in as the same caller."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, public: Sequence[BaseRoute]) -> None:
+        self.app = app
+        self._keys = keys
+        self._public = public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._let_in(scope, receive, send)
+        else:  # nothing here speaks another protocol
+            raise RuntimeError("only HTTP is served")
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _caller(scope, self._keys) if self._keys else EVERYBODY
+        if isinstance(found, Tenant):
+            scope[_PLACE] = found
+            record_of(Request(scope)).key = found.name or None
+        elif not self._is_public(scope):
+            await respond(Request(scope), found)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _is_public(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is Match.FULL for route in self._public)
+
+
+def caller_of(request: Request) -> Tenant:
+    """Who sends this request, as the gate has found out. Not for public routes: nobody knows who asks there."""
+    caller: Tenant = request.scope[_PLACE]
+    return caller
+
+
+def _caller(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(given) > 1:  # which of them counts is a question that a proxy in front may answer otherwise
+        message = f"there are {len(given)} headers Authorization: send one header Authorization: Bearer KEY"
+        challenge = 'Bearer realm="inkstream", error="invalid_request"'
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
+    scheme, _, key = given[0].partition(b" ") if given else (b"", b"", b"")
+    key = key.strip(b" \t")
+    if scheme.lower() != b"bearer" or not key:
+        message = "this service asks for a key: send the header Authorization: Bearer KEY"
+        return ApiError(401, message, code="missing_api_key", headers={"WWW-Authenticate": 'Bearer realm="inkstream"'})
+    if caller := keys.caller_of(key):
+        return caller
+    challenge = 'Bearer realm="inkstream", error="invalid_token"'
+    message = "this key is unknown, revoked or over"
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})

@@ -1,0 +1,53 @@
+"""Answers to requests that never reach a route, in the shape of all errors. ASGI and bytes, no service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from app.http.errors import ApiError, respond
+from app.http.request_log import RequestLogMiddleware, note_refusal
+
+_RETRY_AFTER = "2"
+
+
+def as_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A whole response, after which the connection closes; `headers` come first.
+
+    scope: of the request, where the application has it already.
+    """
+    request_id = note_refusal(scope, error.status, error.code or error.type)
+    body = json.dumps(error.body(request_id)).encode()
+    all_headers = [
+        *headers,
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"x-request-id", request_id.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"connection", b"close"),
+    ]
+    lines = [b"%s: %s\r\n" % header for header in all_headers]
+    return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
+
+
+class RejectConnection:
+    """Around the application, for connections that are too many: health probes get through, all else is refused."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._refuse = RequestLogMiddleware(_refuse)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # An orchestrator that gets no answer would end a service that is only busy.
+        is_probe = scope["path"].startswith("/health") and scope["method"] in ("GET", "HEAD")
+        await (self._app if is_probe else self._refuse)(scope, receive, send)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    message = "too many connections: close those that you do not need, and try again in a moment"
+    error = ApiError(503, message, code="too_many_connections", headers={"Retry-After": _RETRY_AFTER})
+    await respond(Request(scope), error)(scope, receive, send)

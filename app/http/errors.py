@@ -1,0 +1,195 @@
+"""One shape for every error, whoever raises it: {"error": {message, type, param, code, request_id, ...}}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
+
+from app.common.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    QuotaUsedUp,
+    Unavailable,
+)
+from app.http.access_record import record_of
+
+_MOST_DETAILS = 100
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
+_NAMES = "may have up to 64 letters, digits, _ and -"
+_PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAMES, "request_id": _NAMES}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `extra` goes into the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.extra = dict(extra or {})
+
+    @property
+    def type(self) -> str:
+        """What sort of error this is."""
+        return _TYPES.get(self.status, "invalid_request_error")
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """The error object, in its envelope."""
+        error = {
+            "message": str(self),
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+            "request_id": request_id,
+        }
+        return {"error": {**error, **self.extra}}
+
+
+def from_engine(error: EngineError) -> ApiError:
+    """What the engine's errors are over HTTP."""
+    match error:
+        case ContextLengthExceeded():
+            numbers = {"prompt_tokens": error.prompt_tokens, "max_model_len": error.max_model_len}
+            return ApiError(400, str(error), param=error.param, code="context_length_exceeded", extra=numbers)
+        case InvalidRequest():
+            return ApiError(400, str(error), param=error.param)
+        case QuotaUsedUp():
+            headers = {"Retry-After": str(error.retry_after)}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
+        case Unavailable():
+            return ApiError(503, str(error), headers={"Retry-After": str(error.retry_after)})
+        case DeadlineExceeded():
+            return ApiError(504, str(error), code="deadline_exceeded")
+        case EngineFailed():
+            return ApiError(500, str(error), code="engine_failed")
+    return ApiError(500, "the request could not be completed")
+
+
+def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
+    """What pydantic found wrong, in words for the caller."""
+    # Where a field may be of several types, the most special complaint is about the one that was meant.
+    found = _details(error)
+    first = max(
+        found, key=lambda e: (e["loc"][:1] == found[0]["loc"][:1], not e["type"].endswith("_type"), len(e["loc"]))
+    )
+    name = str(first["loc"][0])[:60] if first["loc"] else None
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is not valid JSON: {first['msg'].partition(': ')[2][:120]}", code="invalid_json"
+        )
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(str(name), fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "GET /docs lists all fields"
+        return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
+    if name is None and first["type"] == "model_type":
+        return ApiError(400, "the body must be one JSON object, with fields by their names")
+    if first["type"] == "missing":
+        return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
+    message = first["msg"].removeprefix("Value error, ")
+    if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):
+        message = "must be text, a list of token ids, or a list of either kind alone"
+    if first["type"] == "string_pattern_mismatch":
+        message = _PATTERNS.get(str(name), message)
+    if name is None:  # a complaint about several fields begins with the name of one
+        return ApiError(400, message, param=message.partition(" ")[0])
+    return ApiError(400, f"{name}: {message}", param=name)
+
+
+def _details(error: ValidationError) -> list[Mapping[str, Any]]:
+    """What pydantic tells; of very many errors the first alone, as a dict for each takes 4 us."""
+    if error.error_count() <= _MOST_DETAILS:
+        return [*error.errors(include_url=False, include_context=False, include_input=False)]
+    text = error.json(include_url=False, include_context=False, include_input=False)
+    return [json.JSONDecoder().raw_decode(text, 1)[0]]
+
+
+def install(app: FastAPI) -> None:
+    """Every exception that can leave a route becomes the one shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(EngineError, _on_engine_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_framework_validation)
+
+
+def request_id_of(request: Request) -> str:
+    """The id that RequestLog gave this request."""
+    return record_of(request).request_id
+
+
+def respond(request: Request, error: ApiError) -> Response:
+    """The error as a response."""
+    record_of(request).outcome = error.code or error.type
+    request_id = request_id_of(request)
+    headers = {**error.headers, "X-Request-Id": request_id}
+    return JSONResponse(error.body(request_id), status_code=error.status, headers=headers)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return respond(request, error)
+
+
+async def _on_engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EngineError)
+    return respond(request, from_engine(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: unknown route, wrong method."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return respond(request, ApiError(404, f"there is no route {request.scope['path'][:100]}", headers=headers))
+    if error.status_code == 405:
+        allowed = _allowed(request)
+        message = f"{request.method[:20]} is not allowed here; use {allowed}"
+        return respond(request, ApiError(405, message, headers={**headers, "Allow": allowed}))
+    return respond(request, ApiError(error.status_code, str(error.detail)[:200], headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """The methods that this path takes. Starlette tells those of its first route alone: of a page, HEAD."""
+    scope = dict(request.scope)
+    found = (m for m in _METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in request.app.routes))
+    return ", ".join(found) or "another method"
+
+
+async def _on_framework_validation(request: Request, error: Exception) -> Response:
+    """FastAPI's own check of paths and queries."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])[:60]
+    return respond(request, ApiError(400, f"{name}: {first['msg']}"[:200], param=name))

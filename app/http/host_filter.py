@@ -1,0 +1,83 @@
+"""Which names the service answers to. Knows no route.
+
+A page on the web can make its own name lead to this machine (DNS rebinding); its requests then come from a browser
+behind every firewall and are of one origin with the page, so that CORS does not stop them. The name in the Host header
+gives them away: it must be one that no stranger can have.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from fastapi import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.http.errors import ApiError, respond
+
+TARGET = "inkstream_target"
+"""Place in a scope of the name that is in the URL itself (RFC 9112, 3.2.2), if there is one."""
+
+_HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(?::[0-9]{0,5})?")
+
+
+class HostFilter:
+    """ASGI middleware: addresses, localhost, names without a dot, and those that are `allowed`."""
+
+    def __init__(self, app: ASGIApp, allowed: Iterable[str] = ()) -> None:
+        self.app = app
+        self._allowed = frozenset(name.lower().removesuffix(".") for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(scope)):
+            await respond(Request(scope), error)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Both the header and the URL must name us: each of them alone could be what a proxy has looked at."""
+        given = [value for name, value in scope["headers"] if name == b"host"]
+        if not given and scope.get("http_version") == "1.0":
+            return self._refusal_of(scope[TARGET]) if TARGET in scope else None
+        if len(given) != 1:
+            return _bad_host()
+        return self._refusal_of(given[0]) or (self._refusal_of(scope[TARGET]) if TARGET in scope else None)
+
+    def _refusal_of(self, host: bytes) -> ApiError | None:
+        name = _name_in(host)
+        if name is None:
+            return _bad_host()
+        if self._is_ours(name):
+            return None
+        message = f"this service does not answer to the name {name[:100]}: start it with --allowed-hosts {name[:100]}"
+        return ApiError(421, message, code="unknown_host")
+
+    def _is_ours(self, name: str) -> bool:
+        # A stranger can buy any name with a dot, and none without.
+        return "." not in name or name.endswith(".localhost") or name in self._allowed or _is_address(name)
+
+
+def _bad_host() -> ApiError:
+    message = "a request must have one header Host with the name of this service"
+    # A proxy may have read another host: the connection ends, as nothing behind this request can be trusted.
+    return ApiError(400, message, code="bad_host", headers={"Connection": "close"})
+
+
+def _name_in(header: bytes) -> str | None:
+    """The name, in lower case and without its port; None for what can be none."""
+    found = _HOST.fullmatch(header.decode("latin-1").lower())
+    if not found:
+        return None
+    name = found[1]
+    if name.startswith("["):
+        return name if _is_address(name[1:-1]) else None
+    return name.removesuffix(".") or None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

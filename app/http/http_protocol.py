@@ -1,0 +1,264 @@
+"""One HTTP connection: uvicorn's protocol with deadlines, limits and a strict parser.
+
+One timer, set per request and per stall, covers the head, the body, the time between requests, a client that does not
+read, and the answer as a whole. A request that breaks a limit or the rules of framing gets an error in the shape of all
+errors, and the connection closes; it reads on for a moment, as closing with unread bytes would reset it and lose the
+answer. A GET on a half-closed connection is answered. With any other method a FIN means that the client has left, and
+its work stops.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import httptools
+from starlette.types import Scope
+from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from app.http import early_errors, header_checks
+from app.http.connection_limits import ConnectionLimits
+from app.http.connection_timeouts import ConnectionTimeouts
+from app.http.errors import ApiError
+from app.http.eviction import WaitReason
+from app.http.flow_control import ConnectionFlowControl
+from app.http.request_limits import ReceivePhase, RequestLimits
+from app.http.request_parser import RequestParser
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Made by uvicorn for each connection; a Guest of Connections."""
+
+    flow: ConnectionFlowControl
+
+    def __init__(
+        self,
+        connections: ConnectionLimits,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: Any,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.parser = RequestParser(self)  # type: ignore[assignment]
+        self.address = ""
+        self._connections = connections
+        self._limits = connections.limits
+        self._is_guest = True
+        self._intake = RequestLimits(connections.limits)
+        self._running: RequestResponseCycle | None = None
+        self._is_last, self._answer_due = False, 0.0
+
+    def connection_made(self, transport: Any) -> None:
+        """Counts it; the head must come in time."""
+        super().connection_made(transport)
+        self.flow = ConnectionFlowControl(transport, self._limits.write_seconds)
+        self._watch = ConnectionTimeouts(self.flow, self._on_late_client, self._on_stalled_client)
+        self.address = self.client[0] if self.client else ""
+        self._is_guest = self._connections.enter(self)
+        if not self._is_guest:
+            self.app = early_errors.RejectConnection(self.app)
+        self._watch.expect(self._limits.head_seconds if self._is_guest else self._limits.reserve_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the application and stops all timers."""
+        self.parser.close()  # type: ignore[attr-defined]
+        super().connection_lost(exc)
+        if self._is_busy:  # uvicorn tells only the request that was parsed last, which may wait behind this one
+            self._running.disconnected = True  # type: ignore[union-attr]
+            self._running.message_event.set()  # type: ignore[union-attr]
+        self._watch.end()
+        self._connections.leave(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether it may still read, as it may after GET and HEAD alone."""
+        asked = [cycle.scope["method"] in ("GET", "HEAD") for cycle in (self._running, self.cycle) if cycle]
+        if self._intake.phase is not ReceivePhase.DONE or not self._is_busy or not all(asked):
+            return False
+        self.cycle.keep_alive = False
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        """Parses it, within the limits."""
+        if self._intake.phase is ReceivePhase.LINGER:
+            return
+        if self._intake.phase is ReceivePhase.DONE:
+            self._begin_head()
+        try:
+            self._intake.before(len(data))
+            self.parser.feed_data(data)
+            self._intake.after(len(data))
+            if self._intake.phase is ReceivePhase.HEAD and not self._is_busy:
+                self._connections.rest(self, WaitReason.HEAD)
+        except httptools.HttpParserError as error:
+            ours = error.__context__  # what one of our own methods raised in the parser
+            self._refuse(ours if isinstance(ours, ApiError) else ApiError(400, "no valid HTTP/1.1", code="bad_request"))
+        except ApiError as error:
+            self._refuse(error)
+
+    def pause_writing(self) -> None:
+        """The kernel takes no more: the client must read on."""
+        super().pause_writing()
+        self._watch.look_later()
+
+    def on_message_begin(self) -> None:
+        """A request begins; behind another one in the same packet it may be the first we hear of it."""
+        super().on_message_begin()
+        if self._intake.phase is ReceivePhase.DONE:
+            self._begin_head()
+        self._intake.begin_headers()
+
+    def on_url(self, url: bytes) -> None:
+        """More of the URL."""
+        super().on_url(url)
+        self._intake.url(len(self.url))
+        header_checks.check_method(self.parser.get_method())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header field, or a trailer field: the limits include trailers, and the application never sees them."""
+        self._intake.header(len(name) + len(value) + 4)
+        if self._intake.phase is ReceivePhase.HEAD:
+            super().on_header(name, value)
+        else:
+            header_checks.check_trailer(name)
+
+    def on_headers_complete(self) -> None:
+        """The request is given to the application, which may have to wait for its body."""
+        if len(self.pipeline) >= self._limits.pipelined:
+            raise ApiError(400, "too many requests wait on this connection", code="pipelined")
+        version = self.parser.get_http_version()
+        header_checks.check(cast(Scope, self.scope), self.parser.get_method(), version, self.url)
+        self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: 1.0 knows no interim answers
+        super().on_headers_complete()
+        self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves
+        self._connections.wake(self)
+        self._intake.begin_body()
+        self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_guest
+        self.cycle.keep_alive = True  # for now: an answer before the end of the body must not close at once
+        self._wait_for_client()
+
+    def on_body(self, body: bytes) -> None:
+        """More of the body; that of a request whose turn is not yet must not pile up."""
+        super().on_body(body)
+        self._intake.body()
+        if self.cycle is not self._running and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.hold()
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        super().on_message_complete()
+        self.cycle.waiting_for_100_continue = False
+        self._intake.phase = ReceivePhase.DONE
+        self.cycle.keep_alive = not self._is_last
+        self._wait_for_client()
+
+    def on_response_complete(self) -> None:
+        """The next request's turn, if there is one."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing() or self._intake.phase is ReceivePhase.LINGER:
+            return
+        if self._reads_on and self._is_last:
+            self._linger()
+            return
+        self.flow.release()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        self._wait_for_client()
+
+    def shutdown(self) -> None:
+        """The server ends: who idles is sent off now, who is served is sent off then."""
+        if self._is_busy:
+            self.cycle.keep_alive = False
+        elif self._intake.phase is ReceivePhase.DONE:
+            self.transport.close()
+
+    def send_off(self) -> None:
+        """Ends it at once, with all that is being done for it."""
+        self._watch.end()
+        self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        self._answer_due = time.monotonic() + self._limits.answer_seconds
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    @property
+    def _reads_on(self) -> bool:
+        """Whether the body that is being received is that of the request whose turn it is."""
+        return self._intake.phase is ReceivePhase.BODY and self.cycle is self._running
+
+    def _begin_head(self) -> None:
+        self._intake.begin_head()
+        self._wait_for_client()
+
+    def _wait_for_client(self) -> None:
+        """Sets the deadline of what the client owes us now, if it owes us anything."""
+        if self._reads_on:
+            # Answered already: the rest of the body is of no use, but to close now could cost the answer.
+            is_over = self.cycle.response_complete
+            self._watch.expect(self._limits.linger_seconds if is_over else self._limits.body_seconds)
+        elif self._is_busy:
+            self._watch.expect(max(0.0, self._answer_due - time.monotonic()))
+        elif self._intake.phase is ReceivePhase.HEAD:
+            self._connections.rest(self, WaitReason.HEAD)
+            self._watch.expect(self._limits.head_seconds)
+        elif self._intake.phase is ReceivePhase.DONE:
+            self._connections.rest(self, WaitReason.NEXT)
+            self._watch.expect(self._limits.idle_seconds)
+
+    def _on_stalled_client(self, reason: str = "write_stalled") -> None:
+        self._connections.cut[reason] += 1
+        self.flow.forget_unsent()
+        self.send_off()
+
+    def _on_late_client(self) -> None:
+        phase = self._intake.phase
+        if phase is ReceivePhase.LINGER:
+            self.transport.abort()
+        elif self._is_busy and not self._reads_on:
+            self._on_stalled_client("answer_timeout")
+        elif phase is ReceivePhase.DONE or (phase is ReceivePhase.HEAD and not self._intake.head_bytes):
+            self.transport.close()  # it has asked for nothing
+        else:
+            part = "headers" if phase is ReceivePhase.HEAD else "body"
+            self._refuse(ApiError(408, f"the {part} did not arrive in time", code=f"{phase.name.lower()}_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what is being received with an error, if nothing else is on its way, and closes."""
+        assert error.code
+        self._connections.cut[error.code] += 1
+        if self.transport.is_closing() or (self._reads_on and self.cycle.response_started):
+            self.transport.close()
+        elif self._is_busy and not self._reads_on:
+            # Earlier requests are still being answered: the one that runs may end, all others are forgotten.
+            self.pipeline.clear()
+            self._running.keep_alive = False  # type: ignore[union-attr]
+            self.flow.hold()
+            self._intake.phase = ReceivePhase.LINGER
+        else:
+            self._answer(error)
+
+    def _answer(self, error: ApiError) -> None:
+        scope = cast(Scope, self.cycle.scope) if self._is_busy else None
+        self.transport.write(early_errors.as_bytes(error, scope, self.server_state.default_headers))
+        if self._is_busy:  # the application hears of a disconnect, and its next receive() writes no 100 Continue
+            self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.message_event.set()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Closes, but reads on for a moment."""
+        self._intake.phase = ReceivePhase.LINGER
+        self._connections.rest(self, WaitReason.CLOSE)
+        self.flow.release()
+        self.transport.write_eof()
+        self._watch.expect(self._limits.linger_seconds)

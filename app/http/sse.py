@@ -1,0 +1,94 @@
+"""Server-sent events: how a frame is written, and a response that ends with its reader. Knows no completion."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.common.fault_injection import fault
+from app.common.time_slice import TimeSlice
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache, no-transform",
+    "X-Accel-Buffering": "no",
+}
+_T = TypeVar("_T")
+PING = b": ping\n\n"
+quoted = json.encoder.encode_basestring_ascii
+"""A text as a JSON string in ASCII."""
+
+
+def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
+    """One event. The JSON is ASCII: some clients take U+2028 for the end of a line."""
+    fault("api.event", (event_id, data))
+    return f"id: {event_id}\nevent: {name}\ndata: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
+
+
+def text_event(index: int, text: str, event_id: str) -> bytes:
+    """event("token", {"index": index, "text": text}, event_id), which nearly all events are, in a tenth of the time."""
+    return f'id: {event_id}\nevent: token\ndata: {{"index": {index}, "text": {quoted(text)}}}\n\n'.encode("ascii")
+
+
+class EventStreamResponse(Response):
+    """Sends `frames` until they end or the client leaves; calls `close` in every case, also before the first byte."""
+
+    def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**HEADERS, **headers})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._close = close
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(self._pump(send), receive)
+        finally:
+            self._close()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        breather = TimeSlice()
+        async for frame in self._frames:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await breather.breathe()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def until_disconnect(
+    work: Coroutine[Any, Any, _T], receive: Receive, *, discard: Callable[[_T], Awaitable[None]] | None = None
+) -> _T | None:
+    """Runs `work`; when the client leaves first, cancels it and returns None.
+
+    discard: is given what the work has made where nobody gets it, since the caller was cancelled at that moment.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    in_time = False
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        in_time = working.done()
+        await _end(working, watching)
+    except asyncio.CancelledError:
+        in_time = False
+        await _end(working, watching)
+        raise
+    finally:
+        if discard and not in_time and working.done() and not (working.cancelled() or working.exception()):
+            await discard(working.result())
+    return working.result() if in_time else None
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,195 @@
+"""Sandboxed child processes for work that may never end or take all memory: asked, waited for, killed, replaced.
+
+A request can make a template or a grammar run forever, and a thread cannot be ended. A child sets its own limits and
+answers one question after another (app/sandbox/sandbox_child.py); a child that gives no answer in time is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from app.access.tenant_queue import TenantQueue, Turn, WorkAccount
+from app.common.errors import EngineFailed
+from app.sandbox.sandbox_child import LENGTH
+
+_START_SECONDS = 30.0
+_ROOT = Path(__file__).parents[1]
+_WORKERS = 2
+_MOST_BYTES = 16 << 20
+"""Of questions that wait, and of one answer."""
+
+
+class SandboxKilled(Exception):
+    """The child gave no answer; the message says what it took too much of."""
+
+
+class _Died(Exception):
+    """The child ended during a question."""
+
+
+class SandboxPool:
+    """Children that run `python -m MODULE`; they start with the first question. Belongs to the event loop.
+
+    A turn lasts until a killed child is replaced: the tenant whose question killed it waits for that, no other does.
+    """
+
+    def __init__(self, module: str, *arguments: str, seconds: float, most_jobs: int = 32) -> None:
+        """`seconds` is what one answer may take; `most_jobs` bounds how many questions may be open."""
+        # -P and our own path: a folder called app in the working directory is somebody else's.
+        command = (sys.executable, "-P", "-m", module, str(seconds), *arguments)
+        self._children = [SandboxedProcess(command, seconds) for _ in range(_WORKERS)]
+        self._queue = TenantQueue(_WORKERS, most_jobs=most_jobs, most_size=_MOST_BYTES)
+        self._replacements: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children that run."""
+        return [child.pid for child in self._children if child.pid is not None]
+
+    async def ask(self, question: bytes, account: WorkAccount, most_bytes: int = _MOST_BYTES) -> bytes:
+        """A child's answer, of at most that many bytes. Raises Killed, Busy, EngineFailed."""
+        with self._queue.admitted(account, len(question)):
+            if not self.pids:  # no tenant pays for the start of the first child
+                await asyncio.shield(self._children[0].start())
+            turn = await self._queue.acquire(account, len(question))
+            child = self._children[turn.worker]
+            for spare in self._children:
+                spare.start()
+            try:
+                return await _answer(child, question, most_bytes)
+            finally:
+                if child.pid is None:
+                    task = asyncio.create_task(_replace(child, turn))
+                    self._replacements.add(task)
+                    task.add_done_callback(self._replacements.discard)
+                else:
+                    turn.end()
+
+    async def close(self) -> None:
+        """Ends the children; any number of times. Open questions fail."""
+        self._queue.close()
+        for task in self._replacements:
+            task.cancel()
+        await asyncio.gather(*(child.close() for child in self._children))
+        await asyncio.gather(*self._replacements, return_exceptions=True)
+
+
+class SandboxedProcess:
+    """One child, which is asked one question at a time."""
+
+    def __init__(self, command: tuple[str, ...], seconds: float) -> None:
+        self._command = command
+        self._seconds = seconds
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, while it runs."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    def start(self) -> asyncio.Task[None]:
+        """Starts the child unless it runs; done when it takes questions, fails with EngineFailed."""
+        if self._starting is None or (self._starting.done() and self.pid is None):
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # may have no waiter
+        return self._starting
+
+    async def ask(self, question: bytes, most_bytes: int) -> bytes:
+        """The child's answer. Raises Killed, _Died, EngineFailed; the child does not run any more then."""
+        await asyncio.shield(self.start())
+        process = self._process
+        if process is None:
+            raise _Died
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(LENGTH.pack(len(question)) + question)
+            async with asyncio.timeout(self._seconds):
+                await process.stdin.drain()
+                return await _frame(process.stdout, most_bytes)
+        except TimeoutError:
+            await self._kill(process)
+            raise SandboxKilled(f"took more than {self._seconds:g} seconds") from None
+        except ValueError:
+            await self._kill(process)
+            raise SandboxKilled("took too much memory") from None
+        except (OSError, asyncio.IncompleteReadError):
+            await self._kill(process)
+            raise _Died from None
+        except BaseException:  # the client left: this answer would be taken for the next question's
+            await self._kill(process)
+            raise
+
+    async def close(self) -> None:
+        """Ends the child; any number of times. An open question fails."""
+        self._is_closed = True
+        if self._starting:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._process:
+            await self._kill(self._process)
+
+    async def _kill(self, process: asyncio.subprocess.Process) -> None:
+        if self._process is process:
+            self._process = None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        assert process.stdin
+        process.stdin.close()
+        await process.wait()
+
+    async def _start(self) -> None:
+        if self._process:
+            await self._kill(self._process)
+        if self._is_closed:
+            raise EngineFailed(f"the process of {self._command[3]} was closed")
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**environment, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl+C on the terminal is for us
+        )
+        assert process.stdout
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await _frame(process.stdout, 0)  # it has imported what it needs
+        except (OSError, asyncio.IncompleteReadError) as error:
+            await self._kill(process)
+            raise EngineFailed(f"the process of {self._command[3]} does not start") from error
+        except BaseException:
+            await self._kill(process)
+            raise
+
+
+async def _answer(child: SandboxedProcess, question: bytes, most_bytes: int) -> bytes:
+    with contextlib.suppress(_Died):
+        return await child.ask(question, most_bytes)
+    # Something else may have killed it; the same question to a new child tells whether the question did.
+    with contextlib.suppress(_Died):
+        return await child.ask(question, most_bytes)
+    raise SandboxKilled("took too much memory")
+
+
+async def _replace(child: SandboxedProcess, turn: Turn) -> None:
+    try:
+        with contextlib.suppress(EngineFailed):  # the next question tells
+            await asyncio.shield(child.start())
+    finally:
+        turn.end()
+
+
+async def _frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > most_bytes:
+        raise ValueError("the answer is too long")
+    return await reader.readexactly(length)

@@ -1,0 +1,191 @@
+"""New weights while serving: loaded beside the old ones, proven, and given to new requests; or the old ones go on.
+
+asked or seen -> loading beside -> proven -> switched -> answers of the old ones run to their end -> the old ones closed
+                       +-- any fault: closed again, one line in the log, the old ones know nothing of it
+
+At most two sets of engines are there at once: the next load waits until the old weights of the one before are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from app.common.errors import NotReady
+from app.common.fault_injection import is_armed
+from app.serving.model_instance import ModelInstance
+from app.serving.service import Service
+from app.serving.weights_fingerprint import WeightsFingerprint, look, what_is_missing
+from model.files import one_line
+
+_log = logging.getLogger("inkstream")
+_GLANCE_SECONDS = 0.1
+_LOAD_SECONDS = 1800.0
+"""As long as the largest model takes from the slowest disk; after that nothing will come."""
+_ENDED = "their engine ended while it was loading ({})"
+
+Outcome = Literal["switched", "refused"]
+
+
+class LoadFailed(Exception):
+    """New weights that cannot be served; the message says why."""
+
+
+class StillChanging(LoadFailed):
+    """Files were replaced while they were read: whoever watches them looks again."""
+
+
+class HotReload:
+    """Runs as one task. Whatever asks while weights are loaded is answered by one more load after it."""
+
+    def __init__(
+        self, service: Service, make: Callable[[], Awaitable[ModelInstance]], note: Callable[[Outcome], None]
+    ) -> None:
+        """`make` makes what is to be served next, from the directory as it is then. `note` counts."""
+        settings = service.settings
+        self._service = service
+        self._weights = settings.weights
+        self._make = make
+        self._note = note
+        self._watch_seconds = settings.watch
+        self._drain_seconds = settings.request_timeout + settings.resume_seconds
+        """What answers of old weights get: a stream may be resumed to its very end."""
+        self._asked = asyncio.Event()
+        self._retiring: asyncio.Task[None] | None = None
+
+    def ask(self) -> None:
+        """Load the directory again, whether or not anything in it has changed."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled; leaves no process behind but those of what the service has."""
+        await self._service.wait_loaded()
+        tried, seen = self._service.served.seen, await asyncio.to_thread(look, self._weights)
+        if seen != tried and not self._watch_seconds:
+            _log.warning("the weights changed while they were loaded: kill -HUP %d loads them again", os.getpid())
+        unfinished: WeightsFingerprint | None = None  # its files are not hashed again and again, nor the log told of it
+        try:
+            while True:
+                if await self._is_asked():
+                    tried = seen = await self._load()
+                    continue
+                before, seen = seen, await asyncio.to_thread(look, self._weights)
+                # Changed since the last try, and quiet since the last look.
+                if seen == before and seen not in (tried, unfinished):
+                    if await self._is_whole():
+                        tried = seen = await self._load()
+                    else:
+                        unfinished = seen
+        finally:
+            if self._retiring:
+                self._retiring.cancel()
+                await asyncio.gather(self._retiring, return_exceptions=True)
+
+    async def _is_asked(self) -> bool:
+        """Waits for a request, or for the next look."""
+        try:
+            async with asyncio.timeout(self._watch_seconds or None):
+                await self._asked.wait()
+        except TimeoutError:
+            return False
+        self._asked.clear()
+        return True
+
+    async def _is_whole(self) -> bool:
+        if problem := await asyncio.to_thread(what_is_missing, self._weights):
+            _log.info("new weights are not complete yet: %s", problem)
+        return not problem
+
+    async def _load(self) -> WeightsFingerprint:
+        """Switches to what is in the directory now, or tells why not. Returns how the directory looked."""
+        if self._retiring:
+            if not self._retiring.done():
+                _log.info("new weights wait until the answers of the weights before the last have ended")
+            await asyncio.gather(self._retiring, return_exceptions=True)
+        seen = await asyncio.to_thread(look, self._weights)
+        _log.info("loading new weights from %s", seen.place)
+        try:
+            served = await self._loaded()
+        except LoadFailed as error:
+            if self._watch_seconds and isinstance(error, StillChanging):
+                _log.info("new weights are still being written")
+                return seen
+            self._note("refused")
+            _log.error("new weights are refused, the old ones stay: %s", one_line(str(error)))
+            return seen
+        old = self._service.switch(served)
+        self._note("switched")
+        version = served.engine.ready.weights_version[:16] if served.engine.ready else ""
+        _log.info("new weights are served: %s, version %s", served.model_name, version)
+        self._retiring = asyncio.create_task(self._retire(old))
+        return served.seen
+
+    async def _loaded(self) -> ModelInstance:
+        """Raises LoadFailed, with nothing left of it."""
+        try:
+            return await self._tried()
+        except LoadFailed:
+            raise
+        except (ValueError, OSError) as error:
+            raise LoadFailed(str(error)) from None
+        except Exception as error:  # nobody waits for this task: what is no fault of the weights must not end it
+            _log.exception("new weights could not be loaded")
+            raise LoadFailed(f"{type(error).__name__} on our side") from None
+
+    async def _tried(self) -> ModelInstance:
+        """The same, but for what nobody has thought of."""
+        if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine takes any memory
+            raise LoadFailed(problem)
+        served = await self._make()
+        try:
+            served.start()
+            await self._wait_loaded(served)
+            if await asyncio.to_thread(look, self._weights) != served.seen:
+                raise StillChanging("they changed while they were loaded")
+        except BaseException:
+            await served.close()
+            raise
+        return served
+
+    async def _wait_loaded(self, served: ModelInstance) -> None:
+        """Raises LoadFailed."""
+        gone = asyncio.ensure_future(served.engine.wait_gone())
+        loading = asyncio.ensure_future(served.load())
+        try:
+            async with asyncio.timeout(_LOAD_SECONDS):
+                while not loading.done():
+                    await asyncio.wait({loading, gone}, timeout=_GLANCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    if gone.done():
+                        raise LoadFailed(str(gone.result()))
+                    # The client would start another one; where memory is short that costs the old one its life.
+                    if served.engine.restarts:
+                        raise LoadFailed(_ENDED.format(served.engine.phase))
+                    if self._service.draining:
+                        raise LoadFailed("the service is shutting down")
+            await loading
+            if served.engine.restarts or not served.engine.ready:  # while the tokenizer was loaded
+                raise LoadFailed(_ENDED.format(served.engine.phase))
+        except TimeoutError:
+            raise LoadFailed(f"they are not loaded after {_LOAD_SECONDS:g} s") from None
+        except ValueError as error:
+            raise LoadFailed(str(error)) from None
+        finally:
+            gone.cancel()
+            loading.cancel()
+            await asyncio.gather(gone, loading, return_exceptions=True)
+
+    async def _retire(self, old: ModelInstance) -> None:
+        """Closes old weights once nobody needs them, or the time is over."""
+        if is_armed("reload.keep_old"):
+            return
+        error = NotReady("the weights that this answer began with are no longer served: send it again", 1)
+        try:
+            async with asyncio.timeout(self._drain_seconds):
+                await old.wait_free()
+        except TimeoutError:
+            _log.warning("old weights are closed after %g s: some answers end with an error", self._drain_seconds)
+        await self._service.retire(old, error)
+        _log.info("old weights are closed")

@@ -1,0 +1,290 @@
+"""What every route shares: settings and what is served; and how a request becomes a completion. No HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from app.access.loop_share import LoopShare
+from app.access.rate_limiter import Reservation
+from app.access.tenant import Tenant
+from app.access.tenant_queue import WorkAccount
+from app.chat.template import ChatTemplate
+from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady
+from app.common.ipc import Ready
+from app.common.params import SamplingParams
+from app.common.settings import Settings
+from app.engine_client.engine_pool import EnginePool
+from app.engine_client.pool_events import EngineGone
+from app.generation.prompt_encoder import PromptEncoder
+from app.generation.request import GenerationRequest
+from app.generation.request_builder import BuiltRequests
+from app.generation.session import GenerationSession, SessionTimes, Timeouts
+from app.guided.grammar import MOST_BYTES, guide_of
+from app.guided.validator import GrammarValidator
+from app.serving.admission import AdmissionControl
+from app.serving.failure_monitor import FailureMonitor
+from app.serving.model_instance import ModelInstance
+from app.tokenization.tokenizer_pool import TokenizerPool
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError
+
+_log = logging.getLogger("inkstream")
+_CANARY = "the canary"
+"""Its name and its cache namespace; a client's name has no space."""
+_CANARY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A completion that the engine has taken; whoever closes it releases `served`."""
+
+    served: ModelInstance
+    completion: GenerationSession
+    wish: GenerationRequest
+    params: SamplingParams
+    tokenizer: Tokenizer
+    weights_version: str
+    numerics: str
+    truncated: bool
+    lease: Reservation
+    """Of its caller's quota."""
+
+
+class Service:
+    """Wired once, in app/main.py."""
+
+    def __init__(self, settings: Settings, served: ModelInstance, long_texts: TokenizerPool) -> None:
+        self.settings = settings
+        self.served = served
+        """What new requests get. A request that goes on over an await keeps its own."""
+        self._long_texts = long_texts
+        self.gate = AdmissionControl()
+        self.loop_share = LoopShare()
+        self.draining = False
+        self.failures = FailureMonitor(self._run_canary)
+        """Whether every recent answer failed."""
+        self._names = {served.model_name}
+        self._retiring: list[ModelInstance] = []
+        self._loaded, self._switched = asyncio.Event(), asyncio.Event()
+        self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+
+    @property
+    def engine(self) -> EnginePool:
+        """Of what is served now."""
+        return self.served.engine
+
+    @property
+    def engines(self) -> list[EnginePool]:
+        """That one, and those whose last answers are still being made."""
+        return [served.engine for served in (self.served, *self._retiring)]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of what is served now; None until it is loaded."""
+        return self.served.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """Of what is served now, where its weights bring one."""
+        return self.served.chat_template
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model that is served now."""
+        return self.served.model_name
+
+    @property
+    def created(self) -> int:
+        """Unix time at which what is served now was loaded."""
+        return self.served.created
+
+    @property
+    def phase(self) -> str:
+        """What the service is doing, for people: ready, draining, or a step of the start."""
+        if self.draining:
+            return "draining"
+        return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
+
+    def is_called(self, name: str) -> bool:
+        """Whether clients know what is served by this name; those of weights that were served before count."""
+        return name in self._names
+
+    def require_open(self) -> None:
+        """Raises NotReady while draining."""
+        if self.draining:
+            raise NotReady("the service is shutting down: try again in a moment", 5)
+
+    def require_ready(self, served: ModelInstance | None = None) -> tuple[Ready, Tokenizer]:
+        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+        self.require_open()
+        served = served or self.served
+        if served.engine.ready is None or served.tokenizer is None:
+            raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
+        return served.engine.ready, served.tokenizer
+
+    async def load(self) -> None:
+        """What is served first, which has been started; a tokenizer that cannot be used ends the service."""
+        try:
+            await self.served.load()
+            self._loaded.set()
+        except TokenizerError as error:
+            self._fail(EngineGone(str(error), 2))
+        except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
+            self._fail(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
+
+    async def wait_loaded(self) -> None:
+        """Waits until there has been something to serve."""
+        await self._loaded.wait()
+
+    async def wait_gone(self) -> EngineGone:
+        """Waits until the service cannot go on, if ever; what became of weights served before does not matter."""
+        while not self._failed.done():
+            served = self.served
+            self._switched.clear()
+            engine_gone = asyncio.ensure_future(served.engine.wait_gone())
+            others: list[asyncio.Future[Any]] = [self._failed, asyncio.ensure_future(self._switched.wait())]
+            try:
+                await asyncio.wait([engine_gone, *others], return_when=asyncio.FIRST_COMPLETED)
+                if engine_gone.done() and served is self.served:
+                    self._fail(engine_gone.result())
+            finally:
+                engine_gone.cancel()
+                others[1].cancel()
+        return self._failed.result()
+
+    def switch(self, served: ModelInstance) -> ModelInstance:
+        """New requests get this, which is loaded. Returns what they got until now; retire() must be called for it."""
+        old, self.served = self.served, served
+        self._retiring.append(old)
+        self._names.add(served.model_name)
+        self._switched.set()
+        self.failures.record_success()  # what failed were the old ones
+        return old
+
+    async def retire(self, old: ModelInstance, error: EngineError) -> None:
+        """Ends the processes of what is no longer served; answers that still need them end with `error`."""
+        await old.close(error)
+        self._retiring.remove(old)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends every open stream with an error."""
+        for engine in self.engines:
+            engine.fail_all(error)
+
+    async def close(self) -> None:
+        """Ends all processes; open streams end with an error."""
+        self.loop_share.close()
+        await asyncio.gather(*[served.close() for served in (self.served, *self._retiring)])
+
+    async def begin(
+        self, name: str, wish: GenerationRequest, caller: Tenant, heartbeat: float, served: ModelInstance | None = None
+    ) -> Admitted:
+        """Validates, admits, submits, with what is served now or with `served`, which is held until it is released.
+
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, QuotaUsedUp, NotReady, DeadlineExceeded.
+        """
+        served = served or self.served
+        served.hold()
+        try:
+            return await self._begin(name, wish, caller, heartbeat, served)
+        except BaseException:  # also where the client leaves meanwhile
+            served.release()
+            raise
+
+    async def _begin(
+        self, name: str, wish: GenerationRequest, caller: Tenant, heartbeat: float, served: ModelInstance
+    ) -> Admitted:
+        clock = SessionTimes()
+        ready, tokenizer = self.require_ready(served)
+        patience = self._patience(wish, heartbeat)
+        with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
+            with self.gate.room(wish, caller, patience, served.engine.queue):
+                account = WorkAccount(caller.salt, lease)
+                reader = PromptEncoder(ready, served.text_encoder(), self._long_texts, account)
+                async with _deadline(patience):
+                    reads, source = await reader.prompts(wish), await reader.source(wish.source)
+                    guide = await self._guide(wish, served.guides, account)
+            batch = BuiltRequests(name, wish, ready, tokenizer, caller.salt)
+            requests = batch.requests(reads, source, guide)
+            self.gate.charge(lease, wish, requests)
+            choices = batch.choices(requests, reads)  # what may fail comes before the engine has it
+            stream = served.engine.submit(requests)
+        completion = GenerationSession(stream, choices, patience, clock)
+        return Admitted(
+            served=served,
+            completion=completion,
+            wish=wish,
+            params=requests[0].params,
+            tokenizer=tokenizer,
+            weights_version=ready.weights_version,
+            numerics=ready.numerics,
+            truncated=any(read.truncated for read in reads),
+            lease=lease,
+        )
+
+    async def _run_canary(self) -> bool | None:
+        """Whether a short text is continued as a client's would be; None where the service is busy or not ready."""
+        try:
+            await self._continue_canary()
+        except EngineError as error:
+            return False if isinstance(error, EngineFailed) else None
+        except Exception:
+            _log.exception("the canary request failed")
+            return False
+        return True
+
+    async def _continue_canary(self) -> None:
+        """Raises whatever a client's request would meet."""
+        longest = min(_CANARY_SECONDS, self.settings.request_timeout)
+        source = "Once" if self.require_ready()[0].has_encoder else None
+        wish = GenerationRequest(
+            prompts=["Once"], source=source, max_tokens=2, ignore_eos=True, deadline_ms=int(longest * 1e3)
+        )
+        admitted = await self.begin(_CANARY, wish, Tenant(salt=_CANARY), heartbeat=longest)
+        try:
+            while not admitted.completion.is_over:
+                if await admitted.completion.ready():
+                    admitted.completion.take()
+        finally:
+            admitted.completion.close()
+            admitted.lease.end(0)
+            admitted.served.release()
+
+    async def _guide(self, wish: GenerationRequest, guides: GrammarValidator, account: WorkAccount) -> str:
+        """The grammar that the text must follow, which can be followed; empty for none."""
+        if not wish.guide:
+            return ""
+        field, value = wish.guide
+        length = len(value) if isinstance(value, str) else MOST_BYTES  # a schema may be as large as a body
+        guide = await self._long_texts.run(length, lambda: guide_of(field, value), account)
+        if guide is None:
+            return ""
+        await guides.check(guide, account)
+        return guide.grammar
+
+    def _fail(self, gone: EngineGone) -> None:
+        if not self._failed.done():
+            self._failed.set_result(gone)
+
+    def _patience(self, wish: GenerationRequest, heartbeat: float) -> Timeouts:
+        longest = self.settings.longest_deadline_ms
+        if wish.deadline_ms is not None and wish.deadline_ms > longest:
+            raise InvalidRequest(f"deadline_ms must be at most {longest}, this server's own limit", "deadline_ms")
+        deadline = self.settings.request_timeout if wish.deadline_ms is None else wish.deadline_ms / 1e3
+        return Timeouts(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
+
+
+@asynccontextmanager
+async def _deadline(patience: Timeouts) -> AsyncIterator[None]:
+    """Texts are read and guides are checked within the request's deadline, however many others wait for the same."""
+    try:
+        async with asyncio.timeout(patience.deadline) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the text was read: raise deadline_ms") from None

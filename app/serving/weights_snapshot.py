@@ -1,0 +1,171 @@
+"""Keeps the weights that are served, so that restarted processes read them whatever happens to the directory.
+
+open() -- every file is opened: what is renamed, unlinked or behind a link that was switched can still be read
+copy() -- each opened file becomes a private copy: what is overwritten in place can still be read
+
+The copies have no names: they share storage with the original where the file system can (reflink), else they lie in
+the cache or temporary directory where they fit, and they vanish with this process. Other processes read through
+/proc/PID/fd (model/file_snapshot.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from app.common.fault_injection import fault, is_armed
+from model.file_snapshot import Files, reading_from
+from model.files import CheckpointError, regular_file
+
+_log = logging.getLogger("inkstream")
+_SUFFIXES = (".json", ".jinja", ".safetensors")
+_SMALL_BYTES = 1 << 20
+"""A manifest may name files that are not weights: of those only small ones are kept."""
+_MOST_FILES = 256
+_MOST_COPIED_BYTES, _MOST_IN_MEMORY_BYTES = 1 << 30, 24 << 20
+"""Of all files together, on a disk and in a file system that lies in memory."""
+_SHARE_OF_FREE_SPACE = 0.5
+_FICLONE = 0x40049409
+_REPLACE = "replace files of the weights by renaming new ones over them (rsync, mv), never in place (cp)"
+
+
+class WeightsSnapshot:
+    """The opened files of one weights directory. The owner closes it once no process may start from it any more."""
+
+    def __init__(self, directory: Path, descriptors: dict[str, int], files: Files) -> None:
+        self.directory = directory
+        self.files = files
+        """What reading_from() takes; empty where nothing could be kept, so that the directory itself is read."""
+        self._descriptors = descriptors
+
+    @classmethod
+    def open(cls, directory: Path) -> WeightsSnapshot:
+        """Opens the files that are in the directory now. Never fails: the log says what cannot be kept."""
+        if sys.platform != "linux" or is_armed("weights.no_snapshot"):
+            return cls(directory, {}, {})
+        descriptors: dict[str, int] = {}
+        try:
+            names = [name for name in os.listdir(directory) if not name.startswith(".")]  # noqa: PTH208
+            for name in names:
+                if len(descriptors) > _MOST_FILES:
+                    raise OSError(0, f"more than {_MOST_FILES} files")
+                if (descriptor := _open(directory / name)) is not None:
+                    descriptors[name] = descriptor
+        except OSError as error:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+            _log.warning("%s: the served weights cannot be kept open (%s)", directory, error.strerror)
+            return cls(directory, {}, {})
+        folder = f"/proc/{os.getpid()}/fd"
+        files = {name: f"{folder}/{descriptors[name]}" if name in descriptors else "" for name in names}
+        return cls(directory, descriptors, files if descriptors else {})
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within this context the directory's files are read as the snapshot has them."""
+        with reading_from(self.directory, self.files):
+            yield
+
+    def copy(self, folders: Sequence[Path]) -> None:
+        """Puts a private copy behind each descriptor, the smallest files first. Never fails: the log says what stays.
+
+        folders: where copies that take space may lie, in this order.
+        """
+        total, stays = 0, dict[str, str]()
+        for size, name in sorted((os.fstat(number).st_size, name) for name, number in self._descriptors.items()):
+            try:
+                total += size
+                with _private_copy(self._descriptors[name], self.directory, folders, total=total) as copy:
+                    os.dup2(copy.fileno(), self._descriptors[name], inheritable=False)
+            except OSError as error:
+                stays[name] = str(error.strerror)
+        if stays:
+            reason = ", ".join(f"{name} ({reason})" for name, reason in stays.items())
+            _log.warning("%s: no private copy of %s: %s", self.directory, reason, _REPLACE)
+
+    def close(self) -> None:
+        """Any number of times."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors, self.files = {}, {}
+
+
+def _open(path: Path) -> int | None:
+    """A descriptor for reading; None for what the loader has to refuse itself, or does not need. Raises OSError."""
+    try:
+        regular_file(path)
+    except CheckpointError:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return None
+    facts = os.fstat(descriptor)
+    if stat.S_ISREG(facts.st_mode) and (path.suffix in _SUFFIXES or facts.st_size <= _SMALL_BYTES):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _private_copy(descriptor: int, directory: Path, folders: Sequence[Path], *, total: int) -> BinaryIO:
+    """A nameless file with the same content. Raises OSError that says why there is none.
+
+    total: bytes of this copy and those before it.
+    """
+    fault("weights.copy")
+    with contextlib.suppress(OSError):
+        return _reflink(descriptor, directory)
+    problem = OSError(0, "no temporary directory")
+    for folder in folders:
+        try:
+            most = _MOST_IN_MEMORY_BYTES if _is_in_memory(folder) else _MOST_COPIED_BYTES
+            if total > most:
+                raise OSError(0, f"more than {most >> 20} MiB for {folder}")
+            return _copied(descriptor, folder)
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def _reflink(descriptor: int, directory: Path) -> BinaryIO:
+    """Shares the original's storage; takes no space. Raises OSError."""
+    copy = os.fdopen(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), "rb+")
+    try:
+        fcntl.ioctl(copy, _FICLONE, descriptor)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
+
+
+def _is_in_memory(folder: Path) -> bool:
+    """Whether what lies there takes memory; a container may be ended for that. Raises OSError."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts if fields[2] == number)
+
+
+def _copied(descriptor: int, folder: Path) -> BinaryIO:
+    """Takes as much space as the original. Raises OSError, with nothing left in the folder."""
+    size = os.fstat(descriptor).st_size
+    if size > shutil.disk_usage(folder).free * _SHARE_OF_FREE_SPACE:
+        raise OSError(0, f"{folder} has too little space")
+    copy = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (the caller closes it)
+    try:
+        offset = 0
+        while sent := os.sendfile(copy.fileno(), descriptor, offset, max(1, size - offset)):
+            offset += sent
+    except BaseException:
+        copy.close()
+        raise
+    return copy

@@ -1,0 +1,128 @@
+"""golden.json: what a model said of a short text when it was written, for whoever loads it to compare. No tokenizer.
+
+It holds the natural logarithms of the probability of each token of a prompt but the first, given those before it,
+computed in float32 on the CPU. A file of weights that is whole but wrong (another layout of heads, a lost scaling, a
+transposed matrix) loads without complaint, and says something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.files import CheckpointError, is_there, read_json
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
+
+GOLDEN_FILE = "golden.json"
+TOLERANCE = 1e-3
+LONGEST = 64
+"""Ids of a prompt, at most."""
+_CERTAIN = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Golden:
+    """What a golden.json holds."""
+
+    path: Path
+    prompt: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token of the prompt but the first."""
+
+    def compare(self, logprobs: Sequence[float]) -> float:
+        """The largest difference from what a model says in float32. Raises CheckpointError beyond TOLERANCE.
+
+        logprobs: of as many tokens as there are, from the second on.
+        """
+        largest = float(self._differences(logprobs).max())
+        self._check("by up to", largest, TOLERANCE)
+        return largest
+
+    def compare_rounded(self, logprobs: Sequence[float], *, share: float) -> float:
+        """The mean difference from what a model says whose numbers are rounded. Raises CheckpointError.
+
+        A rare token may be far off; all together may be off by this share of what they are. What is nearly certain has
+        next to nothing, hence the constant.
+        """
+        mean = float(self._differences(logprobs).mean())
+        size = sum(map(abs, self.logprobs[: len(logprobs)])) / len(logprobs)
+        self._check("by a mean of", mean, _CERTAIN + share * size)
+        return mean
+
+    def _differences(self, logprobs: Sequence[float]) -> Tensor:
+        return (torch.tensor(logprobs) - torch.tensor(self.logprobs[: len(logprobs)])).abs()
+
+    def _check(self, how: str, difference: float, tolerance: float) -> None:
+        if not difference <= tolerance:  # NaN is no match either
+            raise CheckpointError(
+                f"{self.path}: the log-probabilities differ {how} {difference:.3g}, more than {tolerance:.3g}: these "
+                "are not the weights, or not the config.json, that it was made with (remove it if they are meant to "
+                "differ)"
+            )
+
+
+def golden_file(decoder: Decoder, prompt: list[int]) -> bytes:
+    """The content for `prompt`, of 2 ids at least. `decoder` must be float32 on the CPU; see as_stored()."""
+    assert len(prompt) > 1, "the first token has no log-probability"
+    logprobs = [round(value, 6) for value in _logprobs(decoder, prompt).tolist()]
+    return (json.dumps({"prompt": prompt, "logprobs": logprobs}) + "\n").encode()
+
+
+def as_stored(decoder: Decoder, dtype: torch.dtype) -> Decoder:
+    """A copy in float32 on the CPU, with the numbers that a file in `dtype` holds."""
+    state = {name: tensor.detach().to("cpu", dtype).float() for name, tensor in decoder.state_dict().items()}
+    stored = Decoder(decoder.config).requires_grad_(False).eval()
+    stored.load_state_dict(state, assign=True)
+    return stored
+
+
+def verify(decoder: Decoder, directory: Path) -> float | None:
+    """The largest difference from golden.json; None where there is none. Raises CheckpointError beyond TOLERANCE.
+
+    `decoder` must be float32 on the CPU.
+    """
+    golden = read_golden(directory, decoder.config)
+    return None if golden is None else golden.compare(_logprobs(decoder, list(golden.prompt)).tolist())
+
+
+def read_golden(directory: Path, config: ModelConfig) -> Golden | None:
+    """golden.json of a model of this shape; None where there is none. Raises CheckpointError."""
+    path = directory / GOLDEN_FILE
+    if not is_there(path):
+        return None
+    prompt, logprobs = _read(path, config)
+    return Golden(path=path, prompt=tuple(prompt), logprobs=tuple(logprobs))
+
+
+def _logprobs(decoder: Decoder, prompt: list[int]) -> Tensor:
+    assert decoder.embedding.dtype == torch.float32 and decoder.embedding.device.type == "cpu"
+    source = prompt if decoder.config.n_encoder_layers else None
+    logprobs_TV = logits(decoder, prompt, source=source)[:-1].log_softmax(-1)
+    return logprobs_TV.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1)
+
+
+def _read(path: Path, config: ModelConfig) -> tuple[list[int], list[float]]:
+    raw = read_json(path)
+    prompt, logprobs = raw.get("prompt"), raw.get("logprobs")
+    longest = min(config.context, LONGEST)
+    if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < config.vocab_size for i in prompt):
+        raise CheckpointError(f"{path}: prompt must be a list of ids below {config.vocab_size}")
+    if not 2 <= len(prompt) <= longest:
+        raise CheckpointError(f"{path}: prompt must have 2 to {longest} ids, not {len(prompt)}")
+    if not isinstance(logprobs, list) or not all(_is_logarithm(value) for value in logprobs):
+        raise CheckpointError(f"{path}: logprobs must be a list of numbers")
+    if len(logprobs) != len(prompt) - 1:
+        raise CheckpointError(f"{path}: {len(prompt)} ids have {len(prompt) - 1} logprobs, not {len(logprobs)}")
+    return prompt, logprobs
+
+
+def _is_logarithm(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e6

@@ -1,0 +1,122 @@
+"""How tokens reach one another, where nothing is cached: training, the encoder, the readable reference.
+
+The paged ways are app/engine/memory/kv_cache.py. Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim, B
+sequences, N tokens of each, S tokens of each source.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_TILE = 128
+
+
+class Attend(Protocol):
+    """softmax(q k^T / sqrt(C)) v of each token over its own sequence; keeps what later steps need."""
+
+    def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, /) -> Tensor:
+        """Returns [T, H, C]."""
+        ...
+
+
+class CrossAttend(Protocol):
+    """softmax(q k^T / sqrt(C)) v of each token over the source of its sequence."""
+
+    def __call__(self, layer: int, q_THC: Tensor, /) -> Tensor:
+        """Returns [T, H, C]."""
+        ...
+
+
+class CausalAttend:
+    """Whole sequences of one length behind one another, each token over itself and those before it: training.
+
+    Written as matrix products over tiles of queries, each with the keys up to its end only: on a CPU the forward and
+    backward pass together took 5.2 ms where scaled_dot_product_attention took 12.0 (2 x 512 tokens, 4/2 heads of 64).
+    """
+
+    def __init__(self, length: int, window: int | None = None) -> None:
+        self.length = length
+        """Tokens of each sequence; T is a multiple of it."""
+        self.window = window
+        """ModelConfig.sliding_window."""
+
+    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+        n_kv_heads, length, scale = k_TKC.shape[1], self.length, q_THC.shape[-1] ** -0.5
+        q_BKGNC = q_THC.unflatten(1, (n_kv_heads, -1)).unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4)
+        k_BKNC, v_BKNC = (x_TKC.unflatten(0, (-1, length)).transpose(1, 2) for x_TKC in (k_TKC, v_TKC))
+        tiles = []
+        for start in range(0, length, _TILE):
+            stop = min(start + _TILE, length)
+            q_BKRC = q_BKGNC[:, :, :, start:stop].flatten(2, 3)  # R = G * tile
+            scores_BKRN = (q_BKRC @ k_BKNC[:, :, :stop].transpose(2, 3)).float() * scale
+            hidden_NN = hidden(torch.arange(start, stop, device=q_THC.device)[:, None], stop, self.window)
+            scores_BKGNN = scores_BKRN.unflatten(2, (-1, stop - start)).masked_fill(hidden_NN, float("-inf"))
+            weights_BKRN = scores_BKGNN.softmax(-1).flatten(2, 3).to(v_TKC.dtype)
+            tiles.append((weights_BKRN @ v_BKNC[:, :, :stop]).unflatten(2, (-1, stop - start)))
+        out_BKGNC = torch.cat(tiles, dim=3)
+        return out_BKGNC.permute(0, 3, 1, 2, 4).reshape(q_THC.shape)
+
+
+class PerHeadAttend:
+    """What CausalAttend computes, written as the formula says it: one sequence, one head after another. Slow."""
+
+    def __init__(self, length: int, window: int | None = None) -> None:
+        self.length = length
+        self.window = window
+
+    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+        n_heads, n_kv_heads, head_dim = q_THC.shape[1], k_TKC.shape[1], q_THC.shape[2]
+        out_THC = torch.empty_like(q_THC)
+        positions_N1 = torch.arange(self.length, device=q_THC.device)[:, None]
+        for first in range(0, len(q_THC), self.length):
+            sequence = slice(first, first + self.length)
+            for head in range(n_heads):
+                kv_head = head * n_kv_heads // n_heads
+                q_NC, k_NC, v_NC = q_THC[sequence, head], k_TKC[sequence, kv_head], v_TKC[sequence, kv_head]
+                scores_NN = (q_NC @ k_NC.T).float() / head_dim**0.5
+                scores_NN = scores_NN.masked_fill(hidden(positions_N1, self.length, self.window), float("-inf"))
+                out_THC[sequence, head] = scores_NN.softmax(-1).to(v_NC.dtype) @ v_NC
+        return out_THC
+
+
+class EncoderAttend:
+    """Padded sources behind one another, every token over all real tokens of its source."""
+
+    def __init__(self, real_BS: Tensor) -> None:
+        self.real_BS = real_BS
+        """True for tokens, False for padding."""
+
+    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+        return _over_source(q_THC, k_TKC, v_TKC, self.real_BS)
+
+
+class MemoryAttend:
+    """Cross-attention over padded sources whose keys and values Decoder.encode made."""
+
+    def __init__(self, kv: list[tuple[Tensor, Tensor]], real_BS: Tensor) -> None:
+        self.kv = kv
+        self.real_BS = real_BS
+
+    def __call__(self, layer: int, q_THC: Tensor) -> Tensor:
+        return _over_source(q_THC, *self.kv[layer], self.real_BS)
+
+
+def hidden(positions_X1: Tensor, length: int, window: int | None) -> Tensor:
+    """[.., length] bool: the places 0 .. length - 1 that a token at its position may not look at."""
+    places_L = torch.arange(length, device=positions_X1.device)
+    hidden_XL = places_L.gt(positions_X1)
+    return hidden_XL if window is None else hidden_XL | places_L.le(positions_X1 - window)
+
+
+def _over_source(q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, real_BS: Tensor) -> Tensor:
+    """[T, H, C]: each of B equal runs of queries over its own source's real tokens."""
+    batch, n_kv_heads = len(real_BS), k_TKC.shape[1]
+    q_BKGNC: Tensor = q_THC.unflatten(1, (n_kv_heads, -1)).unflatten(0, (batch, -1)).permute(0, 2, 3, 1, 4)
+    k_BKSC, v_BKSC = (x_TKC.unflatten(0, (batch, -1)).transpose(1, 2) for x_TKC in (k_TKC, v_TKC))
+    scores_BKRS = (q_BKGNC.flatten(2, 3) @ k_BKSC.transpose(2, 3)).float() * q_THC.shape[-1] ** -0.5
+    weights_BKRS = scores_BKRS.masked_fill(~real_BS[:, None, None], float("-inf")).softmax(-1).to(v_TKC.dtype)
+    out_BKGNC: Tensor = (weights_BKRS @ v_BKSC).unflatten(2, q_BKGNC.shape[2:4])
+    return out_BKGNC.permute(0, 3, 1, 2, 4).reshape(q_THC.shape)

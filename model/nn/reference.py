@@ -1,0 +1,61 @@
+"""Generation that recomputes everything for every token: slow, obviously right, the oracle of the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
+from model.nn.transformer import Decoder
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    source: list[int] | None = None,
+    choose: Callable[[Tensor, int], int] | None = None,
+    eos_ids: tuple[int, ...] = (),
+    attend_for: Callable[[int, int | None], Attend] = CausalAttend,
+) -> list[int]:
+    """The tokens that follow `prompt`, up to and with the first of `eos_ids`.
+
+    source: what the encoder reads, where there is one. choose: (logits [V], position of the new token) -> its id;
+    greedy with ties to the lowest id by default. attend_for: (length, window) -> how to attend over that length.
+    """
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        logits_V = logits(decoder, tokens, source=source, attend_for=attend_for)[-1]
+        tokens.append(choose(logits_V, len(tokens)) if choose else int(logits_V.argmax()))
+        if tokens[-1] in eos_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@torch.inference_mode()
+def logits(
+    decoder: Decoder,
+    tokens: list[int],
+    *,
+    source: list[int] | None = None,
+    attend_for: Callable[[int, int | None], Attend] = CausalAttend,
+) -> Tensor:
+    """Float32 logits [T, V]: what follows each of `tokens`."""
+    device = decoder.embedding.device
+    attend = attend_for(len(tokens), decoder.config.sliding_window)
+    cross = None if source is None else read_source(decoder, source)
+    hidden_TD = decoder(torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device), attend, cross)
+    return decoder.head(hidden_TD).float()
+
+
+def read_source(decoder: Decoder, source: list[int]) -> CrossAttend:
+    """The encoder's reading of one source."""
+    device = decoder.embedding.device
+    real_BS = torch.ones(1, len(source), dtype=torch.bool, device=device)
+    positions_S = torch.arange(len(source), device=device)
+    kv = decoder.encode(torch.tensor(source, device=device), positions_S, EncoderAttend(real_BS))
+    return MemoryAttend(kv, real_BS)

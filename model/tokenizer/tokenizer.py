@@ -1,0 +1,245 @@
+"""Text to token ids and token ids to bytes, from a Hugging Face tokenizer.json. Knows no model.
+
+Text is bytes underneath: `bytes_of[id]` are a token's exact bytes, and only a decoder that sees the whole stream turns
+them into characters. Special tokens have no bytes: they steer the model and are never shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from model.files import one_line
+from model.tokenizer.regexes import Unproven, find_unproven
+from model.tokenizer.special_tokens import read_names
+from model.tokenizer.token_bytes import keeps_text, pieces_of
+from model.tokenizer.token_spans import Spans, in_pieces, result_of, spans_of, untrimmed
+from model.tokenizer.tokenizer_file import read_tokenizer_json
+from model.tokenizer.tokenizer_probe import check_ids, put_first, unknown_token
+
+SEPARATOR = "<|endoftext|>"
+"""Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
+
+# How text is cut before pairs are merged: words with one leading space or mark, English endings apart, numbers in
+# threes, runs of marks, white space.
+SPLIT = (
+    r"['\u2019](?i:s|t|d|m|re|ve|ll)(?!\p{L})|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be used; the message names the file and the reason."""
+
+
+class Tokenizer:
+    """A loaded tokenizer. Immutable, safe to share between threads."""
+
+    def __init__(self, rust: RustTokenizer, eos_token: str | None = None, bos_token: str | None = None) -> None:
+        """Takes `rust` over. Raises ValueError for a kind of tokenizer whose bytes could not be told exactly."""
+        raw = json.loads(rust.to_str())
+        self._pieces = pieces_of(raw)
+        self.unproven: Unproven = find_unproven(raw)
+        """What of it is not known to take linear time."""
+        check_ids(rust)
+        vocabulary = rust.get_vocab(with_added_tokens=True)
+        added = {token.content for token in rust.get_added_tokens_decoder().values()}
+        named = {token for token in (bos_token, eos_token) if token and token in vocabulary}
+        rust.add_special_tokens([AddedToken(token, special=True) for token in named - added])
+        self._rust = rust
+        self._keeps_text = keeps_text(raw, vocabulary)
+        self._longest = max(map(len, vocabulary))
+        names = (bos_token, eos_token, unknown_token(raw["model"]))
+        bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
+        first = put_first(rust)
+        rust.post_processor = untrimmed(rust)
+        self._silent = {token for token in (first, bos, eos, unknown) if token is not None}
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        """Every id is below this."""
+        self.adds_bos: bool = first is not None
+        """Whether encode() puts `bos_id` before every text."""
+        self.bos_id: int | None = next((token for token in (first, bos, eos) if token is not None), None)
+        """The token that starts a text; where there is none, the one that ends the text before."""
+        self.eos_id: int | None = eos
+        """The token that ends a text."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Reads tokenizer.json, and the names of special tokens from the files beside it. Raises TokenizerError."""
+        return cls.reader(directory)()
+
+    @classmethod
+    def reader(cls, directory: Path) -> Callable[[], Tokenizer]:
+        """load() in two: the files are read now, the tokenizer, which takes time and memory, is made when it is asked.
+
+        Both raise TokenizerError.
+        """
+        path = directory / "tokenizer.json"
+        try:
+            text = read_tokenizer_json(path)
+            names = read_names(directory)
+        except ValueError as error:
+            raise TokenizerError(str(error)) from None
+        return lambda: cls._made(path, text, names)
+
+    @classmethod
+    def _made(cls, path: Path, text: str, names: Mapping[str, str]) -> Tokenizer:
+        try:
+            rust = RustTokenizer.from_str(text)
+            rust.no_truncation()  # how long a prompt may be is not the tokenizer's to decide
+            rust.no_padding()
+            if isinstance(rust.model, models.BPE):
+                rust.model.dropout = None  # a matter of training: the same text must give the same ids
+            return cls(rust, names.get("eos_token"), names.get("bos_token"))
+        except BaseException as error:  # a Rust panic is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            problem = "" if isinstance(error, ValueError) else "not a tokenizer that works: "
+            raise TokenizerError(f"{path}: {problem}{_reason(error)}") from None
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learns a byte-level BPE of exactly `vocab_size` tokens. Raises TokenizerError where the text is too small."""
+        rust = RustTokenizer(models.BPE())
+        rust.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        rust.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[SEPARATOR],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        rust.train_from_iterator(texts, trainer)
+        tokenizer = cls(rust, SEPARATOR, SEPARATOR)
+        if tokenizer.vocab_size != vocab_size:
+            raise TokenizerError(
+                f"the text supports only {tokenizer.vocab_size} tokens, not {vocab_size}: give more text or a smaller "
+                "vocabulary (--vocab-size)"
+            )
+        return tokenizer
+
+    def files(self) -> dict[str, str]:
+        """The files of this tokenizer: name -> content."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": None if self.eos_id is None else self._rust.id_to_token(self.eos_id),
+            "bos_token": None if self.bos_id is None else self._rust.id_to_token(self.bos_id),
+            "clean_up_tokenization_spaces": False,
+        }
+        return {"tokenizer.json": self._rust.to_str(), "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+
+    @property
+    def kind(self) -> str:
+        """For people: "byte-level BPE", "SentencePiece-style BPE with byte fallback", "Unigram", "word-level"."""
+        return self._pieces.kind
+
+    def end_ids(self, named: tuple[int, ...]) -> tuple[int, ...]:
+        """What ends a text: the tokens that the model's own files name, else this tokenizer's."""
+        return named or (() if self.eos_id is None else (self.eos_id,))
+
+    def start_id(self, named: int | None) -> int | None:
+        """What a text from nothing starts with: the token that the model's own files name, else this tokenizer's."""
+        return self.bos_id if named is None else named
+
+    def piece(self, token: int) -> str:
+        """The token as its vocabulary writes it; empty for an id that only the model has."""
+        return self._rust.id_to_token(token) or ""
+
+    def id_of(self, piece: str) -> int | None:
+        """The token that the vocabulary writes so, if there is one."""
+        token: int | None = self._rust.token_to_id(piece)
+        return token
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, with the special tokens that the tokenizer itself adds; BOS only if the text has none yet."""
+        # As a batch of one: encoding a single text holds the interpreter, and a megabyte takes seconds.
+        ids = list(self._rust.encode_batch_fast([text])[0].ids)
+        return ids[1:] if self.adds_bos and ids[:2] == [self.bos_id] * 2 else ids
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> Spans:
+        """encode(), and which characters of `text` each token was made of; or without added special tokens."""
+        return result_of(self.span_slices(text, add_special_tokens=add_special_tokens))
+
+    def span_slices(self, text: str, *, add_special_tokens: bool = True) -> Generator[None, None, Spans]:
+        """Returns what encode_spans() does, and yields between the pieces of a long text."""
+
+        def encode(part: str) -> Spans:
+            return spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
+
+        spans = yield from in_pieces(encode, text)
+        if add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2:
+            spans = Spans(spans.ids[1:], spans.starts[1:], spans.ends[1:])
+        return spans
+
+    def least_tokens(self, text: str) -> int:
+        """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
+        return -(-len(text) // self._longest) if self._keeps_text else 0
+
+    def encode_many(self, texts: list[str]) -> list[list[int]]:
+        """encode() of each text without added special tokens, on all cores."""
+        return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids` as it continues a text (see `strips_first_space`); bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def written(self, ids: Iterable[int]) -> bytes:
+        """The whole text of `ids`, from its start, with the names of special tokens: what encode() would read again."""
+        return b"".join(self.written_parts(ids))
+
+    def written_parts(self, ids: Iterable[int]) -> Iterator[bytes]:
+        """written(), token by token."""
+        begun = not self.strips_first_space
+        for token in ids:
+            if name := self.specials.get(token):
+                yield name.encode()
+            else:
+                data = self.token_bytes(token)
+                yield data if begun else data.removeprefix(b" ")
+                begun = begun or bool(data)
+
+    def token_bytes(self, token: int) -> bytes:
+        """bytes_of[token]; nothing for an id that only the model's vocabulary has (padded to a round number)."""
+        return self.bytes_of[token] if token < len(self.bytes_of) else b""
+
+    @cached_property
+    def specials(self) -> dict[int, str]:
+        """The special tokens: id -> how a text names it."""
+        added = self._rust.get_added_tokens_decoder()
+        return {token: added[token].content for token in added if added[token].special} | {
+            token: self.piece(token) for token in self._silent
+        }
+
+    @cached_property
+    def bytes_of(self) -> list[bytes]:
+        """The exact bytes of every token id; empty for special tokens and for ids that the vocabulary skips."""
+        pieces = (self._rust.id_to_token(token) for token in range(self.vocab_size))
+        table = [b"" if piece is None else self._pieces.bytes_of(piece) for piece in pieces]
+        for token, added in self._rust.get_added_tokens_decoder().items():
+            table[token] = self._pieces.bytes_of_added(added.content)
+        for token in self.specials:
+            table[token] = b""
+        return table
+
+    @cached_property
+    def strips_first_space(self) -> bool:
+        """Whether a text from its start (not one that continues a prompt) loses the first space of its tokens.
+
+        SentencePiece puts a space before every text, and words carry the one before them: it is no part of the text.
+        """
+        ids = self._rust.encode("a", add_special_tokens=False).ids
+        return self._pieces.before == " " or self.decode(ids).startswith(" ")
+
+
+def _reason(error: BaseException) -> str:
+    return one_line(str(error)[:200]) or type(error).__name__

@@ -1,0 +1,91 @@
+"""Short texts drawn from a decoder, to be looked at. Serving samples with app/engine/sampling/sampler.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.nn.reference import generate
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+
+_SEED = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a text is to be drawn for."""
+
+    text: str
+    """The start of the text, or the source of one."""
+    tokens: list[int]
+    source: list[int] | None = None
+    """What the encoder reads, where there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How tokens are chosen; temperature 0 takes the likeliest. The fields are those of generation_config.json."""
+
+    temperature: float
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    """CTRL's (Keskar et al., 2019), over prompt and text."""
+
+
+LIVELY = Drawing(temperature=0.8, top_p=0.95, repetition_penalty=1.05)
+GREEDY = Drawing(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What came of a prompt."""
+
+    prompt: str
+    joined: str
+    """Prompt and text, for people."""
+
+
+def draw_samples(
+    decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, drawing: Drawing
+) -> list[Sample]:
+    """One for each prompt, from a fixed seed: the same weights give the same texts."""
+    samples = []
+    for prompt in prompts:
+        text = sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, drawing=drawing)
+        samples.append(Sample(prompt=prompt.text, joined=joined(prompt, text)))
+    return samples
+
+
+def joined(prompt: Prompt, text: str) -> str:
+    """Prompt and text as people read them."""
+    return prompt.text + text if prompt.source is None else f"{prompt.text} -> {text.lstrip()}"
+
+
+def sample_text(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, *, seed: int, drawing: Drawing
+) -> str:
+    """The text that follows `prompt`, up to the context or the end of the document."""
+    generator, seen = torch.Generator().manual_seed(seed), list(prompt.tokens)
+
+    def choose(logits_V: Tensor, _position: int) -> int:
+        penalised_V = _penalised(logits_V.cpu(), seen, drawing.repetition_penalty)
+        ordered_V, ids_V = (penalised_V / drawing.temperature).softmax(-1).sort(descending=True)
+        ordered_V[ordered_V.cumsum(-1) - ordered_V >= drawing.top_p] = 0.0
+        seen.append(int(ids_V[torch.multinomial(ordered_V, 1, generator=generator)]))
+        return seen[-1]
+
+    room = min(max_tokens, decoder.config.context - len(prompt.tokens))
+    eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    chosen = choose if drawing.temperature else None
+    ids = generate(decoder, prompt.tokens, room, source=prompt.source, choose=chosen, eos_ids=eos)
+    return tokenizer.decode(ids)
+
+
+def _penalised(logits_V: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
+    ids = torch.tensor(sorted(set(seen)), dtype=torch.long)
+    repeated = logits_V[ids]
+    return logits_V.index_copy(0, ids, torch.where(repeated > 0, repeated / penalty, repeated * penalty))

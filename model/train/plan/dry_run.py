@@ -1,0 +1,163 @@
+"""What a run will take, before it takes it: --dry-run, and --preset auto. Knows no training loop."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from model.checkpoint.model_summary import describe_bytes, describe_size
+from model.config import ConfigError, ModelConfig
+from model.device import choose_device, describe, free_memory
+from model.files import write_file
+from model.nn.transformer import Decoder
+from model.presets import SIZES
+from model.train.common.flag_types import AUTO
+from model.train.common.formatting import counted, duration
+from model.train.common.output_dir import free_bytes
+from model.train.data.text_file import STANDARD_INPUT
+from model.train.plan.dataset_size import Amount, Texts, amount_of, read_texts
+from model.train.plan.resources import Speed, measure, sizes
+from model.train.setup.finetune import base_of, settle
+from model.train.setup.options import limits, shape, vocabulary
+
+_PASSING = 2
+"""Gradients of activations, and what a layer needs only while it computes, are about as much again."""
+_PARTS = {
+    "embedding": "embedding",
+    "position_embedding": "embedding",
+    "attention": "attention",
+    "cross": "attention",
+    "mlp": "feed-forward",
+    "untied_head": "head",
+    "head_bias": "head",
+}
+_REST = "norms"
+_PER_PARAMETER = 5
+"""Tokens that a parameter should at least see. 20 make the most of an amount of computing (arXiv:2203.15556), but a
+little too large costs less than a little too small: `small` was at 1.46 held-out bits per byte after 2 of them."""
+_EPOCHS = 8
+"""How often a text is worth reading: 4 times are as good as new text, 16 teach little more (arXiv:2305.16264)."""
+
+
+def settle_size(options: argparse.Namespace, *, follows: bool = False) -> None:
+    """Puts a size in the place of auto, and says which; of a run that goes on the one that it has.
+
+    follows: take what another process of this run has chosen. Raises ConfigError, DataError and TokenizerError.
+    """
+    if options.preset != AUTO:
+        return
+    kept = Path(options.out) / ".training" / "preset"
+    if (options.resume or follows) and kept.exists():
+        options.preset = kept.read_text().strip()
+        return
+    # What is wrong with the other flags is told before the text is read.
+    if options.pairs or options.per_line:
+        raise ConfigError("--preset auto is for running text; name a preset for lines and pairs")
+    if str(STANDARD_INPUT) in (options.data or []):
+        raise ConfigError("--preset auto reads the text before it chooses, and - can be read but once; name a preset")
+    shape(_with_preset(options, SIZES[0]))
+    options.preset, why = choose(options, read_texts(options))
+    print(f"--preset auto takes {options.preset}: {why}", flush=True)
+    if not options.dry_run:
+        write_file(kept, f"{options.preset}\n".encode())
+
+
+def choose(options: argparse.Namespace, texts: Texts) -> tuple[str, str]:
+    """(the largest preset of which every parameter would see enough tokens, why it is)."""
+    chosen, why = SIZES[0], "the smallest there is"
+    for name in SIZES:
+        asked = _with_preset(options, name)
+        config, once = shape(asked), texts.n_bytes / texts.tokenised(vocabulary(asked))[0]
+        with torch.device("meta"):
+            n_params = Decoder(config).n_params
+        wanted = _PER_PARAMETER * n_params
+        amounts = {f"{_EPOCHS} epochs of this text": _EPOCHS * once, "this run": _length(asked, config, once)}
+        for whence, most in amounts.items():
+            if most < wanted:
+                return chosen, f"{why}; {name} wants {counted(wanted)} tokens or more, {whence} has {counted(most)}"
+        chosen, why = name, f"{describe_size(n_params)} parameters, each to see {_PER_PARAMETER} tokens or more"
+    return chosen, f"{why}; the largest there is"
+
+
+def forecast(options: argparse.Namespace) -> None:
+    """Prints a table, a line as soon as it is known. Raises ValueError behind it where it does not fit."""
+    device, base = choose_device(options.device), base_of(options, Path(options.out), resumes=False)
+    if base:
+        settle(options, base)
+    asked = base.shape if base else shape(options)
+    amount = amount_of(options, options.context or asked.context, base.tokenizer if base else None)
+    asked = asked if base else replace(asked, vocab_size=amount.vocab_size)
+    with torch.device("meta"):
+        decoder = Decoder(asked)
+    need = sizes(decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
+    listed = ", ".join(f"{name} {describe_size(n)}" for name, n in parts(decoder).items())
+    _print("parameters", f"{describe_size(decoder.n_params)}: {listed}")
+    _print("text", amount.told)
+    on_disk, free = need.on_disk + amount.stored, free_bytes(Path(options.out))
+    files = _listed(tokens=amount.stored, snapshots=2 * need.snapshot, result=need.result)
+    _print("disk", f"about {describe_bytes(on_disk)}: {files}; {describe_bytes(free)} are free")
+    if on_disk > free:
+        raise ValueError(f"--out {options.out}: its disk has too little room; name a folder elsewhere")
+    in_memory, free = need.in_memory, free_memory(device)
+    told = _listed(weights=need.weights, gradients=need.weights, optimiser=need.optimiser, average=need.average)
+    if in_memory < free:
+        speed = measure(asked, options, device, math.ceil(amount.row_tokens))
+        _print_run(options, amount, speed, device)
+        in_memory += _PASSING * speed.activations
+        told += f", activations of {speed.micro_rows} windows at once {describe_bytes(speed.activations)}"
+    _print("memory", f"about {describe_bytes(in_memory)}: {told}; {describe_bytes(free)} are free")
+    if in_memory > free:
+        raise ValueError("there is too little memory; take a smaller --preset, --context or --micro-windows")
+    print("it fits; nothing was written. Without --dry-run it begins", flush=True)
+
+
+def steps_of(options: argparse.Namespace, amount: Amount, step_seconds: float) -> int:
+    """Until the first of the limits is reached."""
+    rows = options.windows
+    epochs, tokens = rows / amount.per_epoch, rows * amount.row_tokens
+    share = limits(options).done(step=1, epochs=epochs, tokens=tokens, seconds=step_seconds)
+    return math.ceil(1 / share - 1e-6)
+
+
+def parts(decoder: Decoder) -> dict[str, int]:
+    """Parameters by what they belong to, the norms last."""
+    found = dict.fromkeys((*_PARTS.values(), _REST), 0)
+    for name, parameter in decoder.named_parameters():
+        first, *_, third = [*name.split("."), "", ""][:3]
+        found[_PARTS.get(third if first.endswith("blocks") else first, _REST)] += parameter.numel()
+    return {name: n for name, n in found.items() if n}
+
+
+def _with_preset(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(options), "preset": name})
+
+
+def _length(options: argparse.Namespace, config: ModelConfig, once: float) -> float:
+    """Tokens of the whole run, as its limits have it. once: tokens of the text."""
+    step: int = options.windows * config.context
+    seconds = 0.0
+    if options.max_minutes:
+        speed = measure(config, options, choose_device(options.device), config.context)
+        seconds = speed.step_seconds(options.windows)
+    return step / limits(options).done(step=1, epochs=step / once, tokens=step, seconds=seconds)
+
+
+def _print_run(options: argparse.Namespace, amount: Amount, speed: Speed, device: torch.device) -> None:
+    seconds = speed.step_seconds(options.windows)
+    steps, per_step = steps_of(options, amount, seconds), round(options.windows * amount.row_tokens)
+    epochs = steps * options.windows / amount.per_epoch
+    _print("steps", f"{steps} of {per_step} tokens: {counted(steps * per_step)} tokens, {epochs:.2f} epochs")
+    _print("speed", f"{per_step / seconds:.0f} tokens/s on {describe(device)}, as a few micro-batches went")
+    _print("time", f"about {duration(steps * seconds)}, and what measuring and saving take")
+
+
+def _print(what: str, text: str) -> None:
+    print(f"{what:11} {text}", flush=True)
+
+
+def _listed(**sizes: int) -> str:
+    return ", ".join(f"{what} {describe_bytes(size)}" for what, size in sizes.items() if size)

@@ -1,0 +1,205 @@
+"""loss.svg: the training loss and the held-out bits per byte over the tokens seen, drawn from the log. Pure text.
+
+Both lines are in bits per byte, so that they can be compared, whatever the tokenizer. Colours follow the reader's light
+or dark setting, on a ground of the picture's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from model.train.common.formatting import counted
+from model.train.reporting.metrics_log import Record
+
+Point = tuple[float, float]
+"""(tokens, bits per byte)."""
+
+_WIDTH, _HEIGHT = 860, 480
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 92, 62
+_MOST_POINTS = 400
+_MOST_EPOCHS = 20
+_MOST_TICKS = 8
+_FEWEST_TICKS = 4
+_MANTISSAS = (
+    (1.0,),
+    (1.0, 3.0),
+    (1.0, 2.0, 5.0),
+    (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
+    (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0),
+)
+_STYLE = """
+text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a; }
+.title { font-size: 18px; font-weight: 600; fill: #1f2328; }
+.ground { fill: #ffffff; } .grid { stroke: #eaedf0; } .axis { stroke: #8c959f; }
+.epoch { stroke: #8c959f; stroke-dasharray: 2 5; }
+polyline, .key { fill: none; stroke-linejoin: round; stroke-linecap: round; stroke-width: 2.25; }
+.training { stroke: #2a78d6; } .noise { stroke: #2a78d6; stroke-width: 1; opacity: .3; }
+.held-out { stroke: #d9480f; } .dot { fill: #d9480f; stroke: #ffffff; stroke-width: 1.5; }
+@media (prefers-color-scheme: dark) {
+text { fill: #9198a1; } .title { fill: #f0f6fc; }
+.ground { fill: #0d1117; } .grid { stroke: #21262d; } .axis, .epoch { stroke: #656c76; }
+.training, .noise { stroke: #58a6ff; } .held-out { stroke: #ff9a5c; } .dot { fill: #ff9a5c; stroke: #0d1117; }
+}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """Where a point of the data stands in the picture."""
+
+    most_tokens: float
+    low: float
+    high: float
+
+    def x(self, tokens: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * tokens / self.most_tokens
+
+    def y(self, bits: float) -> float:
+        share = math.log(min(max(bits, self.low), self.high) / self.low) / math.log(self.high / self.low)
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * share
+
+    def line(self, points: Sequence[Point], css: str) -> str:
+        if not points:
+            return ""
+        places = " ".join(f"{self.x(tokens):.1f},{self.y(bits):.1f}" for tokens, bits in points)
+        return f'<polyline class="{css}" points="{places}"/>'
+
+    def dots(self, points: Sequence[Point], radius: float) -> str:
+        places = [f'cx="{self.x(tokens):.1f}" cy="{self.y(bits):.1f}"' for tokens, bits in points]
+        return "".join(f'<circle class="dot" {place} r="{radius}"/>' for place in places)
+
+
+def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str | None:
+    """The picture; None where there is nothing to draw yet.
+
+    title: the model in a few words. measured: what is measured beside the training loss, in a word.
+    """
+    noise = _means(_points(records, "bits_per_byte"))
+    if not noise:
+        return None
+    training = _smoothed(noise)
+    held_out, whole = _means(_points(records, "held_out")), _points(records, "held_out_whole")[-1:]
+    values = [bits for _, bits in (*training, *held_out, *whole)]
+    newest = records[-1]
+    frame = _Frame(most_tokens=max(newest["tokens"], 1), low=0.97 * min(values), high=1.03 * max(values))
+    told = f"training {training[-1][1]:.3f}" + "".join(
+        f", {measured} {bits:.4f}" for _, bits in (whole or held_out)[-1:]
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
+        f"<title>{escape(told)} bits per byte</title>",
+        f"<style>{_STYLE}\n</style>",
+        f'<rect class="ground" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
+        _text(28, 38, f"Bits per byte: {told}", css="title"),
+        _text(28, 61, f"{title}; {counted(newest['tokens'])} tokens, {newest['epoch']:.2f} epochs"),
+        *_axes(frame),
+        *_epochs(frame, newest),
+        frame.line(noise, "noise"),
+        frame.line(training, "training"),
+        frame.line(held_out, "held-out"),
+        frame.dots(held_out, 2.5 if len(held_out) > 40 else 3.5) + frame.dots(whole, 5.5),
+        *_legend(measured, held_out=bool(held_out), whole=bool(whole)),
+        "</svg>\n",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], a few of them."""
+    if not high > low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
+    for step in (factor * power for factor in (1, 2, 5, 10, 20)):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < _MOST_TICKS:
+            break
+    return [i * step for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers within [low, high] of a logarithmic axis, as many as read well."""
+    found: list[float] = []
+    for mantissas in _MANTISSAS:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
+        found = ticks if len(ticks) <= _MOST_TICKS else found
+    return found if len(found) >= _FEWEST_TICKS else linear_ticks(low, high)
+
+
+def tick_label(value: float, ticks: list[float]) -> str:
+    """The number with the digits that tell it from its neighbours, and k, M or G where it is large."""
+    largest, gap = max(map(abs, ticks)), min((b - a for a, b in pairwise(ticks)), default=1.0)
+    size, unit = next(((s, u) for s, u in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if largest >= s), (1.0, ""))
+    if value == 0:
+        return "0"
+    digits = max(0, -math.floor(math.log10(gap / size) + 1e-9))
+    return f"{value / size:.{digits}f}{unit}"
+
+
+def _points(records: Sequence[Record], key: str) -> list[Point]:
+    """What can stand on a logarithmic axis, one of each step."""
+    return list({r["tokens"]: (r["tokens"], r[key]) for r in records if (r.get(key) or 0.0) > 0.0}.values())
+
+
+def _means(points: list[Point]) -> list[Point]:
+    """At most _MOST_POINTS of them: the means of neighbours."""
+    size = math.ceil(len(points) / _MOST_POINTS) if points else 1
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    # A part stands where its last point does, so that the line ends where the run does.
+    return [(part[-1][0], math.fsum(bits for _, bits in part) / len(part)) for part in parts]
+
+
+def _smoothed(points: list[Point]) -> list[Point]:
+    """Each value becomes the mean of its neighbours: as many on both sides, fewer towards the ends."""
+    widest = len(points) // 40
+    smooth = []
+    for i, (tokens, _) in enumerate(points):
+        reach = min(widest, i // 3, len(points) - 1 - i)  # where it falls steeply, neighbours are no equals
+        window = points[i - reach : i + reach + 1]
+        smooth.append((tokens, math.fsum(bits for _, bits in window) / len(window)))
+    return smooth
+
+
+def _axes(frame: _Frame) -> Iterator[str]:
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+    across, up = linear_ticks(0, frame.most_tokens), log_ticks(frame.low, frame.high)
+    for bits in up:
+        y = frame.y(bits)
+        yield f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
+        yield _text(_LEFT - 10, y + 4.5, tick_label(bits, up), anchor="end", css="y-tick")
+    yield f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>'
+    for tokens in across:
+        x = frame.x(tokens)
+        yield f'<line class="axis" x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 5}"/>'
+        yield _text(x, bottom + 21, tick_label(tokens, across), anchor="middle", css="x-tick")
+    yield _text((_LEFT + right) / 2, _HEIGHT - 16, "tokens seen", anchor="middle", css="x-label")
+    middle = (_TOP + bottom) / 2
+    words = "bits per byte (log scale): loss / ln 2 / bytes a token"
+    yield f'<text class="y-label" text-anchor="middle" transform="translate(24 {middle}) rotate(-90)">{words}</text>'
+
+
+def _epochs(frame: _Frame, newest: Record) -> Iterator[str]:
+    """A mark where the text began anew."""
+    for epoch in range(1, math.ceil(newest["epoch"]) if newest["epoch"] <= _MOST_EPOCHS else 1):
+        x = frame.x(newest["tokens"] * epoch / newest["epoch"])
+        yield f'<line class="epoch" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"/>'
+
+
+def _legend(measured: str, *, held_out: bool, whole: bool) -> Iterator[str]:
+    keys = [("training", "training, smoothed"), *[("held-out", measured)] * held_out]
+    x, y, height = _WIDTH - _RIGHT - 190, _TOP + 6, 26 * (len(keys) + whole)
+    yield f'<rect class="ground" x="{x}" y="{y}" width="190" height="{height}"/>'
+    for i, (css, words) in enumerate(keys):
+        middle = y + 13 + 26 * i
+        yield f'<line class="key {css}" x1="{x + 10}" y1="{middle}" x2="{x + 38}" y2="{middle}"/>'
+        yield _text(x + 48, middle + 4.5, words, css="legend")
+    if whole:
+        yield f'<circle class="dot" cx="{x + 24}" cy="{y + height - 13}" r="5.5"/>'
+        yield _text(x + 48, y + height - 8.5, f"{measured}, all of it", css="legend")
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "words") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'

@@ -1,0 +1,147 @@
+"""The model card: what a run was and what came out, as the README.md of a weights directory. Knows only its facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint.model_summary import describe_size, shape_lines
+from model.config import ModelConfig
+from model.train.common.formatting import duration
+from model.train.common.sample import Drawing, Sample
+from model.train.reporting.samples import plain, quoted
+
+_ABOUT = "It continues text as its corpus does."
+_LIMITS = """It writes on from what it is given, in the manner of the texts it has read, and wanders. It knows no facts
+and follows no instructions: what it says of the world, of persons or of itself is made up. What its texts hold of
+prejudice, it may repeat. It was measured on text of the same kind; other text it continues worse."""
+_OURS = "inkstream"
+"""The family of shapes that no other library has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a finished run knows about itself."""
+
+    command: str
+    start: str
+    """What the weights were before: "trained from scratch" or "fine-tuned from ..."."""
+    device: str
+    seed: int
+    steps: int
+    tokens: int
+    seconds: float
+    epochs: float
+    corpus: str
+    """How much there was to learn from, in words."""
+    sources: Sequence[str]
+    """What it was called, without its place on this machine."""
+    measured: str
+    """What bits_per_byte is of: "held-out" or "training" text."""
+    bits_per_byte: float
+    unseen: Mapping[str, float]
+    """Bits per byte of texts that nothing was learnt from, by name."""
+    date: str
+    exported: str
+    """Which weights of the run these are, in words."""
+    about: str
+    """Text the user adds with --about: corpus, licence, intended use."""
+    license: str | None = None
+    """In the hub's terms: mit, cc0-1.0, ..."""
+    language: str | None = None
+
+
+def model_card(
+    config: ModelConfig,
+    n_params: int,
+    facts: RunFacts,
+    samples: Sequence[Sample],
+    *,
+    family: str,
+    drawing: Drawing,
+    sha256: str,
+) -> str:
+    """Markdown under a head for the hub. family: model_type of the config.json. drawing: of the samples."""
+    kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
+    parts = [
+        _front_matter(config, family, facts),
+        "# Model card",
+        f"{kind} of {describe_size(n_params)} parameters, {facts.start} by `python -m model.train`.",
+        facts.about or _ABOUT,
+        _table(_facts(config, facts, sha256)),
+        "![Bits per byte over tokens seen: training and held-out](loss.svg)",
+        f"Command:\n\n```\n{facts.command}\n```",
+        f"## Use\n\n{_use(family)}",
+        f"## Samples\n\n{_drawn(drawing)}, not chosen. How they came to this: [samples.md](samples.md).",
+        *(f"Prompt {plain(sample.prompt)}\n\n{quoted(sample.joined)}" for sample in samples),
+        f"## Limits\n\n{_LIMITS}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def without_places(names: Sequence[str]) -> list[str]:
+    """Files by their names alone, where these differ: where they lie on a machine is nobody's business."""
+    short = ["standard input" if name == "-" else Path(name).name or name for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
+
+
+def read_about(path: str | None) -> str:
+    """Text for the card, read before hours of training and not after. Raises ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise ValueError(f"--about {path}: cannot be read ({reason})") from None
+
+
+def _front_matter(config: ModelConfig, family: str, facts: RunFacts) -> str:
+    lines = [] if facts.license is None else [f'license: "{facts.license}"']
+    lines += [] if facts.language is None else [f'language: "{facts.language}"']  # else "no" would be false
+    lines.append(f"library_name: {'transformers' if family != _OURS else _OURS}")
+    lines += [] if config.n_encoder_layers else ["pipeline_tag: text-generation"]
+    tags = dict.fromkeys([_OURS, family])
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+
+
+def _facts(config: ModelConfig, facts: RunFacts, sha256: str) -> list[tuple[str, str]]:
+    per_second = facts.tokens / max(facts.seconds, 1e-9)
+    return [
+        *shape_lines(config),
+        ("vocabulary", str(config.vocab_size)),
+        (f"{facts.measured} bits per byte", f"**{facts.bits_per_byte:.4f}**"),
+        *((f"never seen: {plain(name)}", f"{bits:.4f} bits per byte") for name, bits in facts.unseen.items()),
+        ("corpus", "; ".join([", ".join(map(plain, facts.sources)), facts.corpus])),
+        ("tokens seen", f"{facts.tokens:,} ({facts.epochs:.2f} epochs) in {facts.steps} steps"),
+        ("exported", facts.exported),
+        ("time and device", f"{duration(facts.seconds)} on {facts.device}, {per_second:,.0f} tokens/s"),
+        ("seed", str(facts.seed)),
+        ("date", facts.date),
+        ("SHA-256 of model.safetensors", f"`{sha256}`"),
+    ]
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {what} | {text} |" for what, text in rows)])
+
+
+def _use(family: str) -> str:
+    serve = "Serve it, from a clone of inkstream:\n\n```\npython -m app serve --weights .\n```"
+    if family == _OURS:
+        return serve
+    return f"""{serve}
+
+Or in Python:
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", ".")("Once upon a time", max_new_tokens=100)[0]["generated_text"])
+```"""
+
+
+def _drawn(drawing: Drawing) -> str:
+    if not drawing.temperature:
+        return "The likeliest token each time"
+    how = f"temperature {drawing.temperature:g}, top_p {drawing.top_p:g}"
+    return f"Drawn with {how} and repetition_penalty {drawing.repetition_penalty:g}"

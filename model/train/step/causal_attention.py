@@ -1,0 +1,128 @@
+"""Causal attention with its gradient written out, for training. Knows no cache: serving attends elsewhere.
+
+What model.nn.attention.CausalAttend computes, by the same tiles. Autograd kept the scores of every tile in float32 and
+filled whole matrices with zeros for each slice; here only the weights are kept, in the format of the computation.
+
+Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim, N tokens of a sequence, M sequences times K,
+R = N G rows of queries (those of one token stand together), Y rows of a tile, X keys of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from model.nn.attention import hidden
+
+_TILE = 128
+
+
+class TrainingAttend:
+    """Whole sequences of one length behind one another, each token over itself and those before it."""
+
+    def __init__(self, length: int, window: int | None = None) -> None:
+        self.length = length
+        """Tokens of each sequence; T is a multiple of it."""
+        self.tiles = tiles_of(length, window)
+
+    def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
+        n_kv_heads, group = k_TKC.shape[1], q_THC.shape[1] // k_TKC.shape[1]
+        q_MRC = _by_kv_head(q_THC.unflatten(1, (n_kv_heads, group)), self.length).flatten(1, 2)
+        k_MNC, v_MNC = (_by_kv_head(x_TKC, self.length) for x_TKC in (k_TKC, v_TKC))
+        out_MRC: Tensor = _Attention.apply(q_MRC, k_MNC, v_MNC, self.tiles)  # type: ignore[no-untyped-call]
+        out_BKNGC = out_MRC.unflatten(1, (-1, group)).unflatten(0, (-1, n_kv_heads))
+        out_BNKGC: Tensor = out_BKNGC.transpose(1, 2)
+        return out_BNKGC.reshape(q_THC.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Some queries of a sequence, and the keys that any of them looks at."""
+
+    start: int
+    stop: int
+    first_key: int
+    hidden_NX: Tensor
+    """0 where a query looks, minus infinity where it may not."""
+
+    @staticmethod
+    def make(start: int, length: int, window: int | None) -> Tile:
+        """For the queries from `start` on."""
+        stop = min(start + _TILE, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        positions_N1 = torch.arange(start, stop)[:, None]
+        mask_NX = hidden(positions_N1, stop, window)[:, first:]
+        hidden_NX = torch.zeros(mask_NX.shape).masked_fill(mask_NX, float("-inf"))
+        return Tile(start, stop, first, hidden_NX)
+
+    def rows(self, group: int) -> slice:
+        """Of R."""
+        return slice(self.start * group, self.stop * group)
+
+    @property
+    def keys(self) -> slice:
+        """Of N."""
+        return slice(self.first_key, self.stop)
+
+
+def tiles_of(length: int, window: int | None) -> list[Tile]:
+    """All queries of a sequence."""
+    return [Tile.make(start, length, window) for start in range(0, length, _TILE)]
+
+
+def attention(q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, tiles: list[Tile]) -> tuple[Tensor, list[Tensor]]:
+    """softmax(q k^T / sqrt(C)) v, and the weights of each tile."""
+    group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
+    out_MRC, weights = torch.empty_like(q_MRC), []
+    with torch.autocast(q_MRC.device.type, enabled=False):  # which would have softmax make float32 of everything
+        for tile in tiles:
+            rows, keys = tile.rows(group), tile.keys
+            mask_YX = tile.hidden_NX.to(q_MRC).repeat_interleave(group, 0)
+            scores_MYX = torch.baddbmm(mask_YX, q_MRC[:, rows], k_MNC[:, keys].mT, alpha=scale)
+            weights_MYX = scores_MYX.softmax(-1)
+            torch.bmm(weights_MYX, v_MNC[:, keys], out=out_MRC[:, rows])
+            weights.append(weights_MYX)
+    return out_MRC, weights
+
+
+def attention_backward(
+    grad_MRC: Tensor, q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, weights: list[Tensor], tiles: list[Tile]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
+    dq_MRC, dk_MNC, dv_MNC = torch.empty_like(q_MRC), torch.zeros_like(k_MNC), torch.zeros_like(v_MNC)
+    for tile, weights_MYX in zip(tiles, weights, strict=True):
+        rows, keys = tile.rows(group), tile.keys
+        dout_MYC = grad_MRC[:, rows]
+        dv_MNC[:, keys].baddbmm_(weights_MYX.mT, dout_MYC)
+        dweights_MYX = dout_MYC @ v_MNC[:, keys].mT
+        dscores_MYX = torch._softmax_backward_data(dweights_MYX, weights_MYX, -1, weights_MYX.dtype)
+        torch.bmm(dscores_MYX, k_MNC[:, keys], out=dq_MRC[:, rows])
+        dk_MNC[:, keys].baddbmm_(dscores_MYX.mT, q_MRC[:, rows], alpha=scale)
+    return dq_MRC.mul_(scale), dk_MNC, dv_MNC
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, tiles: list[Tile]) -> Tensor:
+        out_MRC, weights = attention(q_MRC, k_MNC, v_MNC, tiles)
+        ctx.save_for_backward(q_MRC, k_MNC, v_MNC, *weights)
+        ctx.tiles = tiles
+        return out_MRC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MRC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_MRC, k_MNC, v_MNC, *weights = ctx.saved_tensors
+        return *attention_backward(grad_MRC, q_MRC, k_MNC, v_MNC, weights, ctx.tiles), None
+
+
+def _by_kv_head(x_TKX: Tensor, length: int) -> Tensor:
+    """[T, K, ..] -> [M, N, ..], whole in memory."""
+    x_MNX: Tensor = x_TKX.unflatten(0, (-1, length)).transpose(1, 2).flatten(0, 1)
+    return x_MNX.contiguous()

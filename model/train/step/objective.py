@@ -1,0 +1,119 @@
+"""What training minimises and what is reported: cross-entropy per token, bits per byte. Knows no optimiser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
+from model.nn.transformer import Decoder
+from model.train.common.console_messages import tell
+from model.train.data.batch import IGNORED, Batch
+from model.train.step.causal_attention import TrainingAttend, tiles_of
+from model.train.step.cross_entropy import cross_entropy
+from model.train.step.llama_block import Weights, is_llama
+from model.train.step.loss_backend import LossBackend, choose
+from model.train.step.sdpa_attention import FusedAttend
+
+
+class Objective:
+    """The decoder's loss on batches, computed in `dtype`."""
+
+    def __init__(
+        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, computing: LossBackend | None = None
+    ) -> None:
+        """computing: by default that of the device, not compiled."""
+        self.decoder = decoder
+        self.device = device
+        self.dtype = dtype
+        self.computing = computing or choose("off", device.type)
+        self._is_written_out = self.computing.by_hand and is_llama(decoder.config)
+        self._weights: Weights | None = None
+        backend = self.computing.backend
+        self._compiled = torch.compile(self._plain, backend=backend) if backend else None
+
+    def loss_sum(self, batch: Batch, weight: float = 1.0) -> Tensor:
+        """Nats, summed over the targets that count, times `weight`."""
+        targets_T = batch.targets_RN.flatten().to(self.device)
+        if self.computing.by_hand:
+            logits_TV = self._written_out(batch) if self._is_written_out else self._logits(batch, TrainingAttend)
+            return cross_entropy(logits_TV, targets_T, weight=weight, ignored=IGNORED)
+        if self._compiled and batch.sources is None:
+            return weight * self._compiled_or_plain(batch, targets_T)
+        return weight * self._plain(batch, targets_T)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within the block the weights do not change: each is made bfloat16 once, not for every micro-batch."""
+        if self._compiled:
+            yield  # a cast is part of what is compiled
+            return
+        if not self._is_written_out:
+            with self._autocast():
+                yield
+            return
+        self._weights = Weights(self.decoder, self.dtype)
+        try:
+            yield
+        finally:
+            self._weights = None
+
+    @torch.no_grad()
+    def bits_per_byte(self, batches: Iterable[Batch], bytes_of: Sequence[bytes]) -> float:
+        """Bits needed per byte of the targets' text."""
+        nats, n_bytes = 0.0, 0
+        for batch in batches:
+            targets_T = batch.targets_RN.flatten().to(self.device)
+            logits_TV = self._logits(batch, CausalAttend).float()
+            nats += float(F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED))
+            counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)]
+            n_bytes += sum(len(bytes_of[token]) for token in counted.tolist())
+        return nats / math.log(2) / max(n_bytes, 1)
+
+    def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
+        logits_TV = self._logits(batch, FusedAttend)
+        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORED)
+
+    def _compiled_or_plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
+        assert self._compiled is not None
+        there = Batch(inputs_RN=batch.inputs_RN.to(self.device), targets_RN=batch.targets_RN)
+        try:
+            loss: Tensor = self._compiled(there, targets_T)
+            return loss
+        except torch._dynamo.exc.TorchDynamoException as error:
+            what = " ".join(str(error).splitlines()[:2])  # who failed, and how
+            if not self.computing.may_fall_back:
+                raise ValueError(f"--compile on: torch's compiler failed ({what}); leave the flag out") from None
+            tell(f"warning: torch's compiler failed ({what}); training goes on without it")
+            self._compiled = None
+            return self._plain(batch, targets_T)
+
+    def _logits(self, batch: Batch, attend_for: Callable[[int, int | None], Attend]) -> Tensor:
+        attend = attend_for(batch.inputs_RN.shape[1], self.decoder.config.sliding_window)
+        inputs_T = batch.inputs_RN.flatten().to(self.device)
+        with self._autocast():
+            hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
+            return self.decoder.head(hidden_TD)
+
+    def _written_out(self, batch: Batch) -> Tensor:
+        weights = self._weights or Weights(self.decoder, self.dtype)
+        return weights.logits(batch.inputs_RN, tiles_of(batch.inputs_RN.shape[1], self.decoder.config.sliding_window))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _read_source(self, batch: Batch) -> CrossAttend | None:
+        if batch.sources is None:
+            return None
+        tokens_RS, real_RS = batch.sources.tokens_RS.to(self.device), batch.sources.real_RS.to(self.device)
+        kv = self.decoder.encode(tokens_RS.flatten(), self._positions(tokens_RS), EncoderAttend(real_RS))
+        return MemoryAttend(kv, real_RS)
+
+    def _positions(self, tokens_RN: Tensor) -> Tensor:
+        return torch.arange(tokens_RN.shape[1], device=self.device).repeat(len(tokens_RN))
