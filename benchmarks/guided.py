@@ -70,7 +70,7 @@ class GuidedResult:
     cost_percent: float
     """Median over the pairs."""
     guides_ms_per_step: float
-    """Of a step of all streams, in app/engine/guided/grammar_tracker.py: time in the step itself, also spent waiting for masks."""
+    """Of a step of all streams, in app/engine/guided/grammar_tracker.py: time in the step, with the waits for masks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""The network and its files; independent of the service."""

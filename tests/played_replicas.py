@@ -1,4 +1,4 @@
-"""Replicas for tests of app/cluster: played from a list, or real applications in this process that are lost on demand."""
+"""Replicas for tests of app/cluster: played from a list, or real applications that are lost on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling on a device draws what app/engine/sampling/sampler.py draws: in plain torch, and by Triton (interpreted in small)."""
+"""Sampling on a device draws what app/engine/sampling/sampler.py draws: in plain torch and by Triton (interpreted)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ def _run(program: str, environment: dict[str, str]) -> subprocess.CompletedProce
 def test_faults_are_inert_without_their_variable(tmp_path: Path) -> None:
     armed = Faults(tmp_path)
     armed.arm("engine.step", "exit", code=7)
-    program = "from app.common.fault_injection import fault, is_armed; fault('engine.step'); assert not is_armed('engine.step')"
+    program = (
+        "from app.common.fault_injection import fault, is_armed; "
+        "fault('engine.step'); assert not is_armed('engine.step')"
+    )
     assert _run(program, {}).returncode == 0
     assert _run(program, {fault_injection.VARIABLE: ""}).returncode == 0
     assert _run(program, armed.environment).returncode == 7

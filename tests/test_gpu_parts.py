@@ -93,7 +93,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
         measured.append(making)
         return 7
 
-    for user in ("gpu.parts", "ways"):
+    for user in ("gpu.setup", "backends"):
         monkeypatch.setattr(f"app.engine.{user}.step_peak", peak)
     return measured
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import model.attention
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from notebooks import ClassroomGPT, EncoderDecoder, Standalone, Textbook, Toy, f
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.nn import attention
 from model.nn.attention import CausalAttend, EncoderAttend, MemoryAttend, PerHeadAttend
 from model.nn.transformer import Decoder
 from model.presets import preset
@@ -115,9 +115,9 @@ def test_any_other_architecture_is_noticed(name: str, switches: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", ["textbook", "standalone", "toy", "gpt"])
 def test_a_causal_mask_that_is_one_off_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = model.attention.hidden
+    right = attention.hidden
     assert distance(name, 6) < TOLERANCE
-    monkeypatch.setattr(model.attention, "hidden", lambda positions, *rest: right(positions + 1, *rest))
+    monkeypatch.setattr(attention, "hidden", lambda positions, *rest: right(positions + 1, *rest))
     assert distance(name, 6) > NOTICED
 
 

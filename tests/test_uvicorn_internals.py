@@ -1,4 +1,4 @@
-"""Every undocumented member of uvicorn and httptools that app/http/http_protocol.py, app/http/flow_control.py and app/http/request_parser.py use.
+"""Every undocumented member of uvicorn and httptools that app/http uses: http_protocol, flow_control, request_parser.
 
 uvicorn promises nothing about them. This test fails where a new version drops or changes one, before a client notices.
 """

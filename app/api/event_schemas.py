@@ -1,4 +1,4 @@
-"""What the events of a streamed completion carry. Shapes only; see app/api/native/event_stream.py for who sends them."""
+"""Schemas of the events of a streamed completion; app/api/native/event_stream.py sends them."""
 
 from __future__ import annotations
 

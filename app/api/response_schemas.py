@@ -1,4 +1,4 @@
-"""What the wire says: bodies of answers and errors. Shapes only; what may be asked for stands in app/api/completion_fields.py."""
+"""Schemas of responses and errors on the wire; completion_fields.py has those of requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""python -m app.chat.template_worker SECONDS: runs chat templates, in a process that may be killed (app/chat/template.py).
+"""python -m app.chat.template_worker SECONDS: runs chat templates, in a process that may be killed (template.py).
 
-A template is a program from outside. The sandbox of Jinja keeps it from reaching Python; the limits of app/sandbox/sandbox_child.py
-keep it from taking all time and memory. What templates may use is what transformers gives them.
+A template is a program from outside. The sandbox of Jinja keeps it from reaching Python; the limits of
+app/sandbox/sandbox_child.py keep it from taking all time and memory. What templates may use is what transformers gives
+them.
 """
 
 from __future__ import annotations

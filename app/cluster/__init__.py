@@ -1,0 +1,1 @@
+"""Several services behind one gateway: retries, failover of streams, broadcasts."""

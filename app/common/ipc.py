@@ -72,7 +72,7 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class Phase(Struct, frozen=True, array_like=True, tag="phase"):
-    """What the engine is doing before it is ready, for people; app/common/startup_timer.py knows those that are timed."""
+    """What the engine is doing before it is ready, for people; startup_timer.py knows those that are timed."""
 
     name: str
 

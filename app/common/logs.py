@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from app.common.async_log_handler import AsyncLogHandler
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _MOST_FRAMES = 30
 _log = logging.getLogger("inkstream")
 

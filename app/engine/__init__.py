@@ -1,0 +1,1 @@
+"""The engine process: starts a backend and runs the loop of steps."""

@@ -48,7 +48,7 @@ to 13 % slower with 130 million parameters (2026-11-23)."""
 def assemble(
     config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None, read: Callable[..., Checkpoint] = load
 ) -> Assembled:
-    """Loads the weights, takes the cache's memory, warms up; `announce` hears what is being done. Raises EngineStartError.
+    """Loads the weights, takes the cache's memory, warms up; `announce` hears of each step. Raises EngineStartError.
 
     read: load(), or what a benchmark has in its place, whose weights lie in no file.
     """
@@ -97,7 +97,7 @@ def assemble(
 
 @contextlib.contextmanager
 def _refusing(too_large: str) -> Iterator[None]:
-    """What the configuration is to blame for, as a EngineStartError; `too_large`: what is said where memory is missing."""
+    """Errors of the configuration, as an EngineStartError; `too_large`: the message where memory is missing."""
     try:
         yield
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The API process's side of the engine: submit, stream, cancel, and go on after a crash. asyncio, no torch.
 
 A crash is a pause: the prompt and the delivered tokens of every open request are kept here, and go to the next engine
-process (app/engine_client/supervisor.py) in the order and with the care that app/engine_client/crash_recovery.py tells. Where there are several engines
+process (supervisor.py) in the order and with the care that crash_recovery.py tells. Where there are several engines
 (app/engine_client/engine_pool.py), those that cannot have killed it go to another one.
 """
 
@@ -198,7 +198,7 @@ class EngineClient:
         self.fail_all(EngineFailed(_GONE) if reason.exit_code else NotReady(_ENDING, 5))
 
     def has_room(self, count: int, salt: str) -> bool:
-        """Whether so many more of one caller would begin at once; none gets the last eighth so (app/engine/scheduling/waiting_queue.py)."""
+        """Whether so many more of one caller would begin at once; none gets the last eighth so (waiting_queue.py)."""
         is_calm = self.ready is not None and not self.n_suspects and not self.counters.waiting
         return is_calm and self.load + count <= self._places - (self._places // 8 if salt else 0)
 

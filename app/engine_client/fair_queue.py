@@ -1,6 +1,6 @@
 """The queue in front of the engines as the API process sees it: who waits, how fast it moves. No pipe, no clock.
 
-There is one, however many engines there are (app/engine_client/engine_pool.py): who comes first is told as if they took from it together.
+There is one, however many engines there are (engine_pool.py): who comes first is told as if they took from it together.
 What is still being tokenised counts as waiting. Callers (requests of one salt) take turns, as in the engine's own
 queue, and where they are told apart none of them fills the queue alone.
 """

@@ -9,10 +9,10 @@ MOST_PARDONS = 8
 class RestartPolicy:
     """Counts crashes in a row, between which no engine has delivered anything to anybody.
 
-    A request at whose door a crash can be laid costs a second one before it is refused (app/engine_client/crash_recovery.py). That one is not
-    counted, and where the next engine then answers our own probe (app/engine_client/canary.py), neither is the one before: bad requests
-    do not end the service, an engine that can do nothing at all does. So does one that answers nothing but probes:
-    eight requests in ten minutes are forgiven where nobody else got anything, the ninth is not.
+    A request at whose door a crash can be laid costs a second one before it is refused (crash_recovery.py). That one is
+    not counted, and where the next engine then answers our own probe (canary.py), neither is the one before: bad
+    requests do not end the service, an engine that can do nothing at all does. So does one that answers nothing but
+    probes: eight requests in ten minutes are forgiven where nobody else got anything, the ninth is not.
     """
 
     def __init__(self) -> None:

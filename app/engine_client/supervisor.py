@@ -1,6 +1,6 @@
 """One engine process after another: started, watched over, killed where it hangs. asyncio, no torch, no requests.
 
-loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many (app/engine_client/restart_policy.py): gone for good
+loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many (restart_policy.py): gone for good
 """
 
 from __future__ import annotations

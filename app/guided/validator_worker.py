@@ -1,8 +1,8 @@
 """The process that compiles guides before anybody else does. No torch, no asyncio.
 
-Started by app/guided/validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS FILES`; FILES is what reading_from() of
-model/file_snapshot.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler cannot
-be stopped from inside: this process may run out of time or memory without harm to the service.
+Started by validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS FILES`; FILES is what reading_from()
+of model/file_snapshot.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler
+cannot be stopped from inside: this process may run out of time or memory without harm to the service.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who is connected: how many in all and from each address, who waits, and who came too many. Knows no HTTP.
 
 Within the limits a connection is a guest like any other. One too many takes the place of one on which nothing is being
-asked or answered (app/http/eviction.py): connections are cheap, and who only holds some must not keep out who has a request.
+asked or answered (eviction.py): connections are cheap, and who only holds some must not keep out who has a request.
 Where there is none it may stay in a small reserve, to be told why it is refused and so that health probes get through;
 a crowd there pushes out its own oldest.
 """

@@ -17,7 +17,7 @@ from app.common.errors import EngineFailed
 from app.sandbox.sandbox_child import LENGTH
 
 _START_SECONDS = 30.0
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _WORKERS = 2
 _MOST_BYTES = 16 << 20
 """Of questions that wait, and of one answer."""

@@ -1,4 +1,4 @@
-"""The child's side of app/sandbox/sandbox.py: limits that hold for the rest of the process, then question after question."""
+"""The child's side of sandbox.py: limits that hold for the rest of the process, then question after question."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The API process's part in the native kernels: what there is when it starts, and a build for its next start.
 
 It decides, and not the engine process, because an engine that comes back after a crash has to compute as the one before
-did. A build runs in a process of its own, at idle priority and on a leash (app/engine/cpu/build/guarded_subprocess.py): it ends with
-this process, also where that is killed.
+did. A build runs in a process of its own, at idle priority and on a leash (app/engine/cpu/build/guarded_subprocess.py):
+it ends with this process, also where that is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("inkstream")
 _LIMIT_SECONDS = 6 * 3600.0
 """At idle priority on a busy machine a minute's work may take hours, and hurts nobody."""
 _PATIENCE_SECONDS = 1.0
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def libraries_at_start(settings: Settings) -> Libraries:

@@ -24,7 +24,7 @@ from app.sandbox.sandbox_child import LENGTH
 from model.file_snapshot import files_of
 from model.tokenizer.token_spans import Spans
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
 _IDLE = 2
 """Children that wait for the next question; more run only while more threads ask."""

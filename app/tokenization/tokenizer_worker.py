@@ -1,6 +1,6 @@
 """python -m app.tokenization.tokenizer_worker WEIGHTS encode|attack FILES: a tokenizer in a process that may be killed.
 
-app/tokenization/tokenizer_sandbox.py starts it and asks the questions. FILES is what reading_from() of model/file_snapshot.py takes,
+tokenizer_sandbox.py starts it and asks the questions. FILES is what reading_from() of model/file_snapshot.py takes,
 as JSON.
 """
 

@@ -1,0 +1,1 @@
+"""Hugging Face layouts of models: their configurations and tensor names."""

@@ -1,7 +1,7 @@
 """How tokens reach one another, where nothing is cached: training, the encoder, the readable reference.
 
-The paged ways are app/engine/memory/kv_cache.py. Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim, B
-sequences, N tokens of each, S tokens of each source.
+The paged ways are app/engine/memory/kv_cache.py. Shape legend: T tokens, H query heads, K kv heads, G = H / K, C
+head_dim, B sequences, N tokens of each, S tokens of each source.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The training script, `python -m model.train`."""

@@ -1,6 +1,7 @@
 """The training loop: from step to step, with what is measured and saved on the way. Knows no flags and no results.
 
-What happens within a step stands in model/train/step/trainer.py, what the steps see in model/train/setup/dataset.py, what a person sees in report.py.
+What happens within a step stands in step/trainer.py, what the steps see in setup/dataset.py, what a person sees in
+reporting/report.py.
 """
 
 from __future__ import annotations

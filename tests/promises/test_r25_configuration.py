@@ -1,8 +1,8 @@
 """A wrong setting ends the start within 2 s, with exit code 2 and one line that names it, before a port is bound.
 
-Every flag and variable of app/common/settings.py, by reflection. What only the weights or the device can tell (a context
-longer than the model's, too few cache blocks, no GPU) is found by the engine after the port is bound; exit code and
-line are the same, and the last test says so.
+Every flag and variable of app/common/settings.py, by reflection. What only the weights or the device can tell (a
+context longer than the model's, too few cache blocks, no GPU) is found by the engine after the port is bound; exit code
+and line are the same, and the last test says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A decoder and its KV cache in the native kernels: what the runner asks for, in two calls a step. Knows no sampling.
 
-The torch twin, oracle and fallback is app/engine/execution/step_executor.py. Both keep the law of rows, each with bits of its own.
+The torch twin, oracle and fallback is app/engine/execution/step_executor.py. Both keep the law of rows, each with bits
+of its own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The CUDA backend: decoder, runner, graphs, resident batch."""

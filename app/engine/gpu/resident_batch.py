@@ -123,8 +123,8 @@ class ResidentBatch:
     def _make_room(self, count: int, present: set[Sequence]) -> None:
         """Rows for `count` newcomers: of those who do not run, then of anybody who is not in this step.
 
-        The latter only where nobody's sequence comes beside as many as may run (app/engine/execution/fault_isolation.py): nothing is in
-        flight then, and who loses its row is told anew.
+        The latter only where nobody's sequence comes beside as many as may run
+        (app/engine/execution/fault_isolation.py): nothing is in flight then, and who loses its row is told anew.
         """
         others = [old for old in self._known if old not in present]
         self.forget(old for old in others if old.ended or not old.blocks)

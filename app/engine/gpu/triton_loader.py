@@ -72,5 +72,5 @@ def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
     """The kernels on a GPU where Triton is installed; else the twins, as in float32, where tensor cores would round."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return TWINS
-    int8, fp8 = (import_module(f"app.engine.kernels.triton_{kind}") for kind in ("int8", "fp8"))
+    int8, fp8 = (import_module(f"app.engine.gpu.kernels.triton.{kind}") for kind in ("int8", "fp8"))
     return RoundedKernels(int8_product=int8.product, fp8_rows=fp8.round_rows)

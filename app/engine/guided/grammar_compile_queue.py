@@ -5,14 +5,35 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from app.common.types import Request, RequestFailed, StepReport
 from app.engine.guided.grammar_workers import Job
-from app.engine.start_result import PreparesGrammars
 
 _log = logging.getLogger("inkstream")
 _FAILED = "the guide of this request could not be made ready; its id names the reason in the server's log"
 _POLL_SECONDS = 0.002
+
+
+class PreparesGrammars(Protocol):
+    """What the engine's loop and this queue ask of grammar_tracker.py."""
+
+    @property
+    def n_prepared(self) -> int:
+        """Grammars that are kept for requests that have not begun."""
+        ...
+
+    def prepare(self, request: Request) -> Job:
+        """Starts to compile a request's grammar."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request's grammar; no error where there is none."""
+        ...
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """For StepReport.work."""
+        ...
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ def blocks_on_gpu(
 
 
 def step_peak(compute_once: Callable[[], object], device: torch.device, meter: MemoryMeter = torch.cuda) -> int:
-    """Bytes that the largest step takes (app/engine/execution/warmup_batches.py), on a GPU. Raises ValueError where there are not so many."""
+    """Bytes that the largest step (execution/warmup_batches.py) takes on a GPU. Raises ValueError if too few."""
     try:
         return activation_peak(compute_once, device, meter)
     except Exception as error:

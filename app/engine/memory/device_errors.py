@@ -34,7 +34,7 @@ _HARMLESS_WORDS = _CAPTURE_WORDS | frozenset(
 )
 """The same where only a text is told: by Triton, and by torch before it had AcceleratorError."""
 _LIBRARY_WORDS = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
-"""Libraries of NVIDIA fail for either reason: whoever frees memory before the next try finds out (app/engine/memory/device_memory.py)."""
+"""Libraries of NVIDIA fail for either reason: whoever frees memory before the next try finds out (device_memory.py)."""
 _MOST_CHARACTERS = 120
 
 

@@ -67,7 +67,7 @@ def wrong(subject: Sample, case: Case, device: str, *, exact: bool = False) -> I
 
 
 def _apart(logits_SV: Tensor) -> Tensor:
-    """The same, its rows as far apart as the head leaves them (app/engine/gpu/padded_lm_head.py), and no number between them."""
+    """The same, with rows as far apart as app/engine/gpu/padded_lm_head.py leaves them, and no number between them."""
     rows, vocab = logits_SV.shape
     return logits_SV.new_full((rows, -(-vocab // WHOLE) * WHOLE), torch.nan)[:, :vocab].copy_(logits_SV)
 

@@ -1,8 +1,8 @@
 """Sequences in a paged cache, of which any tokens can be attended to in any cut. Knows no kernel by name.
 
 Everything that no token may read is NaN: other blocks, what lies behind a sequence's last token or before what a window
-lets its last tokens see, what its table says behind its last block. Shape legend: as in app/engine/gpu/kernels/interface.py; L
-positions of a sequence, N tokens of a piece.
+lets its last tokens see, what its table says behind its last block. Shape legend: as in
+app/engine/gpu/kernels/interface.py; L positions of a sequence, N tokens of a piece.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Texts and conversations for training: sources, examples, token cache, shuffling, batches."""

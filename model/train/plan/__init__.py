@@ -1,0 +1,1 @@
+"""Says before a run what it will take: dataset size, time, memory, disk."""

@@ -13,7 +13,7 @@ from model.nn.attention import hidden
 
 
 class FusedAttend:
-    """What model.nn.attention.CausalAttend computes: sequences of one length, each token over itself and those before."""
+    """Computes model.nn.attention.CausalAttend: sequences of one length, each token over itself and those before."""
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length

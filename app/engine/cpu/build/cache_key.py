@@ -14,7 +14,7 @@ from app.engine.cpu.build.cpu_target import CpuTarget
 
 ABI = 2
 """What ink_abi() of the library must answer; raised whenever an exported function changes."""
-SOURCE = Path(__file__).parent / "source"
+SOURCE = Path(__file__).parents[1] / "source"
 UNIT = "inkstream.cpp"
 """The one file that is compiled; it includes those beside it."""
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread")

@@ -22,7 +22,7 @@ from typing import Any
 
 from app.engine.cpu.build.errors import BuildError
 
-PACKAGED = Path(__file__).parent / "built"
+PACKAGED = Path(__file__).parents[1] / "built"
 """Libraries that came with the installation, or the container image."""
 CACHE_VARIABLE = "INKSTREAM_CACHE_DIR"
 KEPT = 4

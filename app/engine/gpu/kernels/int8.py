@@ -1,6 +1,6 @@
 """x W^T + b with W in whole numbers of eight bits and a scale for each row, in plain torch, on any device.
 
-The kernel whose twin it is: app/engine/gpu/kernels/triton/int8.py. Shape legend: T tokens of the step, K columns, N rows of
+The kernel whose twin it is: triton/int8.py. Shape legend: T tokens of the step, K columns, N rows of
 the weight.
 """
 

@@ -1,7 +1,7 @@
 """Attention over the paged cache in plain torch: every tile with all positions that there may be. Knows no model.
 
 Everything is computed in float64 and rounded once, so that no order of sums shows in the result: a row comes out the
-same alone, in any batch and in any chunk. Shape legend: as in app/engine/gpu/kernels/interface.py; N tokens of a tile, G = H / K, L positions.
+same alone, in any batch and in any chunk. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
 """
 
 from __future__ import annotations

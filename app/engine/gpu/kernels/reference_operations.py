@@ -1,7 +1,8 @@
 """The operations of a step in plain torch, on any device: what other kernels are held against. Knows no triton.
 
-Sums are taken in float64 and rounded where app/engine/gpu/kernels/interface.py says so: then no order of summation shows in the result, and a row
-comes out the same in any company. Nothing is read on the host, and no shape depends on a number. Shape legend: app/engine/gpu/kernels/interface.py.
+Sums are taken in float64 and rounded where interface.py says so: then no order of summation shows in the result, and a
+row comes out the same in any company. Nothing is read on the host, and no shape depends on a number. Shape legend:
+interface.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a decode step reads of its rows and leaves in them, in plain torch. Knows no requests. Shape legend: app/engine/gpu/kernels/interface.py."""
+"""What a decode step reads of its rows and leaves in them, in plain torch. Shape legend: interface.py."""
 
 from __future__ import annotations
 

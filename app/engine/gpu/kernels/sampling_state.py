@@ -1,6 +1,6 @@
 """What lies on the device of how each resident row is sampled, and where a step's draws are left.
 
-Knows where words and counts lie, not how a token is drawn of them (app/engine/gpu/kernels/static_sampler.py, app/engine/gpu/kernels/triton/sampler.py). Nothing here
+Knows where words and counts lie, not how a token is drawn of them (static_sampler.py, triton/sampler.py). Nothing here
 waits for the device.
 
 Shape legend: R resident rows (the last one is of padding: greedy, never counted), W words of a row, V vocabulary,

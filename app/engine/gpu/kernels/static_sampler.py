@@ -1,7 +1,7 @@
 """Draws in plain torch from what lies on the device: app/engine/sampling/sampler.py without a look at a single value.
 
 All shapes are static and nothing waits for the device, so it runs inside a CUDA graph, too. Every row pays for every
-filter: app/engine/gpu/kernels/triton/sampler.py is the one for speed, and this one says what it must draw. The order is docs/sampling.md's.
+filter: triton/sampler.py is the one for speed, and this one says what it must draw. The order is docs/sampling.md's.
 
 Shape legend: S sampled rows, V vocabulary, W words of a row, N most likely tokens.
 """

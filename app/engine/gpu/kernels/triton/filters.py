@@ -3,7 +3,7 @@
 A row passes over its logits only for what it asks for, and after a small top_k only over the tokens that are left.
 Knows no biases, and not how a token is drawn from the weights.
 
-Shape legend: B tokens of a block, N groups of the row (app/engine/gpu/kernels/triton/penalties.py), C tokens of the room. The rooms are [2, C]:
+Shape legend: B tokens of a block, N groups of the row (penalties.py), C tokens of the room. The rooms are [2, C]:
 what a search takes in, and behind it what top_k has left: int32 keys and ids, float32 weights and logits.
 """
 

@@ -1,4 +1,4 @@
-"""The operations of a step by Triton, put together. Whoever imports this file needs Triton: see app/engine/gpu/triton_loader.py.
+"""The operations of a step by Triton. Importing this file needs Triton; app/engine/gpu/triton_loader.py checks.
 
 Made of functions of the triton_*.py files beside it; knows no network.
 """

@@ -1,8 +1,8 @@
 """Draws on a GPU: three Triton kernels for a step, whatever the rows ask for. Nothing waits for the device.
 
-What is drawn is what app/engine/gpu/kernels/static_sampler.py draws; docs/sampling.md is the law of both. Where rounding decides they may part:
-weights are exact to 2 units in the last place of float32, and a GPU adds in another order. Bits of a row depend on that
-row alone.
+What is drawn is what ../static_sampler.py draws; docs/sampling.md is the law of both. Where rounding decides they may
+part: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. Bits of a row depend
+on that row alone.
 
 Shape legend: S sampled rows, V vocabulary.
 """

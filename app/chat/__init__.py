@@ -1,0 +1,1 @@
+"""Chat templates of the weights, rendered in a sandboxed process."""

@@ -1,0 +1,1 @@
+"""Checks of a running engine: golden answers, batch invariance, watchdog."""

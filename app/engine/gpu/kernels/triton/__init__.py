@@ -1,0 +1,1 @@
+"""Operations of a step in Triton; the only files that import it."""

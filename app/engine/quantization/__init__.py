@@ -1,0 +1,1 @@
+"""Weights rounded to eight bits."""

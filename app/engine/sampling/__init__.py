@@ -1,0 +1,1 @@
+"""The sampling specification in torch: penalties, masks, filters, the draw, log-probabilities."""

@@ -1,0 +1,1 @@
+"""The API process's side of the engines: pool, router, fair queue, token streams, crash recovery."""

@@ -1,0 +1,1 @@
+"""Grammars of requests, compiled and checked in a sandboxed process."""

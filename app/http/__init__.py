@@ -1,0 +1,1 @@
+"""The HTTP server: connections, limits, deadlines, authentication, errors, server-sent events, request log."""

@@ -1,0 +1,1 @@
+"""A weights directory: safetensors checks, tensor index, manifest, golden answers."""

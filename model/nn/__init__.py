@@ -1,0 +1,1 @@
+"""The network: layers, attention, positions, blocks, and a readable reference."""

@@ -1,0 +1,1 @@
+"""Used by all parts of training: flag types, console messages, interrupts, threads, output directory."""

@@ -1,0 +1,1 @@
+"""From flags to what a run begins with: options, dataset, initial weights."""

@@ -1,0 +1,1 @@
+"""What one training step does: loss, gradients, optimizer, schedule, averaging, several processes."""
