@@ -43,7 +43,7 @@ COPY model model
 COPY benchmarks benchmarks
 RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inkstream/bin/pip check
 COPY --from=kernels /kernels /kernels
-RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.cpu.build.library_cache import PACKAGED; print(PACKAGED)')" \
+RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.cpu.toolchain.library_cache import PACKAGED; print(PACKAGED)')" \
     && mkdir "$built" && cp /kernels/inkstream-* "$built"
 # Readable for the user below, whatever the umask of whoever trained or checked out.
 COPY weights weights

@@ -26,7 +26,7 @@ from app.common import logs
 from app.common.cpu_count import available_cores
 from app.common.ipc import WorkerConfig
 from app.common.settings import Settings
-from app.engine.cpu.build.library_cache import cache_directory
+from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue

@@ -23,7 +23,7 @@ from app.common import event_loop, logs
 from app.common.errors import NotReady
 from app.common.settings import Settings
 from app.common.terminal import has_terminal
-from app.engine.cpu.build.backend_selection import check_possible
+from app.engine.cpu.toolchain.backend_selection import check_possible
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.pool_events import EngineGone
 from app.http.connection_limits import ConnectionLimits, possible_connections

@@ -17,8 +17,8 @@ from ctypes import CDLL
 import msgspec
 import torch
 
-from app.engine.cpu.build.builder import find_or_build
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.sampling_input import SamplingInput
 from benchmarks.sampling import WAYS

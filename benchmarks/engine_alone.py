@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
-from app.engine.cpu.build.builder import find_or_build
 from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, Sampler
 from app.engine.execution.step_executor import StepExecutor, TorchExecutor

@@ -21,7 +21,7 @@ import msgspec
 from app.common.ipc import WorkerConfig
 from app.common.params import SamplingParams
 from app.common.types import Request
-from app.engine.cpu.build.builder import find_or_build
+from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
 from app.engine.startup import assemble
 from benchmarks.emulated_fp8 import EmulatedFp8

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler, compiled, fake_compiler
 
-from app.engine.cpu.build import cache_key
-from app.engine.cpu.build.builder import build, find, find_or_build
-from app.engine.cpu.build.cache_key import BuildRecipe
-from app.engine.cpu.build.compiler import find_compiler
-from app.engine.cpu.build.cpu_target import X86_LEVELS, this_level
-from app.engine.cpu.build.errors import BuildError, NoCompiler
-from app.engine.cpu.build.library_cache import KEPT, cache_directory, read_note
+from app.engine.cpu.toolchain import cache_key
+from app.engine.cpu.toolchain.builder import build, find, find_or_build
+from app.engine.cpu.toolchain.cache_key import BuildRecipe
+from app.engine.cpu.toolchain.compiler import find_compiler
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.toolchain.errors import BuildError, NoCompiler
+from app.engine.cpu.toolchain.library_cache import KEPT, cache_directory, read_note
 
 STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
 
@@ -87,7 +87,7 @@ def test_it_is_found_without_a_compiler(shelf: Path, compiler: FakeCompiler, mon
 def test_one_that_came_with_the_installation_is_found_after_the_caches(
     tmp_path: Path, shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.cpu.build.builder.PACKAGED", tmp_path / "packaged")
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "packaged")
     assert find(shelf) is None
     packaged = build(BuildRecipe(level=this_level()), tmp_path / "packaged")
     assert find(shelf) == find_or_build(shelf) == packaged

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from fake_compiler import compiled, fake_compiler
 
-from app.engine.cpu.build.backend_selection import Kernels, Libraries, SelectedBackend, check_possible, choose
-from app.engine.cpu.build.builder import find_or_build
-from app.engine.cpu.build.cpu_target import UnsupportedCpu, this_level
+from app.engine.cpu.toolchain.backend_selection import Kernels, Libraries, SelectedBackend, check_possible, choose
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu, this_level
 from model.config import ModelConfig
 
 MODEL = ModelConfig(vocab_size=64, width=32, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64, context=32)
@@ -22,7 +22,7 @@ READER = ModelConfig(
 @pytest.fixture
 def shelf(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and a compiler that would fill it."""
-    monkeypatch.setattr("app.engine.cpu.build.builder.PACKAGED", tmp_path / "nothing")
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "nothing")
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, stub_library).path))
     return tmp_path / "cache"
 
@@ -94,7 +94,7 @@ def test_a_cpu_without_a_level_computes_with_torch(shelf: Path, monkeypatch: pyt
     def none() -> None:
         raise UnsupportedCpu("this CPU has no avx2")
 
-    monkeypatch.setattr("app.engine.cpu.build.backend_selection.this_level", none)
+    monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", none)
     choice = _choose("auto", Libraries(cache_dir=shelf))
     assert (choice.library, choice.waits_for_build) == (None, False) and "no avx2" in choice.reason
     with pytest.raises(ValueError, match="no avx2"):
@@ -111,7 +111,7 @@ def test_a_library_that_does_not_load_leaves_it_to_torch(
 ) -> None:
     """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, f'extern "C" {code}')).path))
-    monkeypatch.setattr("app.engine.cpu.build.builder._check", lambda *_: None)
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder._check", lambda *_: None)
     libraries = Libraries(found=find_or_build(shelf), cache_dir=shelf)
     choice = _choose("auto", libraries)
     assert choice.library is None and words in choice.reason

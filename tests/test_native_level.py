@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.cpu.build.cpu_target import (
+from app.engine.cpu.toolchain.cpu_target import (
     X86_LEVELS,
     UnsupportedCpu,
     level_of,
@@ -72,11 +72,11 @@ def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
 
 def test_a_machine_runs_its_own_level_and_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "app.engine.cpu.build.cpu_target.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SKYLAKE_X))
+        "app.engine.cpu.toolchain.cpu_target.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SKYLAKE_X))
     )
     assert this_level().name == "avx512"
     assert [runs_here(level) for level in X86_LEVELS] == [False, True, True]
     monkeypatch.setattr(
-        "app.engine.cpu.build.cpu_target.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SANDY_BRIDGE))
+        "app.engine.cpu.toolchain.cpu_target.this_machine", lambda: ("x86_64", "Linux", _cpuinfo(SANDY_BRIDGE))
     )
     assert not any(runs_here(level) for level in X86_LEVELS)

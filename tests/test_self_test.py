@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Chunk, TokenScore
-from app.engine.checks.batch_invariance_check import BatchVarianceError, TestedDevice, prove_rows
+from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, prove_rows
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner
 from app.engine.execution.step_executor import TorchExecutor
@@ -30,10 +30,10 @@ LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_beside=32
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _device(shape: ModelConfig | None = None, limits: StepLimits = LIMITS, seed: int = 0) -> TestedDevice:
+def _device(shape: ModelConfig | None = None, limits: StepLimits = LIMITS, seed: int = 0) -> DeviceUnderTest:
     shape = shape or tiny_config()
     runner = tiny_engine(tiny_decoder(shape, seed=seed), max_running=limits.max_running).runner
-    return TestedDevice(
+    return DeviceUnderTest(
         make_engine=lambda most: Engine(Scheduler(most, BlockPool(64, 16)), runner),
         limits=limits,
         context=shape.context,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from app.common.types import Request, SampledEvent
-from app.engine.cpu.build.builder import find_or_build
 from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner
 from app.engine.execution.step_executor import StepExecutor, TorchExecutor
@@ -100,7 +100,7 @@ def tiny_engine(
 
 
 def can_be_native(decoder: Decoder) -> bool:
-    """As app/engine/cpu/build/backend_selection.py says."""
+    """As app/engine/cpu/toolchain/backend_selection.py says."""
     return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
 
 

@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
-from app.engine.cpu.build.backend_selection import SelectedBackend
 from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library
 from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.backend_selection import SelectedBackend
 from app.engine.execution.fault_isolation import Runs, RunsAhead
 from app.engine.execution.runner import Runner
 from app.engine.execution.step_executor import StepExecutor, TorchExecutor
@@ -136,7 +136,7 @@ def choose_way(
     quantize: Quantize,
     deterministic: bool,
 ) -> ChosenBackend:
-    """Rounds the weights, too, where they are to be. choice: of app/engine/cpu/build/backend_selection.py."""
+    """Rounds the weights, too, where they are to be. choice: of app/engine/cpu/toolchain/backend_selection.py."""
     if choice.library:
         native = CppBackend(choice.library, decoder, limits.max_running, int8=quantize == "int8")
         return ChosenBackend(native, choice.numerics, choice.reason)

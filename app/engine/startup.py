@@ -14,10 +14,10 @@ from app.common.ipc import Ready, WorkerConfig
 from app.common.sampling_defaults import sampling_defaults
 from app.common.startup_timer import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
 from app.engine.backends import BackendRunners, ChosenBackend, TritonBackend, choose_way
-from app.engine.checks.batch_invariance_check import TestedDevice, prove_rows
+from app.engine.checks.batch_invariance_check import DeviceUnderTest, prove_rows
 from app.engine.checks.golden_check import prove, prove_finite
-from app.engine.cpu.build.backend_selection import Libraries, SelectedBackend, choose
 from app.engine.cpu.program import BLOCK, head_numbers
+from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, choose
 from app.engine.execution.engine import Engine
 from app.engine.gpu.linears import check_quantize
 from app.engine.gpu.quantized_install import what_stays
@@ -164,7 +164,7 @@ def _proven(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, room: 
 
 def _rows_proven(running: BackendRunners, limits: StepLimits, room: CacheShape, blocks: int) -> str:
     """That no row hangs on its neighbours, for the log. Raises EngineStartError."""
-    device = TestedDevice(
+    device = DeviceUnderTest(
         make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, room.block_size)), *running),
         limits=limits,
         context=room.context,

@@ -1,8 +1,8 @@
 """The API process's part in the native kernels: what there is when it starts, and a build for its next start.
 
 It decides, and not the engine process, because an engine that comes back after a crash has to compute as the one before
-did. A build runs in a process of its own, at idle priority and on a leash (app/engine/cpu/build/guarded_subprocess.py):
-it ends with this process, also where that is killed.
+did. A build runs in a process of its own, at idle priority, which ends with this process, also where that is killed:
+app/engine/cpu/toolchain/guarded_subprocess.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 from app.common.settings import Settings
-from app.engine.cpu.build.backend_selection import TORCH, Libraries
-from app.engine.cpu.build.builder import find
-from app.engine.cpu.build.compiler import compiler_commands
-from app.engine.cpu.build.errors import BuildError
-from app.engine.cpu.build.guarded_subprocess import leashed
+from app.engine.cpu.toolchain.backend_selection import TORCH, Libraries
+from app.engine.cpu.toolchain.builder import find
+from app.engine.cpu.toolchain.compiler import compiler_commands
+from app.engine.cpu.toolchain.errors import BuildError
+from app.engine.cpu.toolchain.guarded_subprocess import leashed
 from app.engine_client.engine_pool import EnginePool
 
 _log = logging.getLogger("inkstream")

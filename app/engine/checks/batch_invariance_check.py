@@ -27,7 +27,7 @@ class BatchVarianceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class TestedDevice:
+class DeviceUnderTest:
     """What the trial needs to know of what computes."""
 
     make_engine: Callable[[StepLimits], Engine]
@@ -58,7 +58,7 @@ class _Answer:
         return None
 
 
-def prove_rows(device: TestedDevice) -> str:
+def prove_rows(device: DeviceUnderTest) -> str:
     """A sentence for the log. Raises BatchVarianceError."""
     requests = list(_requests(device, _LENGTHS))
     alone: dict[str, _Answer] = {}
@@ -76,7 +76,7 @@ def prove_rows(device: TestedDevice) -> str:
     return f"rows proven independent: {n_numbers} log-probabilities the same alone, together, in pieces, in a crowd"
 
 
-def _ways(device: TestedDevice, requests: list[Request]) -> Iterator[tuple[str, StepLimits, list[Request]]]:
+def _ways(device: DeviceUnderTest, requests: list[Request]) -> Iterator[tuple[str, StepLimits, list[Request]]]:
     limits = device.limits
     few = min(len(requests), limits.max_running)
     pieces = replace(limits, max_running=few, tokens_per_step=min(max(_PIECE, few), limits.tokens_per_step))
@@ -88,7 +88,7 @@ def _ways(device: TestedDevice, requests: list[Request]) -> Iterator[tuple[str, 
     yield f"in a crowd of {len(requests) + len(crowd)}", limits, [*crowd[::2], *requests, *crowd[1::2]]
 
 
-def _requests(device: TestedDevice, lengths: Sequence[int], name: str = "row") -> Iterator[Request]:
+def _requests(device: DeviceUnderTest, lengths: Sequence[int], name: str = "row") -> Iterator[Request]:
     random = Random(name)
     more = min(_MORE, device.context // 2)
     for place, length in enumerate(lengths):

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
-from app.engine.cpu.build.cache_key import ABI
+from app.engine.cpu.toolchain.cache_key import ABI
 
 
 class Matrix(Structure):

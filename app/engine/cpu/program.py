@@ -58,7 +58,7 @@ class Program:
     """Packed weights and operations of one decoder. Whoever runs it keeps it alive: the kernels hold its addresses."""
 
     def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
-        assert not decoder.config.n_encoder_layers, "app/engine/cpu/build/backend_selection.py lets none through"
+        assert not decoder.config.n_encoder_layers, "app/engine/cpu/toolchain/backend_selection.py lets none through"
         self.config, self._library = decoder.config, library
         self.dtype = decoder.embedding.dtype
         self._int8 = int8

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from app.engine.cpu.build.library_cache import cache_directory
+from app.engine.cpu.toolchain.library_cache import cache_directory
 
 VARIABLE = "TRITON_CACHE_DIR"
 

@@ -3,9 +3,9 @@
 // A row is drawn by one thread, in an order of sums that depends on that row alone. All memory is the caller's.
 #pragma once
 
-#include "draw_choose.h"
-#include "draw_philox.h"
-#include "draw_score.h"
+#include "sample.h"
+#include "philox.h"
+#include "logprobs.h"
 #include "threads.h"
 
 extern "C" {

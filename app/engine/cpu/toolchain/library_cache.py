@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.engine.cpu.build.errors import BuildError
+from app.engine.cpu.toolchain.errors import BuildError
 
 PACKAGED = Path(__file__).parents[1] / "built"
 """Libraries that came with the installation, or the container image."""

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from app.engine.cpu.build.builder import check_loads, find_or_build
-from app.engine.cpu.build.compiler import compiler_commands
-from app.engine.cpu.build.errors import BuildError, Unusable
-from app.engine.cpu.build.cpu_target import this_level
-from app.engine.cpu.build.library_cache import is_sound
 from app.common.startup_timer import BUILDING_KERNELS
+from app.engine.cpu.toolchain.builder import check_loads, find_or_build
+from app.engine.cpu.toolchain.compiler import compiler_commands
+from app.engine.cpu.toolchain.cpu_target import this_level
+from app.engine.cpu.toolchain.errors import BuildError, Unusable
+from app.engine.cpu.toolchain.library_cache import is_sound
 from model.config import ModelConfig
 
 Kernels = Literal["auto", "native", "torch"]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.cpu.build.errors import BuildError, NoCompiler
-from app.engine.cpu.build.guarded_subprocess import leashed
+from app.engine.cpu.toolchain.errors import BuildError, NoCompiler
+from app.engine.cpu.toolchain.guarded_subprocess import leashed
 
 _NAMES = ("g++", "clang++", "c++")
 _HOW_TO_GET_ONE = "install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"

@@ -1,8 +1,8 @@
 // Log-probabilities of the raw logits: the chosen token's, and the most likely tokens. Knows no parameter.
 #pragma once
 
-#include "draw_select.h"
-#include "draw_weigh.h"
+#include "threshold_search.h"
+#include "inverse_cdf.h"
 
 namespace draw {
 

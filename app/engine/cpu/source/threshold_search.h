@@ -1,7 +1,7 @@
 // Which tokens are good enough: the edge of a share without a sort, and the tokens at or above an edge. Knows no filter.
 #pragma once
 
-#include "draw_room.h"
+#include "scratch.h"
 
 namespace draw {
 

@@ -2,7 +2,7 @@
 // Knows no weight and no draw.
 #pragma once
 
-#include "draw_room.h"
+#include "scratch.h"
 
 extern "C" {
 

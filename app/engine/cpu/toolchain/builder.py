@@ -9,11 +9,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.engine.cpu.build.compiler import Compiler, find_compiler, run
-from app.engine.cpu.build.errors import BuildError, Unusable
-from app.engine.cpu.build.cpu_target import UnsupportedCpu, X86_LEVELS, runs_here, this_level
-from app.engine.cpu.build.cache_key import ABI, BuildRecipe, UNIT
-from app.engine.cpu.build.library_cache import PACKAGED, cache_directory, find_library, put_library, tidy, workplace
+from app.engine.cpu.toolchain.cache_key import ABI, UNIT, BuildRecipe
+from app.engine.cpu.toolchain.compiler import Compiler, find_compiler, run
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, UnsupportedCpu, runs_here, this_level
+from app.engine.cpu.toolchain.errors import BuildError, Unusable
+from app.engine.cpu.toolchain.library_cache import PACKAGED, cache_directory, find_library, put_library, tidy, workplace
 
 TIMEOUT_SECONDS = 600.0
 _TRY_SECONDS = 60.0
@@ -105,4 +105,4 @@ def _check(built: Path, recipe: BuildRecipe, folder: Path) -> None:
             f"the library does not load ({error}): where the disk is mounted noexec, give a directory with --cache-dir"
         ) from None
     if abi != str(ABI):
-        raise BuildError(f"the library has the interface {abi}, not {ABI}: app/engine/cpu/build/cache_key.py and {UNIT} do not fit")
+        raise BuildError(f"the library has the interface {abi}, not {ABI}: cache_key.py and {UNIT} do not fit")

@@ -2,9 +2,9 @@
 // Knows no bias, mask or history.
 #pragma once
 
-#include "draw_adjust.h"
-#include "draw_select.h"
-#include "draw_weigh.h"
+#include "penalties.h"
+#include "threshold_search.h"
+#include "inverse_cdf.h"
 
 namespace draw {
 

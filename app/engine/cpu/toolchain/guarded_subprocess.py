@@ -1,4 +1,4 @@
-"""Runs a command that ends when whoever started it does: `python -I -S app/engine/cpu/build/guarded_subprocess.py [--idle] COMMAND...`. A script.
+"""Runs a command that ends with the process that started it: `python -I -S guarded_subprocess.py [--idle] COMMAND...`.
 
 Standard input is the leash: its end, also because the starter was killed, ends the command and everything that the
 command started. A compiler is a driver and its children, so killing the one process would leave the others behind.

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.cpu.build.cpu_target import CpuTarget
+from app.engine.cpu.toolchain.cpu_target import CpuTarget
 
 ABI = 2
 """What ink_abi() of the library must answer; raised whenever an exported function changes."""

@@ -1,7 +1,7 @@
 // Weights of logits, their sums in float64, and the draw by the inverse of the cumulative distribution. Knows no filter.
 #pragma once
 
-#include "draw_room.h"
+#include "scratch.h"
 
 namespace draw {
 
