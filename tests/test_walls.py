@@ -1,64 +1,110 @@
-"""The walls of the house: who may import whom, how large a file may get, no cycles, no lazy imports."""
+"""The walls of the house: which folder may import which, what each may use from outside, no cycles, readable files."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from house_metrics import colliding_classes, folder_sizes, module_of, package_edges, package_of, two_way_pairs
 from longest import LONGEST
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in (ROOT / folder).rglob("*.py"))
-CORE = [
-    "params",
-    "types",
-    "errors",
-    "admission",
-    "blocks",
-    "flight",
-    "allocator",
-    "queue",
-    "limits",
-    "dummy",
-    "result",
-    "scheduler",
-    "isolation",
-    "device_errors",
-    "memory_plan",
-    "start_clock",
-    "audit",
-    "philox",
-    "pace",
-    "waiting_line",
-    "router",
-]
-SAMPLING = ["sampler", "sampling_row", "masks", "penalties", "candidates", "filters", "inverse", "logprobs"]
-DEVICE = ["compute", "kv_cache", "source_cache", "guides", "grammar_state", *SAMPLING]
-BUILDER = {f"{name}.py" for name in ("build", "compile", "compiler", "errors", "leash", "level", "recipe", "shelf")}
-EVENT_LOOP = [
-    "app.server",
-    "app.main",
-    "app.serving.service",
-    "app.generation.session",
-    "app.engine_client.client",
-    "app.api.native.routes",
-]
-EVENT_LOOP += [
-    "app.cluster.gateway",
-    "app.cluster.asgi_adapter",
-    "app.engine.worker_loop",
-    "app.serving.kernel_prebuild",
-    "app.guided.grammar",
-    "app.guided.validator",
-    "app.guided.validator_worker",
-]
+
+# a -> b: b, and all that stands to the right of it in any line, may import a. Folders are written without "app."; a
+# name stands for the folders in it that are not named themselves, and "app" for app/main.py and app/server.py alone.
+LAYERS = """
+model -> model.tokenizer -> model.checkpoint
+model -> model.nn -> model.families -> model.checkpoint
+model.checkpoint -> model.train.common -> model.train.data -> model.train.step -> model.train.setup -> model.train.plan
+model.train.setup -> model.train.reporting -> model.train
+model.train.plan -> model.train -> __main__
+
+common -> engine.cpu.toolchain
+model -> engine.cpu.toolchain -> engine.cpu -> engine
+common -> engine.sampling -> engine.scheduling -> engine.execution -> engine.checks -> engine
+model.nn -> engine.quantization -> engine.cpu
+model.nn -> engine.memory -> engine.execution
+common -> engine.memory
+model.checkpoint -> engine.checks
+engine.sampling -> engine.cpu
+engine.sampling -> engine.guided -> engine.gpu
+engine.quantization -> engine.gpu.kernels
+engine.sampling -> engine.gpu.kernels -> engine.gpu.kernels.triton
+engine.gpu.kernels -> engine.gpu
+engine.cpu.toolchain -> engine.gpu
+engine.execution -> engine.gpu -> engine
+
+common -> access -> http -> api
+model -> access -> sandbox -> tokenization -> generation
+common -> engine_client -> generation -> serving
+model.checkpoint -> chat
+model.tokenizer -> guided
+model.tokenizer -> tokenization
+sandbox -> guided -> serving
+sandbox -> chat -> serving
+engine.cpu.toolchain -> serving
+serving -> api -> api.native -> app -> cli -> __main__
+api -> api.openai -> app
+api.native -> cluster
+engine -> cli
+"""
+
+# What each folder imports that is neither ours nor in the standard library. torch is the engine's and the network's.
+OUTSIDE = {
+    "app": {"fastapi", "msgspec", "uvicorn"},
+    "app.access": {"msgspec"},
+    "app.api": {"fastapi", "prometheus_client", "pydantic", "starlette"},
+    "app.chat": {"jinja2", "msgspec"},
+    "app.cli": {"pydantic"},
+    "app.cluster": {"fastapi", "prometheus_client", "starlette"},
+    "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvicorn"},
+    "app.engine": {"msgspec", "torch"},
+    "app.engine.cpu.toolchain": set[str](),
+    "app.engine.gpu.kernels.triton": {"torch", "triton"},
+    "app.engine.scheduling": set[str](),
+    "app.engine_client": {"msgspec"},
+    "app.generation": {"msgspec"},
+    "app.guided": set[str](),
+    "app.http": {"fastapi", "httptools", "msgspec", "pydantic", "starlette", "uvicorn"},
+    "app.sandbox": set[str](),
+    "app.serving": set[str](),
+    "app.tokenization": {"msgspec", "tokenizers"},
+    "app.__main__": {"benchmarks"},
+    "model": {"torch"},
+    "model.checkpoint": {"safetensors", "torch"},
+    "model.tokenizer": {"msgspec", "tokenizers"},
+    "model.train": {"numpy", "safetensors", "tokenizers", "torch"},
+}
 
 
-def _name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+def _layers() -> dict[str, set[str]]:
+    """Folder -> the folders that it may import."""
+    direct: dict[str, set[str]] = {}
+    for line in filter(None, LAYERS.splitlines()):
+        names = [name if re.match(r"(app|model)\b", name) else f"app.{name}" for name in line.split(" -> ")]
+        direct.setdefault(names[0], set())
+        for below, above in pairwise(names):
+            direct.setdefault(above, set()).add(below)
+    while True:
+        wider = {name: below.union(*(direct[other] for other in below)) for name, below in direct.items()}
+        if wider == direct:
+            return direct
+        direct = wider
+
+
+def _named(package: str, names: set[str]) -> str:
+    """The name that stands for a package: its own, or that of the next folder around it; app is no folder around."""
+    found = package
+    while found and found not in names:
+        found = found.rpartition(".")[0]
+    assert found and (found != "app" or package == "app"), f"{package} has no place in the layers of this file"
+    return found
 
 
 def _imports(path: Path) -> set[str]:
@@ -77,108 +123,117 @@ def _tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in _imports(path)} - {"__future__"}
 
 
-GRAPH = {_name(path): _imports(path) for path in FILES}
+MODULE_FILES = {module_of(ROOT, path): path for path in FILES}
+GRAPH = {name: _imports(path) for name, path in MODULE_FILES.items()}
 MODULES = set(GRAPH)
+PACKAGES = {name: package_of(name, is_package=path.stem == "__init__") for name, path in MODULE_FILES.items()}
+PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition(".")[0] in ("app", "model")}
 
 
-def test_the_model_knows_nothing_of_serving() -> None:
-    for path in (ROOT / "model").rglob("*.py"):
-        assert not _tops(path) & {"app", "fastapi", "starlette", "pydantic", "asyncio", "uvicorn"}, path
+def _closure(module: str) -> set[str]:
+    """A module and all of ours that it imports, directly or not, with the packages that they lie in."""
+    found, todo = set[str](), [module]
+    while todo:
+        name = todo.pop()
+        if name in MODULES and name not in found:
+            found.add(name)
+            todo += [*GRAPH[name], name.rpartition(".")[0]]
+    return found
 
 
-def test_only_the_command_line_knows_how_models_are_trained() -> None:
-    outside = [p for p in FILES if "train" not in p.relative_to(ROOT).parts and p != ROOT / "app/__main__.py"]
-    assert not [path for path in outside if any(name.startswith("model.train") for name in _imports(path))]
+def test_folders_import_only_from_layers_below() -> None:
+    layers = _layers()
+    assert [name for name, below in layers.items() if name in below] == [], "LAYERS has a cycle"
+    wrong = []
+    for (source, target), lines in package_edges(ROOT).items():
+        above, below = _named(source, set(layers)), _named(target, set(layers))
+        if above != below and below not in layers[above]:
+            wrong += lines
+    assert wrong == []
 
 
-def test_the_pure_core_imports_only_the_standard_library_and_msgspec() -> None:
-    for name in CORE:
-        path = ROOT / "app/engine" / f"{name}.py"
-        assert _tops(path) <= sys.stdlib_module_names | {"msgspec", "app"}, path
-        assert "asyncio" not in _tops(path), path
-        ours = {m for m in _imports(path) if m.startswith("app.")}
-        assert all(m.split(".")[2] in CORE for m in ours if m.startswith("app.engine.")), path
+def test_no_two_packages_import_each_other() -> None:
+    assert two_way_pairs(ROOT) == []
 
 
-def test_the_builder_of_kernels_needs_nothing_but_python() -> None:
+def test_a_package_says_in_a_line_what_it_is_and_imports_nothing() -> None:
+    folders = {path.parent for path in PRODUCT.values()}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+    for path in (folder / "__init__.py" for folder in folders):
+        assert not _imports(path), path
+        assert (ast.get_docstring(ast.parse(path.read_text())) or "\n").count("\n") == 0, path
+
+
+def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
+    assert {name: files for name, files in folder_sizes(ROOT).items() if files > 20} == {}
+    assert colliding_classes(ROOT) == {}
+
+
+def test_folders_use_only_what_they_may_from_outside() -> None:
+    """So the API process has no torch, the scheduler is pure, and Triton, which may be missing, stays in its folder."""
+    for name, path in PRODUCT.items():
+        outside = _tops(path) - sys.stdlib_module_names - {"app", "model"}
+        assert outside <= OUTSIDE[_named(PACKAGES[name], set(OUTSIDE))], path
+        if PACKAGES[name] in ("app.engine.scheduling", "model") or name.startswith("model."):
+            assert "asyncio" not in _tops(path), path
+
+
+def test_the_product_imports_neither_its_benchmarks_nor_what_deploys_it() -> None:
+    """Except behind the verb bench."""
+    users = {name for name in PRODUCT if {n.partition(".")[0] for n in GRAPH[name]} & {"benchmarks", "deploy", "tests"}}
+    assert users == {"app.__main__"}
+
+
+def test_only_two_files_wire_the_engine() -> None:
+    users = {name for name, known in GRAPH.items() if "app.engine.startup" in known and name in PRODUCT}
+    assert users == {"app.cli.check", "app.engine.worker"}
+
+
+def test_the_builder_of_kernels_needs_only_python_and_what_its_stage_copies() -> None:
     """A stage of a container compiles them before anything is installed."""
-    paths = [*(ROOT / "app/engine/cpu").glob("*.py"), ROOT / "app/cli/compile.py"]
-    for path in (path for path in paths if path.name in BUILDER):
+    stage = (ROOT / "Dockerfile").read_text().partition("AS kernels")[2].partition("\nFROM")[0]
+    copied = {ROOT / word for line in re.findall("^COPY (.+)", stage, re.MULTILINE) for word in line.split()[:-1]}
+    for name in _closure("app.cli.compile"):
+        path = MODULE_FILES[name]
         assert _tops(path) <= sys.stdlib_module_names | {"app"}, path
-        ours = {m.split(".")[-1] for m in _imports(path) & MODULES if m.startswith("app.")}
-        assert {f"{name}.py" for name in ours} <= BUILDER, path
+        assert {path, *path.parents} & copied, f"{path} is not copied by the stage that compiles kernels"
 
 
-@pytest.mark.parametrize("name", [*DEVICE, "runner"])
-def test_device_code_knows_tensors_the_model_and_the_nouns_only(name: str) -> None:
-    path = ROOT / "app/engine" / f"{name}.py"
-    assert _tops(path) <= sys.stdlib_module_names | {"torch", "app", "model"}, path
-    ours = {m.split(".")[2] for m in _imports(path) if m.startswith("app.engine.")}
-    assert ours <= {"params", "types", "result", "philox", "matcher", "dummy", "grammar_workers", *DEVICE}, path
+def _loads(*modules: str) -> set[str]:
+    """Which of the heavy packages are there once these modules are imported."""
+    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(done.stdout.split()) & {"torch", "numpy", "llguidance", "triton"}
 
 
-def test_only_the_engine_process_has_both_torch_and_the_pipe() -> None:
-    both = [p for p in FILES if "torch" in _tops(p) and "app.common.ipc" in _imports(p)]
-    assert both == [ROOT / "app/engine/startup.py"]
-    holding = [p for p in FILES if "app.engine.startup" in _imports(p) and p.relative_to(ROOT).parts[0] == "app"]
-    assert holding == [ROOT / "app/cli/check.py", ROOT / "app/engine/worker.py"]
+def test_the_api_process_never_imports_torch() -> None:
+    """Not even through a package of others. The verb check runs an engine of its own."""
+    others = {"app.cli.check", "app.common.llguidance_adapter"}
+    parts = [name for name in PRODUCT if name.startswith("app.") and not name.startswith("app.engine.")]
+    parts += [name for name in PRODUCT if PACKAGES[name] == "app.engine.cpu.toolchain"]
+    assert _loads(*(n for n in parts if not n.endswith(("_worker", "__main__")) and n not in others)) == set()
 
 
-def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer_and_its_spans() -> None:
-    tokenizer, spans = (
-        {"model.tokenizer.tokenizer", "model.tokenizer.tokenizer.Tokenizer"},
-        {"model.tokenizer.token_spans"},
-    )
-    allowed = tokenizer | spans | {"model.tokenizer.token_spans.CompactSpans", "model.tokenizer.token_spans.Spans"}
-    for path in (ROOT / "app/api").glob("*.py"):
-        names = _imports(path)
-        assert "torch" not in _tops(path), path
-        assert {n for n in names if n.startswith("model")} <= allowed, path
-        internals = {"scheduler", "blocks", "runner", "engine", "worker", "process", "frames", *DEVICE}
-        assert not {n.split(".")[2] for n in names if n.startswith("app.engine.")} & internals, path
+@pytest.mark.parametrize("module", ["app.engine.worker_loop", *(n for n in PRODUCT if n.endswith("_worker"))])
+def test_the_loop_of_the_engine_and_helper_processes_start_without_torch(module: str) -> None:
+    assert _loads(module) <= {"llguidance"}
 
 
-@pytest.mark.parametrize("module", EVENT_LOOP)
-def test_the_api_process_never_imports_torch(module: str) -> None:
-    heavy = ["torch", "numpy"] if module == "app.guided.validator_worker" else ["torch", "numpy", "llguidance"]
-    program = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {heavy}))"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
-
-
-def test_llguidance_has_one_door() -> None:
+def test_llguidance_has_one_adapter() -> None:
     """It may be missing, so only the file that asks first may name it as a module."""
     assert not [path for path in FILES if "llguidance" in _tops(path)]
     named = [path for path in FILES if 'import_module("llguidance")' in path.read_text()]
     assert named == [ROOT / "app/common/llguidance_adapter.py"]
 
 
-def test_triton_is_needed_by_its_kernels_only() -> None:
-    """It may be missing: nobody else imports it, nor one of them."""
-    kernels = {name for name in MODULES if name.startswith("app.engine.kernels.triton_")}
-    assert {name for name, known in GRAPH.items() if any(n.split(".")[0] == "triton" for n in known)} <= kernels
+def test_triton_and_ray_stay_in_their_folders() -> None:
+    """Triton may be missing: nothing imports a kernel, but app/engine/gpu/triton_loader.py by name once it is there."""
+    kernels = {name for name in MODULES if name.startswith("app.engine.gpu.kernels.triton.")}
     assert not [name for name, known in GRAPH.items() if known & kernels and name not in kernels]
-
-
-def test_what_a_step_does_on_a_device_knows_tensors_only() -> None:
-    """The network is put together elsewhere, and who is served by whom is nothing to a kernel."""
-    for path in (ROOT / "app/engine/gpu/kernels").glob("*.py"):
-        assert _tops(path) <= sys.stdlib_module_names | {"torch", "triton", "app", "model"}, path
-        assert not _imports(path) & {
-            "app.engine.scheduling.scheduler",
-            "app.engine.execution.engine",
-            "app.engine.memory.kv_cache",
-        }, path
-
-
-def test_ray_has_one_door() -> None:
-    """What a front does with lost replicas knows nothing of it, nor of engines; and no service knows its front."""
-    assert [name for name, known in GRAPH.items() if any(n.split(".")[0] == "ray" for n in known)] == [
-        "deploy.ray_serve"
-    ]
-    relay = {name for name in GRAPH if name.startswith("app.relay")}
-    for name in relay:
-        assert not [n for n in GRAPH[name] if n.startswith(("app.engine", "app.serving.service", "app.main"))], name
-    assert {name for name, known in GRAPH.items() if known & relay} - relay == {"deploy.ray_serve"}
+    for outside, folder in (("triton", "app.engine.gpu.kernels.triton."), ("ray", "deploy.")):
+        users = {name for name, known in GRAPH.items() if any(n.split(".")[0] == outside for n in known)}
+        assert users
+        assert all(name.startswith(folder) for name in users), users
 
 
 def test_imports_have_no_cycle() -> None:
