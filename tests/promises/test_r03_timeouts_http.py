@@ -1,6 +1,6 @@
 """R3: Nobody keeps a connection by being slow: to send headers, a body or the next request, or to read the answer.
 
-The time-outs of the queue and of a whole request are in test_r03_timeouts.py.
+The time-outs of the queue and of a whole request are in test_r03_timeouts_queue.py.
 """
 
 from __future__ import annotations

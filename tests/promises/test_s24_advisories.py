@@ -268,10 +268,10 @@ def _content_types(server: Server) -> None:
 
 
 def _paths_outside(server: Server) -> None:
-    secret = (ROOT / "app/common/settings.py").read_bytes()[:60]
-    paths = ["../settings.py", "..%2fsettings.py", "%2e%2e/settings.py", "%2e%2e%2fsettings.py", "..%5csettings.py"]
-    paths += ["/etc/passwd", "....//settings.py", "main.js%00.py", "main.js/../../settings.py"]
-    for path in [*paths, "%c0%ae%c0%ae/settings.py"]:
+    secret = (ROOT / "app/server.py").read_bytes()[:60]
+    paths = ["../server.py", "..%2fserver.py", "%2e%2e/server.py", "%2e%2e%2fserver.py", "..%5cserver.py"]
+    paths += ["/etc/passwd", "....//server.py", "main.js%00.py", "main.js/../../server.py"]
+    for path in [*paths, "%c0%ae%c0%ae/server.py"]:
         answer = exchange(server.url, raw("GET", f"/web/{path}", HOST))
         assert status_of(answer) in (400, 404) and secret not in answer and b"root:" not in answer, path
     for name in ("../tiny", "/etc/passwd", "../../../../etc/passwd", "/nonexistent", "..%2ftiny"):

@@ -2,7 +2,7 @@
 //
 // Packed: panels of 32 rows of W side by side; within a panel, step by step along k, two vectors of 16 outputs each. A
 // step is one number of x (float32), or a pair of them (bfloat16, int8). Every output is one accumulator that takes its
-// steps in order, however many rows there are: the law of rows (DESIGN.md, section 6).
+// steps in order, however many rows there are: the law of rows (README.md).
 #pragma once
 
 #include <algorithm>
