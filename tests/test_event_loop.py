@@ -10,7 +10,7 @@ from conftest import ROOT
 
 _PROGRAM = """
 import asyncio, signal, sys, threading
-from app import event_loop
+from app.common import event_loop
 
 def add(loop, number, act):
     if sys.argv[1] == "ours":

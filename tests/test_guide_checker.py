@@ -283,11 +283,11 @@ def test_only_so_many_guides_wait(weights: Path) -> None:
 def test_the_process_goes_with_its_parent(weights: Path) -> None:
     program = (
         "import asyncio, os, sys; from pathlib import Path\n"
-        "from app.guided.grammar import Guide; from app.guided.validator import GrammarValidator\n"
+        "from app.guided.grammar import Grammar; from app.guided.validator import GrammarValidator\n"
         "from app.access.tenant_queue import WorkAccount\n"
         "async def main():\n"
         "    checker = GrammarValidator(Path(sys.argv[1]), seconds=20)\n"
-        "    await checker.check(Guide('start: \"a\"', 'grammar'), WorkAccount())\n"
+        "    await checker.check(Grammar('start: \"a\"', 'grammar'), WorkAccount())\n"
         "    print(checker.pids[0], flush=True)\n"
         "    os._exit(0)\n"
         "asyncio.run(main())"

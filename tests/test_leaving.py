@@ -91,7 +91,10 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(long_server:
 
 def test_a_service_that_forgets_to_free_is_noticed(tmp_path: Path, long_weights: Path) -> None:
     """Positive control: the same visit to a service whose streams do not close."""
-    sabotage = "from app.engine_client.token_stream import Stream; Stream.close = Stream.pause = lambda self: None"
+    sabotage = (
+        "from app.engine_client.token_stream import TokenStream as Stream; "
+        "Stream.close = Stream.pause = lambda self: None"
+    )
     server = start_server(tmp_path, long_weights, sabotage=sabotage)
     try:
         connections = [_request(server, stream=True, seed=i) for i in range(40)]

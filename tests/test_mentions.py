@@ -20,6 +20,7 @@ from app.api.native.request_schemas import CompleteRequest
 from app.common.settings import Settings
 
 ROOT = Path(__file__).parents[1]
+HERE = "tests/test_mentions.py"
 FOLDERS = ("app", "model", "benchmarks", "tests", "docs", "deploy")
 SUFFIXES = "py|md|h|cpp|js|mjs|css|html|toml|yml|yaml|conf|sh|lock|txt|json"
 READ = {"", ".py", ".md", ".h", ".cpp", ".js", ".mjs", ".html", ".toml", ".yml", ".yaml", ".conf", ".sh"}
@@ -88,7 +89,7 @@ def _texts(name: str) -> Iterator[tuple[int, str]]:
 @cache
 def _prose() -> tuple[tuple[str, int, str], ...]:
     """File, line and text, of all files that people read; addresses of the web are left out."""
-    files = [name for name in _files() if Path(name).suffix in READ and name != "tests/test_mentions.py"]
+    files = [name for name in _files() if Path(name).suffix in READ and name != HERE]
     files = [name for name in files if not name.startswith("tests/rename/") and name != "tests/test_rename.py"]
     return tuple((name, line, re.sub(r"\w+://\S+", " ", text)) for name in files for line, text in _texts(name))
 
@@ -182,7 +183,7 @@ def _other_variables() -> frozenset[str]:
     """Set or read as a whole string in Python, expanded by a shell, by compose or by the snippets of the page."""
     found = {"INKSTREAM_SERVICE", "INKSTREAM_PORT", "INKSTREAM_TEST_FLAGS"}  # of Kubernetes; a macro of tests/native.py
     for name in _files():
-        if Path(name).suffix in {".py", ".yml", ".yaml", ".js"} and "test_mentions" not in name:
+        if Path(name).suffix in {".py", ".yml", ".yaml", ".js"} and name != HERE:
             found |= set(re.findall(r"[\"'{$](INKSTREAM_[A-Z_]+)(?=[\"'}:?])", (ROOT / name).read_text()))
     return frozenset(found)
 
@@ -211,6 +212,22 @@ def _is_checked(kind: str, name: str) -> bool:
         ours = ("app/", "model/", "benchmarks/", "docs/", "weights/", "README.md", "PERFORMANCE.md", "SECURITY.md")
         return name.startswith((*ours, "RELIABILITY.md", "deploy/")) and not name.endswith((".css", ".html", ".js"))
     return True
+
+
+def missing_imports(text: str) -> list[str]:
+    """What `from app.x import y` names, in a line of any text: programs in strings and docs are read by no linter."""
+    wrong = []
+    for module, names in re.findall(r"\bfrom ((?:app|model|benchmarks)(?:\.\w+)*) import \(?([\w, ]+)", text):
+        wanted = [name.split(" as ")[0].strip() for name in names.split(",")]
+        wrong += [f"{module}.{name}" for name in wanted if name and name not in (_defined(module) or ())]
+    return wrong
+
+
+def test_what_is_imported_exists_also_in_strings_and_docs() -> None:
+    files = [name for name in _files() if Path(name).suffix in READ and not name.startswith("tests/rename/")]
+    texts = {name: (ROOT / name).read_text() for name in files if name not in ("tests/test_rename.py", HERE)}
+    assert {name: missing_imports(text) for name, text in texts.items() if missing_imports(text)} == {}
+    assert missing_imports("'from app.common import logs, lugs'") == ["app.common.lugs"]
 
 
 @pytest.mark.parametrize("kind", CHECKS)

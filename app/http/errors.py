@@ -145,7 +145,7 @@ def install(app: FastAPI) -> None:
 
 
 def request_id_of(request: Request) -> str:
-    """The id that RequestLog gave this request."""
+    """The id that RequestLogMiddleware gave this request."""
     return record_of(request).request_id
 
 

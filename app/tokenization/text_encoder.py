@@ -34,7 +34,7 @@ class TextEncoder:
         self._seconds_left = _SECONDS
 
     def turn_length(self, length: int) -> int:
-        """For LongTexts.run(): where the sandbox is asked, no text is short enough for the event loop."""
+        """For TokenizerPool.run(): where the sandbox is asked, no text is short enough for the event loop."""
         return max(length, _OFF_THE_LOOP) if self._sandbox else length
 
     def encode(self, text: str) -> list[int]:

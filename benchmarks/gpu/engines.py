@@ -48,7 +48,7 @@ def engine_of(
     cache_tokens: int = 0,
     **knobs: Any,
 ) -> Engine:
-    """On the bench's device; of the default weights where there is no shape. Raises StartError.
+    """On the bench's device; of the default weights where there is no shape. Raises EngineStartError.
 
     read: random weights of this shape by default. cache_tokens: room for so many; 0: as the engine decides, which on a
     GPU is nearly all there is, so that a process can have only one such engine.

@@ -38,7 +38,7 @@ WRONG = {
 
 PROGRAM = """
 import contextlib, io, json, os, socket, sys, time
-from app import event_loop
+from app.common import event_loop
 from app.cli.serve import main
 
 class Started(BaseException): pass

@@ -12,7 +12,7 @@ from app.engine.sampling.sampled_token import SampledToken
 
 
 class PermissiveGrammars:
-    """A `FollowsGuides` of app/engine/execution/runner.py, whose masks take what any guide's take."""
+    """A `TracksGrammars` of app/engine/execution/runner.py, whose masks take what any guide's take."""
 
     def __init__(self, vocab_size: int) -> None:
         self._allowed_W = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)

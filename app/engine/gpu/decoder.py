@@ -1,7 +1,7 @@
 """A decoder's pass over the tokens of a step, written in the few operations that a GPU has kernels for.
 
 The same network as model/nn/transformer.py, which is its oracle: sums are fused with the norm behind them, the heads
-with rotary positions and the cache. Knows no requests, no rows of a table, no sampling. An encoder is TorchCompute's.
+with rotary positions and the cache. Knows no requests, no rows of a table, no sampling. An encoder is TorchExecutor's.
 Shape legend: T tokens of the step, D width, V vocabulary, S rows that want logits.
 """
 
@@ -24,7 +24,7 @@ class PagedDecoder:
     """The network of `decoder`, whose products are as they stand in it (app/engine/gpu/quantized_install.py)."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
-        assert not decoder.config.n_encoder_layers, "sources are read by TorchCompute"
+        assert not decoder.config.n_encoder_layers, "sources are read by TorchExecutor"
         self.head = whole_head(decoder)
         """Logits [S, V] of hidden states [S, D], in the number format of the weights; rows may be further apart."""
         seal(decoder)
