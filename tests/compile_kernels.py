@@ -183,6 +183,7 @@ def facts(kernel: Any) -> dict[str, Any]:
         "units": sorted(set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", code))),
         "layouts": sorted(set(re.findall(r"#ttg\.nvidia_mma<\{[^}]*\}>", kernel.asm["ttgir"]))),
         "copies": code.count("cp.async.c"),
+        "waits": [int(most) for most in re.findall(r"async_wait.*?num = (\d+)", kernel.asm["ttgir"])],
         "rounding": sorted(set(re.findall(r"cvt\.\S*e4m3\S*|div\.\S+f32", code))),
         "binary": len(kernel.asm["cubin"]),
     }

@@ -74,6 +74,12 @@ def test_attention_is_launched_with_as_many_stages_as_fit(shared_bytes: int) -> 
     assert attention_fits(128, 2, shared_bytes) and not attention_fits(512, 4, shared_bytes)
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode", "short"])
+def test_the_loads_of_two_tiles_run_while_attention_computes_a_third(compiled: dict[str, Any], name: str) -> None:
+    """async_wait num = 2: the keys and values of one more tile may be on their way. 0 would wait for all loads."""
+    assert max(compiled[f"attention {name}"]["waits"]) == 2
+
+
 def test_prompts_and_single_tokens_go_through_the_same_matrix_instructions(compiled: dict[str, Any]) -> None:
     """Instructions of other shapes add in another order, and another layout sums rows in another one."""
     prefill = compiled["attention prefill"]

@@ -1,4 +1,7 @@
-"""Sampling on the device, in plain torch and by Triton, against app/engine/sampling/sampler.py: the same tokens."""
+"""Sampling on the device, in plain torch and by Triton, against app/engine/sampling/sampler.py: the same tokens.
+
+The oracle draws each case once for both: it takes rows one by one, most of the time of these comparisons.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,24 @@ from collections.abc import Iterator
 import torch
 
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from app.engine.sampling.sampler import sample
 from benchmarks.gpu.conformance.compare import Row
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
 from benchmarks.gpu.conformance.sampling_proof import Sample, wrong
 from benchmarks.gpu.conformance.subject import triton_kernels
-from benchmarks.gpu.finding import Unsupported
 
 
-def check_torch(device: str, tiny: bool) -> Iterator[Row]:
-    """The twin."""
-    yield from _outcomes(ReferenceKernels().sample, device, tiny)
-
-
-def check_triton(device: str, tiny: bool) -> Iterator[Row]:
-    """The kernels, where there is a GPU or Triton's interpreter is asked for."""
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise Unsupported("on a CPU Triton only runs with TRITON_INTERPRET=1")
-    yield from _outcomes(triton_kernels().sample, device, tiny)
-
-
-def _outcomes(subject: Sample, device: str, tiny: bool) -> Iterator[Row]:
+def check_samplers(device: str, tiny: bool) -> Iterator[Row]:
+    """Triton's only where there is a GPU, or its interpreter is asked for."""
+    subjects: dict[str, Sample] = {"torch": ReferenceKernels().sample}
+    if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+        subjects["triton"] = triton_kernels().sample
     for case in _cases(tiny):
-        lines = list(wrong(subject, case, device))
-        what = f"{case.name}, {len(case.rows)} rows of {case.logits_SV.shape[1]:,}"
-        yield {"what": what, "ok": not lines, "value": len(lines), "unit": "wrong", "note": "; ".join(lines)[:300]}
+        expected = sample(case.logits_SV.to(device), case.rows)
+        for name, subject in subjects.items():
+            lines = list(wrong(subject, case, device, expected=expected))
+            what = f"{name}, {case.name}, {len(case.rows)} rows of {case.logits_SV.shape[1]:,}"
+            yield {"what": what, "ok": not lines, "value": len(lines), "unit": "wrong", "note": "; ".join(lines)[:300]}
 
 
 def _cases(tiny: bool) -> Iterator[Case]:

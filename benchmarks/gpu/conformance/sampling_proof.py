@@ -9,7 +9,7 @@ Shape legend: S rows, V vocabulary, N most likely tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -52,10 +52,12 @@ def draw(subject: Sample, case: Case, device: str) -> tuple[list[SampledToken], 
     return drawn, table, rows_S[: len(rows)]
 
 
-def wrong(subject: Sample, case: Case, device: str, *, exact: bool = False) -> Iterator[str]:
-    """A line for each row that is not what it should be. exact: rounding is no excuse."""
+def wrong(
+    subject: Sample, case: Case, device: str, *, exact: bool = False, expected: Sequence[SampledToken] | None = None
+) -> Iterator[str]:
+    """A line for each row that differs from the oracle. exact: also by rounding. expected: the oracle's own draws."""
     logits_SV = case.logits_SV.to(device)
-    expected = sample(logits_SV, case.rows)
+    expected = expected or sample(logits_SV, case.rows)
     drawn, table, rows_S = draw(subject, case, device)
     for i, (row, theirs, ours) in enumerate(zip(case.rows, expected, drawn, strict=True)):
         if ours.token != theirs.token and (exact or not _is_near(logits_SV[i : i + 1], row, ours, theirs)):

@@ -70,7 +70,7 @@ class Objective:
         nats, n_bytes = 0.0, 0
         for batch in batches:
             targets_T = batch.targets_RN.flatten().to(self.device)
-            logits_TV = self._logits(batch, CausalAttend).float()
+            logits_TV = self._logits(batch, FusedAttend if self.device.type == "cuda" else CausalAttend).float()
             nats += float(F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED))
             counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)]
             n_bytes += sum(len(bytes_of[token]) for token in counted.tolist())

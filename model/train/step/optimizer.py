@@ -1,7 +1,7 @@
-"""Who updates which parameter. Knows no schedule, no data and no files.
+"""Which optimizer updates which parameter, and in what order.
 
-Each parameter has an optimiser of its own, which a CPU runs on one thread, several at a time. So the numbers do not
-depend on how many threads there are, and threads meet once an update, not behind each product of a matrix.
+Each parameter has an optimizer of its own. A CPU runs each on one thread, several at a time: the numbers do not depend
+on the number of threads, and threads synchronize once an update. A GPU updates all matrices of one shape together.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from model.nn.transformer import Decoder
 from model.train.common.flag_types import Optimizer
 from model.train.common.thread_pool import one_by_one
+from model.train.step.muon import step_stacked
 
 
 class ParameterUpdates:
@@ -30,29 +31,30 @@ class ParameterUpdates:
         matrices = [p for part in blocks for p in part.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in decoder.parameters() if id(p) not in chosen]
-        self.parts: dict[str, list[torch.optim.Optimizer]] = {"muon": [], "adamw": [_adamw(p, 0.0) for p in others]}
-        if kind == "muon":
-            self.parts["muon"] += [torch.optim.Muon([p], weight_decay=weight_decay, momentum=0.95) for p in matrices]
-        else:
-            self.parts["adamw"] += [_adamw(p, weight_decay) for p in matrices]
+        muon = matrices if kind == "muon" else []
+        self._muon = [torch.optim.Muon([p], weight_decay=weight_decay, momentum=0.95) for p in muon]
+        self._adamw = [_adamw(p, 0.0) for p in others]
+        self._adamw += [] if muon else [_adamw(p, weight_decay) for p in matrices]
+        self.parts: dict[str, list[torch.optim.Optimizer]] = {"muon": [*self._muon], "adamw": self._adamw}
         self._base_lr = {"muon": matrix_lr, "adamw": other_lr}
         self._parameters = list(decoder.parameters())
 
-    def clip(self) -> float:
-        """Scales the gradients down to norm 1. Returns the norm before."""
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters, 1.0))
+    def clip(self) -> Tensor:
+        """Scales the gradients down to norm 1. Returns the norm before, on the device: reading it would wait."""
+        return torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
 
     def step(self, lr_factor: float) -> None:
         """Updates the parameters and clears the gradients."""
         for name, parts in self.parts.items():
             for part in parts:
                 part.param_groups[0]["lr"] = self._base_lr[name] * lr_factor
-        in_order = sorted((part for parts in self.parts.values() for part in parts), key=_size, reverse=True)
         if self._parameters[0].is_cpu:
+            in_order = sorted([*self._muon, *self._adamw], key=_size, reverse=True)
             one_by_one(_step, in_order)  # the largest first: the last ones to end are small
-        else:
-            for part in in_order:
-                _step(part)
+            return
+        step_stacked(self._muon)
+        for adamw in self._adamw:
+            _step(adamw)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state as flat names: part.parameter.key."""

@@ -55,7 +55,9 @@ class Trainer:
                 self._shrink(len(share.inputs_RN))
         gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
         self.ranks.add_up([loss, *gradients])
-        return float(loss), self.optimiser.clip()
+        # One wait for the device in a step: everything after it is launched while the update runs.
+        nats, norm = torch.stack([loss.float(), self.optimiser.clip().float()]).tolist()
+        return nats, norm
 
     def update(self, step: int, lr_factor: float) -> None:
         """Moves the weights along the gradients, and the average after them. step: how many were done before."""

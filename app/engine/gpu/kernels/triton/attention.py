@@ -34,13 +34,12 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _slots(table_ptr, tile, place_L, BLOCK: tl.constexpr, POSITIONS: tl.constexpr, stop):
-    """Where these positions of a sequence lie in the cache; nothing behind its last one is looked up."""
+def _slots(table_ptr, block, position_L, BLOCK: tl.constexpr, POSITIONS: tl.constexpr, stop):
+    """Cache slots of these positions. block: the table's entry for them, where one block holds a whole tile."""
     if BLOCK % POSITIONS == 0:
-        block = tl.load(table_ptr + tile * POSITIONS // BLOCK).to(tl.int64)
-        return block * BLOCK + place_L % BLOCK
-    block_L = tl.load(table_ptr + place_L // BLOCK, mask=place_L < stop, other=0).to(tl.int64)
-    return block_L * BLOCK + place_L % BLOCK
+        return block.to(tl.int64) * BLOCK + position_L % BLOCK
+    block_L = tl.load(table_ptr + position_L // BLOCK, mask=position_L < stop, other=0).to(tl.int64)
+    return block_L * BLOCK + position_L % BLOCK
 
 
 @triton.jit
@@ -68,10 +67,14 @@ def _split(
     column_C = tl.arange(0, q_RC.shape[1])
     first = tl.maximum(split * SPLIT, start) // POSITIONS
     last = tl.cdiv(tl.minimum(split * SPLIT + SPLIT, stop), POSITIONS)
+    # The table's entry is loaded one tile ahead and carried: loaded where it is used, it would take one of the stages
+    # that hold keys and values, and every tile would wait for its own loads.
+    block = tl.load(table_ptr + tl.minimum(first, last - 1) * POSITIONS // BLOCK)
     for tile in range(first, last):
+        next_block = tl.load(table_ptr + tl.minimum(tile + 1, last - 1) * POSITIONS // BLOCK)
         place_L = tile * POSITIONS + tl.arange(0, POSITIONS)
         known_L = (place_L >= start) & (place_L < stop)
-        from_LC = _slots(table_ptr, tile, place_L, BLOCK, POSITIONS, stop)[:, None] * SLOT + column_C[None, :]
+        from_LC = _slots(table_ptr, block, place_L, BLOCK, POSITIONS, stop)[:, None] * SLOT + column_C[None, :]
         there_LC = known_L[:, None] & (column_C < HEAD_DIM)[None, :]
         k_LC = tl.load(k_ptr + from_LC, mask=there_LC, other=0.0)
         v_LC = tl.load(k_ptr + value_offset + from_LC, mask=there_LC, other=0.0)
@@ -83,6 +86,7 @@ def _split(
         sum_R = sum_R * kept_R + tl.sum(weights_RL, axis=1)
         out_RC = tl.dot(weights_RL.to(v_LC.dtype), v_LC, out_RC * kept_R[:, None], input_precision="ieee")
         best_R = better_R
+        block = next_block
     return best_R, sum_R, out_RC
 
 
