@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -163,13 +162,6 @@ def test_a_package_says_in_a_line_what_it_is_and_imports_nothing() -> None:
     for path in (folder / "__init__.py" for folder in folders):
         assert not _imports(path), path
         assert (ast.get_docstring(ast.parse(path.read_text())) or "\n").count("\n") == 0, path
-
-
-def test_every_package_is_installed() -> None:
-    """A wheel without one of them would start and fail later."""
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {path.parent for path in FILES if path.name == "__init__.py"}
-    assert sorted(named) == sorted(".".join(folder.relative_to(ROOT).parts) for folder in folders)
 
 
 def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
