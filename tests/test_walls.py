@@ -117,9 +117,8 @@ def test_only_the_engine_process_has_both_torch_and_the_pipe() -> None:
     assert holding == [ROOT / "app/cli/check.py", ROOT / "app/engine/worker.py"]
 
 
-def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer_and_its_spans() -> None:
-    tokenizer, spans = {"model.tokenizer", "model.tokenizer.Tokenizer"}, {"model.token_spans"}
-    allowed = tokenizer | spans | {"model.token_spans.CompactSpans", "model.token_spans.Spans"}
+def test_routes_know_no_torch_and_of_the_model_only_the_tokenizer() -> None:
+    allowed = {"model.tokenizer", "model.tokenizer.Tokenizer"}
     for path in (ROOT / "app/api").glob("*.py"):
         names = _imports(path)
         assert "torch" not in _tops(path), path
