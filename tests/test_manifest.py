@@ -78,8 +78,9 @@ def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_facto
         check_manifest(whole)
 
 
-def test_the_default_weights_are_whole(tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(ROOT / "weights", tmp_path / "weights"))
+@pytest.mark.parametrize("name", ["weights", "weights-32m"])
+def test_the_weights_of_the_repository_are_whole(name: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ROOT / name, tmp_path / name))
     assert check_manifest(copy)
     assert set(json.loads((copy / MANIFEST_FILE).read_text())["sha256"]) == {
         path.name for path in copy.iterdir() if path.suffix not in (".md", ".svg") and path.name != MANIFEST_FILE

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Generator, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -26,10 +26,10 @@ from app.api.version_header import version_header
 from app.common.errors import InvalidRequest
 from app.common.time_slice import TimeSlice
 from app.http.json_stream import Characters, Elements, JsonStream
-from model.tokenizer.token_spans import CompactSpans, Spans
 from model.tokenizer.tokenizer import Tokenizer
 
 _BATCH = 128
+_T = TypeVar("_T")
 router = APIRouter(tags=["tokens"])
 
 
@@ -46,21 +46,16 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     encoder = service.served.text_encoder()
     prompt, special = body.prompt, body.add_special_tokens is not False
 
-    def pieces() -> Iterator[list[dict[str, Any]]]:
-        rows = ({**_piece(tokenizer, token), "start": start, "end": end} for token, start, end in spans)
-        while batch := list(islice(rows, _BATCH)):
-            yield batch
-
     with ExitStack() as stack:
         account = stack.enter_context(service.gate.visit(caller))
-        slices = _compacted(encoder.span_slices(prompt, add_special_tokens=special))
+        slices = encoder.span_slices(prompt, add_special_tokens=special)
         length = encoder.turn_length(len(prompt))
         spans = await while_connected(request, long_texts.run_slices(length, slices, account))
         answer = {
-            "count": len(spans.ids),
+            "count": len(spans),
             "max_model_len": ready.context,
-            "tokens": Elements(lambda: _batches(spans.ids)),
-            "pieces": Elements(pieces),
+            "tokens": Elements(lambda: _batches(spans.ids())),
+            "pieces": Elements(lambda: _batches(_placed(tokenizer, *span) for span in spans)),
         }
         breather = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
@@ -86,7 +81,7 @@ async def detokenize(request: Request, service: ServiceDep, caller: CallerDep) -
         account = stack.enter_context(service.gate.visit(caller))
         answer = {
             "prompt": Characters(lambda: _text(tokenizer, ids)),
-            "pieces": Elements(lambda: ([_piece(tokenizer, token) for token in batch] for batch in _batches(ids))),
+            "pieces": Elements(lambda: _batches(_piece(tokenizer, token) for token in ids)),
         }
         breather = TimeSlice(partial(service.loop_share.pause, account))
         return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
@@ -126,19 +121,19 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     }
 
 
-def _compacted(slices: Generator[None, None, Spans]) -> Generator[None, None, CompactSpans]:
-    """For a worker thread: a megabyte's spans take a tenth of a second and more."""
-    return (yield from slices).compact()
+def _placed(tokenizer: Tokenizer, token: int, start: int, end: int) -> dict[str, Any]:
+    return {**_piece(tokenizer, token), "start": start, "end": end}
 
 
-def _batches(ids: array[int]) -> Iterator[list[int]]:
-    return (ids[first : first + _BATCH].tolist() for first in range(0, len(ids), _BATCH))
+def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, _BATCH)):
+        yield batch
 
 
 def _text(tokenizer: Tokenizer, ids: array[int]) -> Iterator[str]:
     """The text of tokens, in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    parts = tokenizer.written_parts(ids)
-    while batch := list(islice(parts, _BATCH)):
+    for batch in _batches(tokenizer.written_parts(ids)):
         yield decoder.decode(b"".join(batch))
     yield decoder.decode(b"", final=True)

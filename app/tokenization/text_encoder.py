@@ -11,7 +11,7 @@ from typing import TypeVar
 from app.common.errors import EngineFailed, InvalidRequest
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox, TooSlow
 from model.files import one_line
-from model.tokenizer.token_spans import Spans
+from model.tokenizer.token_spans import CompactSpans
 from model.tokenizer.tokenizer import Tokenizer
 
 _SECONDS, _SECONDS_PER_CHARACTER, _LEAST_SECONDS = 2.0, 1e-5, 0.1
@@ -51,7 +51,7 @@ class TextEncoder:
                 return self.tokenizer.encode_many([text])[0]
         return self._timed(text, lambda box, seconds: box.encode(text, is_plain=True, seconds=seconds))
 
-    def span_slices(self, text: str, *, add_special_tokens: bool) -> Generator[None, None, Spans]:
+    def span_slices(self, text: str, *, add_special_tokens: bool) -> Generator[None, None, CompactSpans]:
         """Tokenizer.span_slices(), in one slice where the sandbox is asked. Raises InvalidRequest, EngineFailed."""
         special = add_special_tokens
         if self._sandbox is None:

@@ -22,7 +22,7 @@ import msgspec
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox_child import LENGTH
 from model.file_snapshot import files_of
-from model.tokenizer.token_spans import Spans
+from model.tokenizer.token_spans import CompactSpans, Spans
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
@@ -76,10 +76,12 @@ class TokenizerSandbox:
         """Ids of a text, with the special tokens that the tokenizer adds or plain. Raises TooSlow, EngineFailed."""
         return list(_numbers(self._ask(Encode(text=text, is_plain=is_plain), seconds).ids))
 
-    def encode_spans(self, text: str, *, is_plain: bool = False, seconds: float) -> Spans:
+    def encode_spans(self, text: str, *, is_plain: bool = False, seconds: float) -> CompactSpans:
         """Like Tokenizer.encode_spans(). Raises TooSlow, EngineFailed."""
         answer = self._ask(Encode(text=text, is_plain=is_plain, has_spans=True), seconds)
-        return Spans(_numbers(answer.ids), _numbers(answer.starts), _numbers(answer.ends))
+        spans = CompactSpans()
+        spans.append(Spans(*map(_numbers, (answer.ids, answer.starts, answer.ends))))
+        return spans
 
     def attack(self, pattern: str | None, *, seconds: float) -> None:
         """Times a pattern, or with None the whole tokenizer, on adversarial texts. Raises TooSlow, EngineFailed."""

@@ -59,7 +59,7 @@ class _Worker:
     def _encode(self, question: Encode) -> TokenizerReply:
         tokenizer, text = self.tokenizer, question.text
         if question.has_spans:
-            spans = tokenizer.encode_spans(text, add_special_tokens=not question.is_plain)
+            spans = tokenizer.encode_spans(text, add_special_tokens=not question.is_plain).flat()
             return TokenizerReply(ids=spans.ids.tobytes(), starts=spans.starts.tobytes(), ends=spans.ends.tobytes())
         ids = tokenizer.encode_many([text])[0] if question.is_plain else tokenizer.encode(text)
         return TokenizerReply(ids=array("I", ids).tobytes())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
@@ -26,34 +26,74 @@ _SHELL: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Spans:
-    """Token i was made of text[starts[i]:ends[i]]. Flat, because a megabyte of text may be a million tokens."""
+    """Token i was made of text[starts[i]:ends[i]]."""
 
     ids: array[int] = field(default_factory=lambda: array("I"))
     starts: array[int] = field(default_factory=lambda: array("I"))
     ends: array[int] = field(default_factory=lambda: array("I"))
 
-    def compact(self) -> CompactSpans:
-        """For spans that are kept for long."""
-        gaps = map(operator.sub, self.starts, chain([0], self.ends))
-        return CompactSpans(_narrow(self.ids), _narrow(gaps), _narrow(map(operator.sub, self.ends, self.starts)))
+    def without_first(self) -> Spans:
+        """Leaves out the first token."""
+        return Spans(self.ids[1:], self.starts[1:], self.ends[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class CompactSpans:
-    """Spans in some six bytes for each, to be read in their order."""
-
+class _Block(NamedTuple):
     ids: array[int]
     gaps: array[int]
     """From the end of the token before to the start; negative where tokens share a character."""
     lengths: array[int]
 
+
+_BLOCK_TOKENS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class CompactSpans:
+    """Spans of a whole text in three to six bytes for each, to be read in their order.
+
+    In blocks, because a megabyte of text may be a million tokens: one call into C that handled all of them would hold
+    the interpreter for tens of milliseconds, and every stream with it.
+    """
+
+    _blocks: list[_Block] = field(default_factory=list)
+    _end: int = 0
+    """Of the last token."""
+
+    def append(self, spans: Spans, first: int = 0, last: int | None = None, offset: int = 0) -> None:
+        """Adds the tokens from `first` up to `last` of a piece that begins at character `offset` of the text."""
+        last = len(spans.ids) if last is None else last
+        for begin in range(first, last, _BLOCK_TOKENS):
+            part = slice(begin, min(begin + _BLOCK_TOKENS, last))
+            starts, ends = spans.starts[part], spans.ends[part]
+            gaps = map(operator.sub, starts, chain([self._end - offset], ends))
+            lengths = map(operator.sub, ends, starts)
+            self._blocks.append(_Block(_narrow(spans.ids[part]), _narrow(gaps), _narrow(lengths)))
+            self._end = ends[-1] + offset
+
+    def __len__(self) -> int:
+        return sum(len(block.ids) for block in self._blocks)
+
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """(id, start, end) of each token."""
         end = 0
-        for token, gap, length in zip(self.ids, self.gaps, self.lengths, strict=True):
-            start = end + gap
-            end = start + length
-            yield token, start, end
+        for block in self._blocks:
+            for token, gap, length in zip(*block, strict=True):
+                start = end + gap
+                end = start + length
+                yield token, start, end
+
+    def ids(self) -> Iterator[int]:
+        """The token ids alone."""
+        return chain.from_iterable(block.ids for block in self._blocks)
+
+    def flat(self) -> Spans:
+        """The same spans, to be looked up by their index."""
+        spans = Spans()
+        for token, start, end in self:
+            spans.ids.append(token)
+            spans.starts.append(start)
+            spans.ends.append(end)
+        return spans
 
 
 def _narrow(numbers: Iterable[int]) -> array[int]:
@@ -77,39 +117,50 @@ def spans_of(encoding: Encoding) -> Spans:
     return spans
 
 
-def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -> Generator[None, None, Spans]:
-    """Returns encode(text), made of pieces of so many characters, and yields after each: a megabyte at once takes
-    170 MB, and holds the interpreter.
+def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -> Generator[None, None, CompactSpans]:
+    """Returns the spans of encode(text), made of pieces of `piece` characters, and yields after each of them.
+
+    A megabyte at once takes 170 MB and holds the interpreter, so only the last piece is flat.
 
     Pieces overlap by an eighth. They are joined in the middle of it, where both must have the same tokens all around:
     how a text is split depends on what stands near. Where they do not agree (a run of one letter) it is read whole, and
     where characters are missing: a tokenizer that drops what it does not know counts wrongly from there on.
     """
-    overlap = piece // 8
-    spans, begin = encode(text[:piece]), 0
-    while begin + piece < len(text):
-        yield
-        begin += piece - overlap
-        part = text[begin : begin + piece]
-        later = encode(part)
-        place = _place_to_join(spans, later, begin, overlap)
-        if place is None or not _reaches(spans, begin + overlap) or not _reaches(later, len(part)):
-            return encode(text)
-        keep, skip = place
-        spans.ids = spans.ids[:keep] + later.ids[skip:]
-        spans.starts = spans.starts[:keep] + array("I", (start + begin for start in later.starts[skip:]))
-        spans.ends = spans.ends[:keep] + array("I", (end + begin for end in later.ends[skip:]))
-    return spans
+    joined = yield from _joined(encode, text, piece)
+    if joined is None:
+        joined = CompactSpans()
+        joined.append(encode(text))
+    return joined
 
 
-def result_of(pieces: Generator[None, None, Spans]) -> Spans:
+def result_of(pieces: Generator[None, None, CompactSpans]) -> CompactSpans:
     """What in_pieces() returns."""
     while True:
         try:
             next(pieces)
         except StopIteration as end:
-            spans: Spans = end.value
+            spans: CompactSpans = end.value
             return spans
+
+
+def _joined(encode: Callable[[str], Spans], text: str, piece: int) -> Generator[None, None, CompactSpans | None]:
+    """None where two pieces do not agree."""
+    joined, overlap = CompactSpans(), piece // 8
+    step = piece - overlap
+    spans, first, begin = encode(text[:piece]), 0, 0
+    while begin + piece < len(text):
+        yield
+        begin += step
+        part = text[begin : begin + piece]
+        later = encode(part)
+        place = _place_to_join(spans, later, step, overlap)
+        if place is None or not _reaches(spans, piece) or not _reaches(later, len(part)):
+            return None
+        last, skip = place
+        joined.append(spans, first, last, begin - step)
+        spans, first = later, skip
+    joined.append(spans, first, offset=begin)
+    return joined
 
 
 def _reaches(spans: Spans, end: int) -> bool:

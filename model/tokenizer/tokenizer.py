@@ -18,7 +18,7 @@ from model.files import one_line
 from model.tokenizer.regexes import Unproven, find_unproven
 from model.tokenizer.special_tokens import read_names
 from model.tokenizer.token_bytes import keeps_text, pieces_of
-from model.tokenizer.token_spans import Spans, in_pieces, result_of, spans_of, untrimmed
+from model.tokenizer.token_spans import CompactSpans, Spans, in_pieces, result_of, spans_of, untrimmed
 from model.tokenizer.tokenizer_file import read_tokenizer_json
 from model.tokenizer.tokenizer_probe import check_ids, put_first, unknown_token
 
@@ -166,20 +166,19 @@ class Tokenizer:
         ids = list(self._rust.encode_batch_fast([text])[0].ids)
         return ids[1:] if self.adds_bos and ids[:2] == [self.bos_id] * 2 else ids
 
-    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> Spans:
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> CompactSpans:
         """encode(), and which characters of `text` each token was made of; or without added special tokens."""
         return result_of(self.span_slices(text, add_special_tokens=add_special_tokens))
 
-    def span_slices(self, text: str, *, add_special_tokens: bool = True) -> Generator[None, None, Spans]:
+    def span_slices(self, text: str, *, add_special_tokens: bool = True) -> Generator[None, None, CompactSpans]:
         """Returns what encode_spans() does, and yields between the pieces of a long text."""
 
         def encode(part: str) -> Spans:
-            return spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
+            spans = spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
+            names_bos = add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2
+            return spans.without_first() if names_bos else spans
 
-        spans = yield from in_pieces(encode, text)
-        if add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2:
-            spans = Spans(spans.ids[1:], spans.starts[1:], spans.ends[1:])
-        return spans
+        return in_pieces(encode, text)
 
     def least_tokens(self, text: str) -> int:
         """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""

@@ -2,7 +2,8 @@
 
 What the law of rows rests on: attention takes the same rows, positions, warps and stages for prefill and for decode
 (matrix units of other shapes add in another order), and no multiplication is fused with an addition, since where that
-happens is up to the compiler of each variant. The numbers are reasoned, not measured.
+happens is up to the compiler of each variant. Attention's stages were measured on an H100 (PERFORMANCE.md); the other
+numbers are reasoned.
 """
 
 from __future__ import annotations
