@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from app.api.dependencies import MetricsDep, ServiceDep, check_model
-from app.api.health_schemas import Health, ModelFacts, ModelFactsList
+from app.api.health_schemas import Health, Model, ModelList
 from app.api.metrics import CONTENT_TYPE
 from app.api.openapi import declared
 from app.common.errors import NotReady
@@ -61,13 +61,13 @@ async def metrics_head() -> Response:
     return Response(headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/v1/models", response_model=ModelFactsList, responses=declared(401, 503))
+@router.get("/v1/models", response_model=ModelList, responses=declared(401, 503))
 async def models(service: ServiceDep) -> dict[str, Any]:
     """The one model that is served, and its facts."""
     return {"object": "list", "data": [_facts(service)]}
 
 
-@router.get("/v1/models/{model_id:path}", response_model=ModelFacts, responses=declared(401, 404, 503))
+@router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
 async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
     """The facts of one model."""
     if not model_id:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 
-class ModelFacts(BaseModel):
+class Model(BaseModel):
     """The model that is served."""
 
     id: str = Field(description="Its name: that of the weights directory.")
@@ -25,11 +25,11 @@ class ModelFacts(BaseModel):
     sampling_defaults: dict[str, float] = Field(description="What POST /complete takes where a request says nothing.")
 
 
-class ModelFactsList(BaseModel):
+class ModelList(BaseModel):
     """Answer of GET /v1/models."""
 
     object: Literal["list"] = Field(description="What this is.")
-    data: list[ModelFacts] = Field(description="One model.")
+    data: list[Model] = Field(description="One model.")
 
 
 class Health(BaseModel):

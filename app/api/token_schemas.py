@@ -31,7 +31,7 @@ class DetokenizeRequest(BaseModel):
     tokens: Ids = Field(description="Token ids below the size of the vocabulary.", examples=[[1, 2, 3]])
 
 
-class TokenPiece(BaseModel):
+class Piece(BaseModel):
     """A token as it stands in a text. The bytes of all pieces are the text's."""
 
     id: int = Field(description="Token id.")
@@ -40,7 +40,7 @@ class TokenPiece(BaseModel):
     special: bool = Field(description="A token that steers the model; its name is shown in prompts, never in answers.")
 
 
-class PlacedTokenPiece(TokenPiece):
+class PlacedPiece(Piece):
     """A token and the characters it was made of."""
 
     start: int = Field(description="Its first character in the given text, counted in code points.")
@@ -53,14 +53,14 @@ class TokenizeResponse(BaseModel):
     count: int = Field(description="Number of tokens.")
     max_model_len: int = Field(description="Tokens that the model can read, prompt and answer together.")
     tokens: list[int] = Field(description="Token ids.")
-    pieces: list[PlacedTokenPiece] = Field(description="The same tokens, with text, bytes and place.")
+    pieces: list[PlacedPiece] = Field(description="The same tokens, with text, bytes and place.")
 
 
 class DetokenizeResponse(BaseModel):
     """Answer of POST /detokenize."""
 
     prompt: str = Field(description="The text; bytes that are no UTF-8 show as U+FFFD.")
-    pieces: list[TokenPiece] = Field(description="The tokens, with text and bytes.")
+    pieces: list[Piece] = Field(description="The tokens, with text and bytes.")
 
 
 class SpecialToken(BaseModel):

@@ -8,10 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.families.spec import ACTIVATION_NAMES, FamilySpec, Piece, Raw, activation, divided, norm, refuse, single
+from model.families.spec import (
+    ACTIVATION_NAMES,
+    FamilySpec,
+    Raw,
+    TensorMapping,
+    activation,
+    divided,
+    norm,
+    refuse,
+    single,
+)
 
 
-def _pieces(config: ModelConfig) -> list[Piece]:
+def _pieces(config: ModelConfig) -> list[TensorMapping]:
     width, mlp = config.width, config.mlp_width
     pieces = [
         single("embedding", "transformer.wte.weight", config.vocab_size, width),
@@ -29,8 +39,8 @@ def _pieces(config: ModelConfig) -> list[Piece]:
     return pieces if config.tied_head else [*pieces, single("untied_head", "lm_head.weight", config.vocab_size, width)]
 
 
-def _transposed(ours: str, theirs: str, rows: int, columns: int) -> list[Piece]:
-    weight = Piece(f"{ours}.weight", ((f"{theirs}.weight", (columns, rows)),), load=Tensor.t, save=Tensor.t)
+def _transposed(ours: str, theirs: str, rows: int, columns: int) -> list[TensorMapping]:
+    weight = TensorMapping(f"{ours}.weight", ((f"{theirs}.weight", (columns, rows)),), load=Tensor.t, save=Tensor.t)
     return [weight, single(f"{ours}.bias", f"{theirs}.bias", rows)]
 
 

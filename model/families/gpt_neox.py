@@ -13,8 +13,8 @@ from model.config import ModelConfig
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
-    Piece,
     Raw,
+    TensorMapping,
     activation,
     divided,
     linear,
@@ -26,7 +26,7 @@ from model.families.spec import (
 )
 
 
-def _pieces(config: ModelConfig) -> list[Piece]:
+def _pieces(config: ModelConfig) -> list[TensorMapping]:
     width, mlp = config.width, config.mlp_width
     pieces = [single("embedding", "gpt_neox.embed_in.weight", config.vocab_size, width)]
     for layer in range(config.n_layers):
@@ -44,13 +44,13 @@ def _pieces(config: ModelConfig) -> list[Piece]:
     return pieces
 
 
-def _interleaved(ours: str, theirs: str, config: ModelConfig) -> list[Piece]:
+def _interleaved(ours: str, theirs: str, config: ModelConfig) -> list[TensorMapping]:
     """The file's rows are head 0's q, k, v, then head 1's, ..."""
     load: Callable[[Tensor], Tensor] = partial(_swap, outer=config.n_heads, inner=3)
     save: Callable[[Tensor], Tensor] = partial(_swap, outer=3, inner=config.n_heads)
     rows = 3 * config.n_heads * config.head_dim
-    weight = Piece(f"{ours}.weight", ((f"{theirs}.weight", (rows, config.width)),), load=load, save=save)
-    bias = Piece(f"{ours}.bias", ((f"{theirs}.bias", (rows,)),), load=load, save=save)
+    weight = TensorMapping(f"{ours}.weight", ((f"{theirs}.weight", (rows, config.width)),), load=load, save=save)
+    bias = TensorMapping(f"{ours}.bias", ((f"{theirs}.bias", (rows,)),), load=load, save=save)
     return [weight, bias] if config.qkv_bias else [weight]
 
 

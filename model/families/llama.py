@@ -10,8 +10,8 @@ from model.config import ConfigError, ModelConfig
 from model.families.spec import (
     ACTIVATION_NAMES,
     FamilySpec,
-    Piece,
     Raw,
+    TensorMapping,
     activation,
     linear,
     norm,
@@ -25,7 +25,7 @@ from model.families.spec import (
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
 
 
-def _pieces(config: ModelConfig) -> list[Piece]:
+def _pieces(config: ModelConfig) -> list[TensorMapping]:
     width, head_dim = config.width, config.head_dim
     q_rows, kv_rows = config.n_heads * head_dim, config.n_kv_heads * head_dim
     pieces = [single("embedding", "model.embed_tokens.weight", config.vocab_size, width)]

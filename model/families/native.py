@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from model.config import ConfigError, ModelConfig, RopeScaling
-from model.families.spec import FamilySpec, Piece, Raw, single
+from model.families.spec import FamilySpec, Raw, TensorMapping, single
 from model.nn.transformer import Decoder
 
 _FIELDS = {field.name for field in fields(ModelConfig)}
@@ -16,7 +16,7 @@ _ABOUT_FILES = {"architectures", "model_type", "dtype", "torch_dtype", "transfor
 _TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
-def _pieces(config: ModelConfig) -> list[Piece]:
+def _pieces(config: ModelConfig) -> list[TensorMapping]:
     with torch.device("meta"):
         state = Decoder(config).state_dict()
     return [single(name, name, *tensor.shape) for name, tensor in state.items()]

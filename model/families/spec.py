@@ -20,7 +20,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorMapping:
     """One tensor of ours and the file's tensors that it stacks, in order."""
 
     ours: str
@@ -43,7 +43,7 @@ class FamilySpec:
     """config.json -> ModelConfig. Raises ConfigError, KeyError, TypeError or ValueError."""
     write: Callable[[ModelConfig], dict[str, Any]]
     """ModelConfig -> config.json; only meaningful where read() gives the same ModelConfig back."""
-    pieces: Callable[[ModelConfig], list[Piece]]
+    pieces: Callable[[ModelConfig], list[TensorMapping]]
     prefix: str = ""
     """What the names lose where a model was saved without its head."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
@@ -69,7 +69,7 @@ class FamilySpec:
         return tensors
 
 
-def _assembled(piece: Piece, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
+def _assembled(piece: TensorMapping, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
     """A tensor of several parts is made once and filled part by part: never more than one part is there beside it."""
     if len(piece.theirs) == 1:
         return piece.load(get(piece.theirs[0][0])).contiguous()
@@ -81,19 +81,19 @@ def _assembled(piece: Piece, get: Callable[[str], Tensor], empty: Callable[..., 
     return whole
 
 
-def single(ours: str, theirs: str, *shape: int) -> Piece:
+def single(ours: str, theirs: str, *shape: int) -> TensorMapping:
     """A tensor that both sides have in the same form."""
-    return Piece(ours, ((theirs, shape),))
+    return TensorMapping(ours, ((theirs, shape),))
 
 
-def linear(ours: str, theirs: Sequence[tuple[str, int]], columns: int, *, bias: bool) -> list[Piece]:
+def linear(ours: str, theirs: Sequence[tuple[str, int]], columns: int, *, bias: bool) -> list[TensorMapping]:
     """A matrix of ours, and its bias, from the file's matrices (name, rows) behind one another."""
     weights = tuple((f"{name}.weight", (rows, columns)) for name, rows in theirs)
     biases = tuple((f"{name}.bias", (rows,)) for name, rows in theirs)
-    return [Piece(f"{ours}.weight", weights)] + ([Piece(f"{ours}.bias", biases)] if bias else [])
+    return [TensorMapping(f"{ours}.weight", weights)] + ([TensorMapping(f"{ours}.bias", biases)] if bias else [])
 
 
-def norm(ours: str, theirs: str, config: ModelConfig) -> list[Piece]:
+def norm(ours: str, theirs: str, config: ModelConfig) -> list[TensorMapping]:
     """The scale of a norm over the width, and its shift where it has one."""
     names = ("weight", "bias") if config.norm_bias else ("weight",)
     return [single(f"{ours}.{name}", f"{theirs}.{name}", config.width) for name in names]
