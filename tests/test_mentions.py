@@ -35,6 +35,7 @@ KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
 DOTTED = (
     "model.safetensors",
+    "model.embed_tokens",
     "model.layers",
     "model.norm",
     "model.__",
@@ -71,27 +72,28 @@ def _names() -> frozenset[str]:
     return frozenset(Path(name).name for name in _files())
 
 
-def _texts(name: str) -> Iterator[tuple[int, str]]:
+def _texts(name: str, kind: str) -> Iterator[tuple[int, str]]:
     """Prose of a file with the lines it stands in: comments and strings of Python, all of anything else.
 
-    Of the strings in tests the docstrings alone: what else a test names, it makes itself or fails without.
+    Of the strings in tests the docstrings alone, but for modules, which tests patch by name: all else that a test
+    names, it makes itself or fails without.
     """
     text = (ROOT / name).read_text()
     if not name.endswith(".py"):
         yield from enumerate(text.splitlines(), start=1)
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_prose = token.string.startswith('"""') or not name.startswith("tests/")
+        is_prose = token.string.startswith('"""') or not name.startswith("tests/") or kind == "modules"
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_prose):
             yield from enumerate(token.string.splitlines(), start=token.start[0])
 
 
 @cache
-def _prose() -> tuple[tuple[str, int, str], ...]:
+def _prose(kind: str = "") -> tuple[tuple[str, int, str], ...]:
     """File, line and text, of all files that people read; addresses of the web are left out."""
     files = [name for name in _files() if Path(name).suffix in READ and name != HERE]
     files = [name for name in files if not name.startswith("tests/rename/") and name != "tests/test_rename.py"]
-    return tuple((name, line, re.sub(r"\w+://\S+", " ", text)) for name in files for line, text in _texts(name))
+    return tuple((name, line, re.sub(r"\w+://\S+", " ", text)) for name in files for line, text in _texts(name, kind))
 
 
 @cache
@@ -141,7 +143,7 @@ def _defined(module: str) -> frozenset[str] | None:
 def missing_modules(text: str) -> list[str]:
     """Dotted names below app, model and benchmarks: their modules exist, and have what is named of them."""
     wrong = []
-    for name in re.findall(r"(?<![\w./\"'-])((?:app|model|benchmarks)(?:\.[A-Za-z_]\w*)+)", text):
+    for name in re.findall(r"(?<![\w./-])((?:app|model|benchmarks)(?:\.[A-Za-z_]\w*)+)", text):
         parts = name.split(".")
         n = next((n for n in range(len(parts), 1, -1) if _defined(".".join(parts[:n])) is not None), 1)
         if n < len(parts) and not name.startswith(DOTTED) and parts[n] not in (_defined(".".join(parts[:n])) or ()):
@@ -234,7 +236,7 @@ def test_what_is_imported_exists_also_in_strings_and_docs() -> None:
 def test_what_is_mentioned_exists(kind: str) -> None:
     wrong = [
         f"{name}:{line}: {found}"
-        for name, line, text in _prose()
+        for name, line, text in _prose(kind)
         if _is_checked(kind, name)
         for found in CHECKS[kind](text, (ROOT / name).parent)
     ]
