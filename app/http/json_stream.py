@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -31,9 +32,10 @@ class Characters:
 
 
 class JsonStream(Response):
-    """Sends `answer`; calls `close` once or twice when the client has taken all but what the kernel holds, or has left.
+    """Sends `answer`: a short one with a Content-Length, a long one in chunks with a pause of `breather` between them.
 
-    A short answer has a Content-Length, a long one comes in chunks; `breather` pauses between them.
+    Calls `close` exactly once: when the kernel has taken the content, before a long answer's end is sent, or when the
+    client has left.
     """
 
     media_type = "application/json"
@@ -49,7 +51,8 @@ class JsonStream(Response):
         del self.headers["content-length"]
         self._parts = _encoded(answer)
         self._breather = breather
-        self._close = close
+        self._closing = ExitStack()
+        self._closing.callback(close)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Sends it, at the pace of the client."""
@@ -63,7 +66,7 @@ class JsonStream(Response):
             else:
                 await until_disconnect(self._send_chunks(first, send), receive)
         finally:
-            self._close()
+            self._closing.close()
 
     async def _send_chunks(self, chunk: bytes, send: Send) -> None:
         is_last = False
@@ -74,7 +77,7 @@ class JsonStream(Response):
             if is_last:
                 break
             chunk, is_last = _chunk(self._parts)
-        self._close()  # before the client can send its next request, which must not find this one's slot taken
+        self._closing.close()  # before the client can send its next request, which must not find this one's slot taken
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -26,6 +26,14 @@ class Keyring:
     file: Path
     keys: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, file: Path, *names: str) -> Keyring:
+        """New keys without quotas."""
+        ring = cls(file)
+        for name in names:
+            ring.add(name)
+        return ring
+
     def add(self, name: str, **limits: Any) -> str:
         """A new key, with the quotas of app/access/key_store.py."""
         self.keys[name] = new_key()

@@ -1,6 +1,6 @@
-"""R3: Nobody keeps a connection by being slow: to send headers, a body or the next request, or to read the answer.
+"""R3: Clients that are slow to send headers, a body or the next request, or to read an answer, lose their connection.
 
-The time-outs of the queue and of a whole request are in test_r03_timeouts_queue.py.
+The timeouts of the queue are in test_r03_timeouts_queue.py.
 """
 
 from __future__ import annotations

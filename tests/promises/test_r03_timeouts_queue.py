@@ -1,4 +1,4 @@
-"""Nobody waits longer than was said, and whoever is gone or too late before its turn costs the engine nothing."""
+"""A request that waits longer than --queue-timeout gets an error; one that leaves the queue is never computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that leaves, in whatever state and way, frees all that it had, and nobody's text changes by it."""
+"""A client that disconnects, at any point and in any way, frees all its resources and changes no other's text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""R6: Who only holds connections, silent or with half a head, keeps nobody out: they make room for who has a request.
+"""R6: Connections that send nothing, or half a request head, are closed to make room for clients that send a request.
 
-A connection that is being answered, or whose body arrives, never does.
+A connection that is being answered, or whose body arrives, is never closed for that.
 """
 
 from __future__ import annotations

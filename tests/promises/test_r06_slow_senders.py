@@ -1,4 +1,4 @@
-"""R6: Clients that send or read as slowly as they can are cut at their deadline, and nobody else notices them."""
+"""R6: Clients that send or read very slowly are disconnected at their deadline, and other clients are not delayed."""
 
 from __future__ import annotations
 

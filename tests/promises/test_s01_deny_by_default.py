@@ -34,10 +34,7 @@ SECRET = "the answer of a route that nobody has marked"
 
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
-    ring = Keyring(tmp_path_factory.mktemp("keys") / "keys.json")
-    for name in ("alice", "revoked"):
-        ring.add(name)
-    return ring
+    return Keyring.of(tmp_path_factory.mktemp("keys") / "keys.json", "alice", "revoked")
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,7 @@ _DOORS = ("/complete", "/v1/completions")
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring, Faults]]:
     folder = tmp_path_factory.mktemp("watched")
-    ring, faults = Keyring(folder / "keys.json"), Faults(folder / "faults")
-    for name in ("alice", "bob"):
-        ring.add(name)
+    ring, faults = Keyring.of(folder / "keys.json", "alice", "bob"), Faults(folder / "faults")
     running = keyed_server(folder, weights, ring, "--log-level", "debug", fake_ms=1, environment=faults.environment)
     yield running, ring, faults
     assert stop_server(running) == 0

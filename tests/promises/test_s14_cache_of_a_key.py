@@ -19,9 +19,7 @@ NAMES = ("alice", "bob", "carol")
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[tuple[Server, Keyring]]:
     folder = tmp_path_factory.mktemp("shared")
-    ring = Keyring(folder / "keys.json")
-    for name in NAMES:
-        ring.add(name)
+    ring = Keyring.of(folder / "keys.json", *NAMES)
     running = keyed_server(folder, weights, ring, fake_ms=1)
     yield running, ring
     assert stop_server(running) == 0

@@ -42,9 +42,7 @@ class _Service:
     """A service around the weights of the repository, with keys for a victim and an attacker."""
 
     def __init__(self, folder: Path) -> None:
-        self.faults, self.ring = Faults(folder / "faults"), Keyring(folder / "keys.json")
-        for name in ("victim", "attacker"):
-            self.ring.add(name)
+        self.faults, self.ring = Faults(folder / "faults"), Keyring.of(folder / "keys.json", "victim", "attacker")
         self.server: Server = keyed_server(
             folder, ROOT / "weights", self.ring, "--max-running", "40", environment=self.faults.environment
         )

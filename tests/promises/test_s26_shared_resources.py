@@ -29,10 +29,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
     """Two keys without quotas."""
-    ring = Keyring(tmp_path_factory.mktemp("keys") / "keys")
-    for name in ("victim", "attacker"):
-        ring.add(name)
-    return ring
+    return Keyring.of(tmp_path_factory.mktemp("keys") / "keys", "victim", "attacker")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -93,6 +93,12 @@ class Setting:
     canary: str
     launcher: Launcher | None
     most_tries: int
+
+    def tries(self) -> Iterator[int]:
+        """Counts the report's tries from 0 while there is budget."""
+        while self.budget and self.report.tries < self.most_tries:
+            self.report.tries += 1
+            yield self.report.tries - 1
 
 
 class Attack:

@@ -41,8 +41,7 @@ class Authentication(Attack):
             report.skipped = "the service asks for no key"
             return
         opened = 0
-        while setting.budget and report.tries < setting.most_tries:
-            report.tries += 1
+        for _ in setting.tries():
             method, path = rng.choice(PROTECTED)
             spelled, header = self._path(rng, path), self._credentials(rng, setting.target.keys[0])
             message = self._message(method, spelled, header)

@@ -161,8 +161,7 @@ class TokenizerRegex(Attack):
         assert launcher is not None
         report.limit = f"/health/live {self.limit_seconds * 1e3:.0f} ms"
         worst = 0.0
-        while setting.budget and report.tries < setting.most_tries:
-            report.tries += 1
+        for _ in setting.tries():
             case = backtracking_regex(setting.rng)
             path = copied_weights(launcher)
             self._rewrite(path / "tokenizer.json", case.regex)
@@ -234,9 +233,8 @@ class CrashDuringCopy(Attack):
         lost = 0
         ways = ["in place, whole", "in place, half", "replaced by rename", "removed"]
         setting.rng.shuffle(ways)
-        while setting.budget and report.tries < setting.most_tries:
-            how = ways[report.tries % len(ways)]
-            report.tries += 1
+        for number in setting.tries():
+            how = ways[number % len(ways)]
             served = copied_weights(launcher)
             with suppress(ServiceFailed), launcher.running(weights=served) as target:
                 problem = self._try(setting.rng, target, served, how)

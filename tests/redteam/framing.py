@@ -267,8 +267,7 @@ class Framing(Attack):
         report.limit = "one answer a request"
         generator = MessageGenerator(rng, setting.target.keys[0])
         bad = 0
-        while setting.budget and report.tries < setting.most_tries:
-            report.tries += 1
+        for _ in setting.tries():
             try:
                 if report.tries % 8 == 0:
                     problem, repro = self._shared_connection(setting, generator)

@@ -153,8 +153,7 @@ class JsonBodies(Attack):
         operations = list(self._operations(document, generator))
         self._boundaries(setting, generator, operations, setting.budget.share(0.5))
         slowest = 0.0
-        while setting.budget and report.tries < setting.most_tries:
-            report.tries += 1
+        for _ in setting.tries():
             method, path, schema = rng.choice(operations)
             body = generator.object(schema)
             properties = list(schema.get("properties", {}))

@@ -1,0 +1,48 @@
+"""JSON answers that are encoded while they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from app.common.time_slice import TimeSlice
+from app.http.json_stream import Elements, JsonStream
+
+
+def _sent(numbers: int, *, leaves: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+    """The ASGI messages of an answer, and how many of them were sent when its close() was called, each time."""
+    messages: list[dict[str, Any]] = []
+    closed: list[int] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+        await asyncio.sleep(0)
+
+    async def receive() -> dict[str, Any]:
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    batches = Elements(lambda: iter([list(range(numbers))] * 3))
+    stream = JsonStream({"numbers": batches}, {}, TimeSlice(), lambda: closed.append(len(messages)))
+    asyncio.run(stream({}, receive, send))  # type: ignore[arg-type]
+    return messages, closed
+
+
+@pytest.mark.parametrize("numbers", [3, 20_000])
+def test_an_answer_is_whole_and_closed_once(numbers: int) -> None:
+    messages, closed = _sent(numbers)
+    content = b"".join(message.get("body", b"") for message in messages)
+    assert json.loads(content) == {"numbers": [*range(numbers)] * 3}
+    assert not messages[-1]["more_body"]
+    # A long answer's last message is empty: a client that has it may send its next request.
+    assert closed == [len(messages) if numbers == 3 else len(messages) - 1]
+
+
+def test_an_answer_whose_client_leaves_is_closed_once() -> None:
+    messages, closed = _sent(20_000, leaves=True)
+    assert len(closed) == 1
+    assert messages[-1].get("more_body")
