@@ -92,7 +92,6 @@ def _texts(name: str, kind: str) -> Iterator[tuple[int, str]]:
 def _prose(kind: str = "") -> tuple[tuple[str, int, str], ...]:
     """File, line and text, of all files that people read; addresses of the web are left out."""
     files = [name for name in _files() if Path(name).suffix in READ and name != HERE]
-    files = [name for name in files if not name.startswith("tests/rename/") and name != "tests/test_rename.py"]
     return tuple((name, line, re.sub(r"\w+://\S+", " ", text)) for name in files for line, text in _texts(name, kind))
 
 
@@ -226,8 +225,7 @@ def missing_imports(text: str) -> list[str]:
 
 
 def test_what_is_imported_exists_also_in_strings_and_docs() -> None:
-    files = [name for name in _files() if Path(name).suffix in READ and not name.startswith("tests/rename/")]
-    texts = {name: (ROOT / name).read_text() for name in files if name not in ("tests/test_rename.py", HERE)}
+    texts = {name: (ROOT / name).read_text() for name in _files() if Path(name).suffix in READ and name != HERE}
     assert {name: missing_imports(text) for name, text in texts.items() if missing_imports(text)} == {}
     assert missing_imports("'from app.common import logs, lugs'") == ["app.common.lugs"]
 
