@@ -152,6 +152,19 @@ def test_folders_import_only_from_layers_below() -> None:
     assert wrong == []
 
 
+def test_a_gateway_knows_http_and_the_service_of_the_network_only_its_files() -> None:
+    """Stricter than the layers, for what a file names itself."""
+    edges = package_edges(ROOT)
+    of_cluster = {target for source, target in edges if source == "app.cluster"}
+    assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.common", "app.http"}
+    service = {source for source, _ in edges if source.startswith("app.") and not source.startswith("app.engine.")}
+    service -= {"app.engine", "app.cli", "app.__main__"}
+    of_model = {target for source, target in edges if source in service and target.split(".")[0] == "model"}
+    assert of_model <= {"model", "model.checkpoint", "model.tokenizer"}
+    of_api = {target for source, target in edges if source.startswith("app.api") and target.split(".")[0] == "model"}
+    assert of_api == {"model.tokenizer"}
+
+
 def test_no_two_packages_import_each_other() -> None:
     assert two_way_pairs(ROOT) == []
 
