@@ -23,8 +23,8 @@ from app.api.openapi import TAGS, DescribedApp
 from app.api.resume_store import ResumeStore
 from app.chat.template import ChatTemplate
 from app.common import logs
-from app.common.cpu_count import available_cores
 from app.common.ipc import WorkerConfig
+from app.common.operating_system import available_cores
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.client import EngineClient
@@ -33,17 +33,14 @@ from app.engine_client.fair_queue import FairQueue
 from app.engine_client.queue_limits import QueueLimits
 from app.http import errors
 from app.http.auth import AuthMiddleware, public_routes
-from app.http.connection_limits import ConnectionLimits, HttpLimits, possible_connections
-from app.http.cors import CorsMiddleware
-from app.http.fd_monitor import watch_descriptors
-from app.http.host_filter import HostFilter
+from app.http.connection_limits import ConnectionLimits, HttpLimits, possible_connections, watch_descriptors
+from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.request_log import RequestLogMiddleware
 from app.serving.hot_reload import HotReload
 from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_fingerprint import look, without_links
-from app.serving.weights_snapshot import WeightsSnapshot
+from app.serving.weights_snapshot import WeightsSnapshot, look, without_links
 from app.tokenization.tokenizer_pool import TokenizerPool
 from model.checkpoint.layout_check import check_layout
 

@@ -18,21 +18,20 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
-from app.access.key_store import KeyFileError, read_keys
+from app.access.api_keys import KeyFileError, read_keys
 from app.common import event_loop, logs
 from app.common.errors import NotReady
+from app.common.operating_system import has_terminal
 from app.common.settings import Settings
-from app.common.terminal import has_terminal
 from app.engine.cpu.toolchain.backend_selection import check_possible
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.pool_events import EngineGone
+from app.engine_client.supervisor import EngineGone
 from app.http.connection_limits import ConnectionLimits, possible_connections
 from app.http.http_protocol import HttpProtocol
 from app.main import create_app
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
-from model.checkpoint.chat_template import read_chat_template
-from model.checkpoint.layout_check import check_layout
+from model.checkpoint.layout_check import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
 _LAST_SECONDS = 2.0

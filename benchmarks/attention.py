@@ -24,8 +24,7 @@ import torch
 from app.common.params import SamplingParams
 from app.common.types import Request
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import Runner
-from app.engine.execution.step_executor import TorchExecutor
+from app.engine.execution.runner import Runner, TorchExecutor
 from app.engine.memory.kv_cache import KVCache
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_pool import BlockPool

@@ -1,4 +1,4 @@
-"""One streamed completion, timed as a client sees it. Knows nothing of other streams, of tables or of flags.
+"""One streamed completion, timed as a client sees it.
 
 An event's time is that at which the bytes that made it whole were read from the socket.
 """

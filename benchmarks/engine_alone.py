@@ -12,8 +12,7 @@ from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import Runner, Sampler
-from app.engine.execution.step_executor import StepExecutor, TorchExecutor
+from app.engine.execution.runner import Runner, Sampler, StepExecutor, TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.kv_cache import KVCache
 from app.engine.sampling.sampler import TorchSampler

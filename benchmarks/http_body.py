@@ -1,4 +1,4 @@
-"""The body of an HTTP/1.1 response, bytes in, bytes out. Knows nothing of sockets or events.
+"""The body of an HTTP/1.1 response, bytes in, bytes out.
 
 Three framings, one face: `feed` takes what the socket gave and returns the decoded bytes that are whole by now,
 `finish` is told that the peer closed, `done` says that the body has ended.

@@ -1,6 +1,6 @@
 """A minimal HTTP/1.1 client on a raw socket: one keep-alive connection, one request at a time.
 
-It exists because a general client costs a fifth of what is being measured. Knows nothing of completions or measuring.
+It exists because a general client costs a fifth of what is being measured.
 """
 
 from __future__ import annotations

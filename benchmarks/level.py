@@ -1,4 +1,4 @@
-"""One concurrency level: N streams kept busy until requests or time run out. Knows nothing of tables or JSON."""
+"""One concurrency level: N streams kept busy until requests or time run out."""
 
 from __future__ import annotations
 

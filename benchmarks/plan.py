@@ -1,4 +1,4 @@
-"""What to measure: the flags of the load and the plan they make. Knows nothing of how it is done."""
+"""What to measure: the flags of the load and the plan they make."""
 
 from __future__ import annotations
 

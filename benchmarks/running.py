@@ -1,4 +1,4 @@
-"""The real service in a process of its own, for as long as somebody looks at it. Knows nothing of measuring."""
+"""The real service in a process of its own, for as long as somebody looks at it."""
 
 from __future__ import annotations
 

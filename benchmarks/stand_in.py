@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from app.common.ipc import Cancel, Ready, Submit, WorkerConfig, encode_frame
-from app.common.ipc_reader import FrameReceiver
+from app.common.ipc import Cancel, FrameReceiver, Ready, Submit, WorkerConfig, encode_frame
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 
 

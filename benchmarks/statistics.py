@@ -1,4 +1,4 @@
-"""Many outcomes in, a few numbers out. Pure. Knows nothing of sockets, flags or printing."""
+"""Many outcomes in, a few numbers out. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command line that says what is wrong with it in one line. Knows no verb."""
+"""A command line that says what is wrong with it in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of one decoder, switch by switch. Knows nothing of files, tensors or serving."""
+"""The shape of one decoder, switch by switch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from app.engine.gpu.kernels.fp8 import LARGEST
 from app.engine.gpu.kernels.launch_config import (
     COLUMNS,
     HEADS,
@@ -26,20 +25,19 @@ from app.engine.gpu.kernels.launch_config import (
     norm_launch,
     padded_dim,
 )
-from app.engine.gpu.kernels.sampling_layout import COUNTED
-from app.engine.gpu.kernels.sampling_state import TOP
-from app.engine.gpu.kernels.triton import int8
-from app.engine.gpu.kernels.triton.attention import attention_kernel
-from app.engine.gpu.kernels.triton.draw import draw
-from app.engine.gpu.kernels.triton.fp8 import round_row, warps
-from app.engine.gpu.kernels.triton.logprobs import score
-from app.engine.gpu.kernels.triton.mlp_activation import gate_kernel
-from app.engine.gpu.kernels.triton.norm import norm_kernel
-from app.engine.gpu.kernels.triton.penalties import adjust
-from app.engine.gpu.kernels.triton.qkv_rope_cache import heads_kernel
-from app.engine.gpu.kernels.triton.rows import advance_kernel, look_up_kernel
-from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling
-from app.engine.gpu.kernels.triton.split_kv_merge import merge_kernel
+from app.engine.gpu.kernels.quantized_products import LARGEST
+from app.engine.gpu.kernels.sampling_state import COUNTED, TOP
+from app.engine.gpu.kernels.triton import quantized_products
+from app.engine.gpu.kernels.triton.attention import attention_kernel, merge_kernel
+from app.engine.gpu.kernels.triton.operations import (
+    advance_kernel,
+    gate_kernel,
+    heads_kernel,
+    look_up_kernel,
+    norm_kernel,
+)
+from app.engine.gpu.kernels.triton.quantized_products import round_row, warps
+from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling, adjust, draw, score
 
 TARGET = GPUTarget("cuda", 90, 32)
 VOCAB = 128_256
@@ -122,11 +120,11 @@ def sampling(number: str) -> dict[str, Any]:
 
 def product(n_tokens: int, *, has_bias: bool) -> Any:
     """By int8, of 4,096 columns and steps of so many tokens."""
-    block_t, stages = int8.tile(n_tokens)
-    sizes = {"BLOCK_T": block_t, "BLOCK_N": int8.BLOCK_N, "BLOCK_K": int8.BLOCK_K}
-    options = {"num_warps": int8.WARPS, "num_stages": stages, "enable_fp_fusion": False}
+    block_t, stages = quantized_products.tile(n_tokens)
+    sizes = {"BLOCK_T": block_t, "BLOCK_N": quantized_products.BLOCK_N, "BLOCK_K": quantized_products.BLOCK_K}
+    options = {"num_warps": quantized_products.WARPS, "num_stages": stages, "enable_fp_fusion": False}
     types = {"numbers_ptr": "*i8"}
-    return compiled(int8.multiply, options, "bf16", types, N_COLUMNS=4096, HAS_BIAS=has_bias, **sizes)
+    return compiled(quantized_products.multiply, options, "bf16", types, N_COLUMNS=4096, HAS_BIAS=has_bias, **sizes)
 
 
 def rounding(width: int) -> Any:

@@ -34,9 +34,8 @@ from promise import Promise
 from tiny import TEXT, WAY, tiny_weights
 
 from app.engine.cpu.toolchain.builder import find_or_build
-from app.engine.cpu.toolchain.cache_key import ABI
-from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu
-from app.engine.cpu.toolchain.errors import BuildError
+from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu
+from app.engine.cpu.toolchain.library_cache import ABI
 from app.engine.sampling.sampler import sample as torch_sample
 
 ROOT = Path(__file__).parent.parent

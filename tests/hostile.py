@@ -31,7 +31,7 @@ from app.cli import check
 from model.checkpoint import tensor_index
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import golden_file
-from model.checkpoint.safetensors_header import Entry
+from model.checkpoint.tensor_index import Entry
 from model.config import ModelConfig
 from model.tokenizer.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from app.common.types import Request
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.kernels.interface import Places
-from app.engine.gpu.kernels.triton.int8 import product
+from app.engine.gpu.kernels.triton.quantized_products import product
 from app.engine.gpu.quantized_install import install
 from app.engine.gpu.triton_loader import RoundedKernels, triton_kernels
 from app.engine.scheduling.block_pool import BlockPool

@@ -10,7 +10,7 @@ from app.engine.gpu.graphs import Capture
 from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.runner import DeviceRunner
-from app.engine.gpu.runner_config import RunnerConfig, device_runner
+from app.engine.gpu.setup import RunnerConfig, device_runner
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler

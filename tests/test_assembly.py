@@ -15,8 +15,8 @@ from tiny import tiny_weights
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
 from app.engine.backends import TorchBackend
-from app.engine.start_result import EngineStartError
 from app.engine.startup import assemble
+from app.engine.worker_loop import EngineStartError
 
 
 def _config(directory: Path, **changes: Any) -> WorkerConfig:

@@ -17,9 +17,9 @@ from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import GREEDY, LIVELY, Drawing, Sample
 from model.train.data.batch import of_windows
 from model.train.reporting.model_card import RunFacts, model_card, without_places
-from model.train.reporting.summary import closing, opening
+from model.train.reporting.report import closing, opening
 from model.train.setup.dataset import Dataset
-from model.train.step.schedule import Limits
+from model.train.step.optimizer import Limits
 
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",

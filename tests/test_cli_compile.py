@@ -17,8 +17,8 @@ import pytest
 from conftest import ROOT
 from fake_compiler import FakeCompiler, fake_compiler
 
-from app.engine.cpu.toolchain.cache_key import SOURCE, BuildRecipe
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.toolchain.library_cache import SOURCE, BuildRecipe
 
 SLOW = "sleep 60"
 

@@ -24,8 +24,8 @@ from conftest import ROOT, Server
 from wire import whole
 
 from app.__main__ import main
-from app.api.native.request_schemas import CompleteRequest
-from app.cli.request_flags import add_flags, given_fields
+from app.api.native.routes import CompleteRequest
+from app.cli.complete import add_flags, given_fields
 
 DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.common.cpu_count import available_cores
+from app.common.operating_system import available_cores
 
 
 def _root(folder: Path, files: dict[str, str]) -> Path:

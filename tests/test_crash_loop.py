@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.engine_client.restart_policy import MOST_PARDONS, WINDOW_SECONDS, RestartPolicy
+from app.engine_client.crash_recovery import MOST_PARDONS, WINDOW_SECONDS, RestartPolicy
 
 
 def _verdicts(*crashes: tuple[bool, bool], pause: float = 1.0) -> list[bool]:

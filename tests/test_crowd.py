@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from app.http.connection_limits import ConnectionLimits, HttpLimits
-from app.http.eviction import EvictionQueue, WaitReason
+from app.http.connection_limits import ConnectionLimits, EvictionQueue, HttpLimits, WaitReason
 
 
 class _Guest:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from app.common.params import MAX_BIASES, SamplingParams
 from app.common.types import Request
-from app.engine.gpu.kernels import sampling_layout as layout
-from app.engine.gpu.kernels.philox import uniforms
+from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
+from app.engine.gpu.kernels.static_sampler import uniforms
 from app.engine.sampling.philox import Draw
 from app.engine.sampling.philox import uniforms as plain_uniforms
 from app.engine.sampling.sampler import sample as oracle

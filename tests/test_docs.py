@@ -12,7 +12,7 @@ from conftest import Server
 from node import NODE
 from wire import parse_events, whole
 
-from app.api.native.request_schemas import CompleteRequest
+from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset

@@ -11,8 +11,7 @@ from tiny import tiny_decoder
 from training import EXACT, TINY, same, state_of, train, weights_of
 
 from model.train.loop import Loop
-from model.train.step.ema import BestWeights, WeightAverage
-from model.train.step.trainer import below
+from model.train.step.trainer import BestWeights, WeightAverage, below
 
 
 def _filled(value: float) -> torch.nn.Module:

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 from app.api.metrics import _Gaps
 from app.api.openai.chat import _ChatAnswer
-from app.api.openai.chunk_writer import ChunkWriter, frame
 from app.api.openai.completions import _TextAnswer
-from app.api.openai.responder import Responder
+from app.api.openai.responder import ChunkWriter, Responder, frame
 from app.api.resume_store import ReplayBuffer
-from app.common.ipc import Cancel, FrameDecoder, decode_down, decode_up, encode_frame
-from app.common.ipc_reader import FrameReceiver
-from app.common.lazy_timer import LazyTimer
+from app.common.event_loop import LazyTimer
+from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 from app.generation.detokenizer import StreamDecoder
 from app.generation.output_choice import OutputChoice, TextRules

@@ -15,23 +15,22 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from app.api.engine_metrics import EngineState
+from app.api.metrics import EngineState
 from app.common.errors import NotReady, QueueFull
 from app.common.ipc import Cancel, Down, Ready, Submit, WorkerConfig
 from app.common.settings import Settings
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
-from app.engine.memory.kv_budget import CacheShape
-from app.engine_client.canary import NAME
+from app.engine.memory.memory_plan import CacheShape
 from app.engine_client.client import EngineClient
+from app.engine_client.crash_recovery import NAME
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue
-from app.engine_client.pool_events import EngineGone
 from app.engine_client.queue_limits import QueueLimits
-from app.engine_client.supervisor import FilesOfWeights, as_in_directory
+from app.engine_client.supervisor import EngineGone, FilesOfWeights, as_in_directory
 from app.engine_client.token_stream import MOST_WAITING, TokenStream
 from app.main import _worker_configs, make_fleet
 from app.serving.model_instance import ModelInstance
-from app.serving.weights_fingerprint import look
+from app.serving.weights_snapshot import look
 from model.config import ModelConfig
 from model.tokenizer.tokenizer import TokenizerError
 

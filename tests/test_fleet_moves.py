@@ -9,7 +9,7 @@ from test_fleet import World, alone, in_loop
 
 from app.common.ipc import Cancel
 from app.common.types import RequestStarted, SampledEvent, StepReport
-from app.engine_client.pool_events import EngineGone
+from app.engine_client.supervisor import EngineGone
 
 LONG = 400
 

@@ -18,17 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 from app.common.params import SamplingParams
 from app.engine.backends import TorchBackend
-from app.engine.execution.warmup_batches import costliest_step, dummies
-from app.engine.execution.warmup_grammars import PermissiveGrammars
-from app.engine.gpu.draw_transfers import packed
+from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies
 from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec
 from app.engine.gpu.kernels.launch_config import PARTIAL_BYTES
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from app.engine.gpu.resident_batch import Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, GpuParts
-from app.engine.gpu.step import StepInputs
-from app.engine.gpu.step_upload import Upload
+from app.engine.gpu.step import StepInputs, packed
 from app.engine.gpu.triton_loader import check_triton
-from app.engine.memory.kv_budget import CacheShape
+from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.sampler import sample
 from app.engine.sampling.sampling_input import SamplingInput
 from app.engine.scheduling.step_limits import StepLimits

@@ -19,10 +19,9 @@ from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, 
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import DecodeGraphs
-from app.engine.gpu.resident_batch import ResidentBatch
+from app.engine.gpu.resident_batch import Download, ResidentBatch
 from app.engine.gpu.runner import DeviceRunner, Shapes
 from app.engine.gpu.step import StepProgram
-from app.engine.gpu.step_upload import Download
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.guided.grammar import guide_of
 

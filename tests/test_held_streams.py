@@ -12,8 +12,8 @@ from app.common.ipc import Cancel, Down, Submit, WorkerConfig
 from app.common.types import FinishReason, PromptScores, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.client import EngineClient
 from app.engine_client.fair_queue import FairQueue
-from app.engine_client.pool_events import EngineGone
 from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.supervisor import EngineGone
 from app.engine_client.token_stream import MOST_WAITING, Cancelled, TokenStream
 from app.generation.session import GenerationSession, SessionTimes, Timeouts
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.common.time_slice import TimeSlice
+from app.common.event_loop import TimeSlice
 from app.http.json_stream import Elements, JsonStream
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.access.key_store import KeyFileError, add_key, new_key, read_keys, revoke_key, stored
+from app.access.api_keys import KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 
 SOMEBODY, GROUP = 10001, 10001
 

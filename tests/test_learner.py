@@ -8,7 +8,7 @@ from tiny import tiny_decoder
 from torch import Tensor
 
 from model.train.data.batch import Batch, of_windows
-from model.train.data.text_file import DataError
+from model.train.data.sources import DataError
 from model.train.step.distributed import ProcessGroup
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates

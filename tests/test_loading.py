@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_weights
 from torch import Tensor
 
-from model.checkpoint.checkpoint import load
-from model.checkpoint.finite import FiniteCheck
+from model.checkpoint.checkpoint import FiniteCheck, load
 from model.families.llama import LLAMA
 from model.files import CheckpointError
 
@@ -74,7 +73,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedFile]]:
     monkeypatch.setattr(CountedFile, "alive", 0)
     monkeypatch.setattr(CountedFile, "most", 0)
     monkeypatch.setattr(CountedFile, "devices", [], raising=False)
-    monkeypatch.setattr("model.checkpoint.state_dict.safe_open", CountedFile)
+    monkeypatch.setattr("model.checkpoint.checkpoint.safe_open", CountedFile)
     return CountedFile
 
 

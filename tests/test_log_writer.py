@@ -20,7 +20,7 @@ import pytest
 from arming import Faults
 from conftest import ROOT
 
-from app.common.async_log_handler import MOST_LINES, AsyncLogHandler, impatient
+from app.common.logs import MOST_LINES, AsyncLogHandler, impatient
 
 BEFORE_FULL = 400
 """Requests whose lines, one of 200 bytes each at least, are more than a pipe takes."""

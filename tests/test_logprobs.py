@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.engine.sampling.logprobs import top_logprobs
+from app.engine.sampling.sampler import top_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,10 +11,18 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 
 from app.engine.execution.warmup_batches import costliest_step, largest_step
-from app.engine.memory.cache_sizing import MemoryPeaks, blocks_on_cpu, blocks_on_gpu, step_peak
 from app.engine.memory.device_memory import activation_peak, releaser, taken, weight_bytes
-from app.engine.memory.kv_budget import CacheShape
-from app.engine.memory.memory_plan import MemoryPlan, host_rows, mib, table
+from app.engine.memory.memory_plan import (
+    CacheShape,
+    MemoryPeaks,
+    MemoryPlan,
+    blocks_on_cpu,
+    blocks_on_gpu,
+    host_rows,
+    mib,
+    step_peak,
+    table,
+)
 from app.engine.scheduling.step_limits import StepLimits
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -238,6 +246,6 @@ def test_an_engine_computes_the_largest_step_and_nobodys_cache_is_touched() -> N
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.engine.memory.cache_sizing.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
+    monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
     alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), wanted=0, engines=engines) for engines in (1, 2))
     assert (alone.number, beside.number) == (64, 50)

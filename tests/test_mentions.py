@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from app.access.tenant import RateLimits
-from app.api.native.request_schemas import CompleteRequest
+from app.access.rate_limiter import RateLimits
+from app.api.native.routes import CompleteRequest
 from app.common.settings import Settings
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from model.train.step.muon import orthogonalized, step_stacked
+from model.train.step.optimizer import orthogonalized, step_stacked
 
 _SHAPES = ((24, 24), (24, 24), (48, 24), (24, 48), (24, 48), (40, 24))
 _SETTINGS = {"lr": 0.02, "weight_decay": 0.05, "momentum": 0.95}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.cpu.hugepages import HugepageArena, zeros
+from app.engine.cpu.library import HugepageArena, zeros
 
 _MAPS = Path("/proc/self/maps")
 

@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 from fake_compiler import FakeCompiler, compiled, fake_compiler
 
-from app.engine.cpu.toolchain import cache_key
-from app.engine.cpu.toolchain.builder import build, find, find_or_build
-from app.engine.cpu.toolchain.cache_key import BuildRecipe
-from app.engine.cpu.toolchain.compiler import find_compiler
-from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
-from app.engine.cpu.toolchain.errors import BuildError, NoCompiler
-from app.engine.cpu.toolchain.library_cache import KEPT, cache_directory, read_note
+from app.engine.cpu.toolchain import library_cache
+from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or_build
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, NoCompiler, this_level
+from app.engine.cpu.toolchain.library_cache import KEPT, BuildRecipe, cache_directory, read_note
 
 STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
 
@@ -27,7 +24,7 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "inkstream.cpp").write_text(STUB)
-    (folder / "value.h").write_text(f"#define VALUE {cache_key.ABI}\n")
+    (folder / "value.h").write_text(f"#define VALUE {library_cache.ABI}\n")
     return folder
 
 
@@ -64,7 +61,7 @@ def _left(folder: Path) -> set[str]:
 def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, shelf: Path) -> None:
     wanted = BuildRecipe(level=this_level(), source=source)
     library = build(wanted, shelf)
-    assert ctypes.CDLL(str(library)).ink_abi() == cache_key.ABI
+    assert ctypes.CDLL(str(library)).ink_abi() == library_cache.ABI
     assert _left(shelf) == {library.name, f"{library.name}.json"}
     note = read_note(library)
     assert note and note["bytes"] == library.stat().st_size
@@ -105,8 +102,8 @@ def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch:
         lambda: (source / "value.h").write_text("#define VALUE 0\n"),
         lambda: (source / "more.h").write_text(""),
         lambda: (source / "more.h").rename(source / "most.h"),
-        lambda: monkeypatch.setattr(cache_key, "FLAGS", (*cache_key.FLAGS, "-g")),
-        lambda: monkeypatch.setattr(cache_key, "ABI", cache_key.ABI + 1),
+        lambda: monkeypatch.setattr(library_cache, "FLAGS", (*library_cache.FLAGS, "-g")),
+        lambda: monkeypatch.setattr(library_cache, "ABI", library_cache.ABI + 1),
     ):
         change()
         names.add(BuildRecipe(level=X86_LEVELS[0], source=source).name)

@@ -17,8 +17,8 @@ from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library, LibraryError
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build
-from app.engine.cpu.toolchain.cache_key import BuildRecipe
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
 from app.engine.sampling.sampling_input import SamplingInput
 from model.nn.attention import CausalAttend

@@ -15,8 +15,8 @@ from conftest import Server, start_server, stop_server
 from fake_compiler import FakeCompiler, fake_compiler
 from wire import whole
 
-from app.engine.cpu.toolchain.cache_key import BuildRecipe
 from app.engine.cpu.toolchain.cpu_target import this_level
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
 
 BUILDING = "native kernels are being built for the next start"
 BUILT = "native kernels are built: restart to use them"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from app.api.openai.responder import Responder
-from app.generation.events import Delta
+from app.generation.request import Delta
 from app.http.errors import ApiError
 
 

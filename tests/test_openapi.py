@@ -11,8 +11,8 @@ import pytest
 from conftest import Server
 from wire import stream
 
-from app.api.event_schemas import EVENTS
-from app.api.openai.response_schemas import CompletionsResponse
+from app.api.openai.schemas import CompletionsResponse
+from app.api.response_schemas import EVENTS
 from app.common.settings import Settings
 from app.main import create_app
 

@@ -12,8 +12,7 @@ import pytest
 from conftest import ROOT
 
 from model.train.common.flag_types import count, language, license_id, small_share
-from model.train.setup.flags import parser
-from model.train.setup.options import parse
+from model.train.setup.options import parse, parser
 
 NO_DEFAULT = {"out", "data", "pairs", "unseen", "init", "max_minutes", "tokens", "about", "license", "language", "help"}
 

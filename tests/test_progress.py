@@ -20,9 +20,8 @@ import pytest
 from test_report import OUTLINE, progress
 from training import TINY, signal_after, train
 
-from model.train.common.formatting import duration
-from model.train.reporting.progress import Status, bar_line, plain_line
-from model.train.reporting.progress_bar import ProgressBar, find_terminal
+from model.train.common.console_messages import duration
+from model.train.reporting.progress import ProgressBar, Status, bar_line, find_terminal, plain_line
 from model.train.reporting.report import Report
 
 FULL = Status(
@@ -64,7 +63,7 @@ class Terminal:
         self.screen, self.patch = Screen(), monkeypatch
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("NO_COLOR", raising=False)
-        monkeypatch.setattr("model.train.reporting.progress_bar._SECONDS", 0.0)
+        monkeypatch.setattr("model.train.reporting.progress._SECONDS", 0.0)
         self.resize(80)
 
     def take_over(self) -> None:

@@ -17,8 +17,8 @@ from app.common.ipc import WorkerConfig
 from app.common.types import Request, RequestStarted
 from app.engine.checks.golden_check import prove, prove_finite, trial_prompts
 from app.engine.execution.engine import Engine
-from app.engine.start_result import EngineStartError
 from app.engine.startup import assemble
+from app.engine.worker_loop import EngineStartError
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file

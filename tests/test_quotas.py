@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.access.rate_limiter import FREE, RateLimiter
-from app.access.tenant import EVERYBODY, RateLimits, Tenant
+from app.access.rate_limiter import EVERYBODY, FREE, RateLimiter, RateLimits, Tenant
 from app.common.errors import InvalidRequest, QuotaUsedUp
 
 _TAKES = st.tuples(st.floats(0, 30), st.integers(1, 60), st.integers(0, 60))

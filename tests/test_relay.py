@@ -14,7 +14,7 @@ from played_replicas import EVENTS, JSON, START, Lost, Played, Silent, done, eve
 from starlette.types import Message, Receive, Scope, Send
 from wire import parse_events, text_of
 
-from app.access.key_store import add_key, new_key, stored
+from app.access.api_keys import add_key, new_key, stored
 from app.cluster import asgi_adapter
 from app.cluster import gateway as front_module
 from app.cluster.failover_stream import RelayedStream, with_heartbeat

@@ -23,12 +23,12 @@ from app.api.native.event_stream import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.common.errors import EngineError, NotReady
 from app.common.settings import Settings
-from app.engine_client.pool_events import EngineGone
+from app.engine_client.supervisor import EngineGone
 from app.http.errors import ApiError
 from app.serving.hot_reload import HotReload
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_fingerprint import look, what_is_missing, without_links
+from app.serving.weights_snapshot import look, what_is_missing, without_links
 from app.tokenization.tokenizer_pool import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
@@ -424,7 +424,7 @@ def test_a_path_without_links_stays_as_it_was_given(directory: Path, monkeypatch
 
 
 def test_a_process_in_its_own_session_has_no_terminal() -> None:
-    program = "import sys; from app.common.terminal import has_terminal; sys.exit(has_terminal())"
+    program = "import sys; from app.common.operating_system import has_terminal; sys.exit(has_terminal())"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, start_new_session=True, check=False)
     assert done.returncode == 0
 

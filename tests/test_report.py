@@ -14,10 +14,9 @@ from typing import ClassVar
 import pytest
 from conftest import ROOT
 
-from model.train.reporting.metrics_log import MetricsLog, read_records
+from model.train.reporting.metrics_log import MetricsLog, TensorBoardLog, read_records
 from model.train.reporting.progress import Outline, Pace, Progress
 from model.train.reporting.report import Report
-from model.train.reporting.tensorboard import TensorBoardLog
 
 OUTLINE = Outline(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
 
@@ -150,7 +149,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("model.train.reporting.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("model.train.reporting.progress.time.monotonic", lambda: now[0])
     with Report(tmp_path, OUTLINE, start_step=0, report_seconds=5) as report:
         for step in range(1, 21):
             now[0] += 1

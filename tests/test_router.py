@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.types import Request
-from app.engine_client.prefix_router import PrefixRouter, block_hashes
+from app.engine_client.engine_pool import PrefixRouter, block_hashes
 
 BLOCK = 4
 

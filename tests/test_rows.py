@@ -14,10 +14,10 @@ from model.config import ModelConfig
 from model.presets import preset, reshaped
 from model.train.common.sample import Prompt, joined
 from model.train.data.batch import IGNORED, Example, padded, spread
+from model.train.data.corpus import held_out_rows
 from model.train.data.examples import of_lines, of_pairs
 from model.train.data.shuffling import Examples
 from model.train.data.sources import Sources
-from model.train.data.validation_split import held_out_rows
 from model.train.data.vocabulary import END, Vocabulary, started
 from model.train.setup.dataset import material_of_rows
 from model.train.step.objective import Objective

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model.checkpoint.safetensors_header import Entry, read_header
+from model.checkpoint.tensor_index import Entry, read_header
 from model.files import CheckpointError
 
 A, B = (

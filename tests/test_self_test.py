@@ -16,14 +16,13 @@ from app.common.ipc import WorkerConfig
 from app.common.types import Chunk, TokenScore
 from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, prove_rows
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import Runner
-from app.engine.execution.step_executor import TorchExecutor
+from app.engine.execution.runner import Runner, TorchExecutor
 from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.scheduling.step_limits import StepLimits
-from app.engine.start_result import EngineStartError
 from app.engine.startup import assemble
+from app.engine.worker_loop import EngineStartError
 from model.config import ModelConfig
 
 LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_beside=32)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from arming import arm_this_process
 
-from app.access.rate_limiter import RateLimiter
-from app.access.tenant import RateLimits, Tenant
+from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
 from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
 
 

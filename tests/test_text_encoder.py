@@ -15,9 +15,9 @@ from tiny import TEXT
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from app.common.errors import EngineFailed, InvalidRequest
-from app.tokenization.regex_check import check_regexes
 from app.tokenization.text_encoder import TextEncoder
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox
+from app.tokenization.tokenizer_trial import check_regexes
 from model.tokenizer.regexes import find_unproven
 from model.tokenizer.token_spans import result_of
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError

@@ -13,9 +13,8 @@ from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
 from model.train.data.batch import IGNORED, Batch, of_windows
-from model.train.step.causal_attention import TrainingAttend
-from model.train.step.cross_entropy import cross_entropy
-from model.train.step.objective import Objective
+from model.train.step.attention import TrainingAttend
+from model.train.step.objective import Objective, cross_entropy
 
 
 def _heads(*shapes: tuple[int, ...]) -> list[Tensor]:

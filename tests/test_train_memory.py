@@ -13,7 +13,7 @@ from conftest import ROOT
 _PROGRAM = """
 import ctypes, resource, sys
 from concurrent.futures import ThreadPoolExecutor
-from model.train.common.memory import keep_freed_memory
+from model.train.common.thread_pool import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 libc = ctypes.CDLL(None)

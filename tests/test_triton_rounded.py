@@ -10,8 +10,8 @@ import torch
 from gpu import DEVICE, needs_triton
 from torch import Tensor
 
-from app.engine.gpu.kernels import fp8
-from app.engine.gpu.kernels.int8 import dequantised_product
+from app.engine.gpu.kernels import quantized_products
+from app.engine.gpu.kernels.quantized_products import dequantised_product
 from app.engine.gpu.triton_loader import rounded_kernels
 from app.engine.quantization.int8_weights import Quantized, quantize
 
@@ -20,7 +20,7 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("one_thread")]
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    return import_module("app.engine.gpu.kernels.triton.int8")
+    return import_module("app.engine.gpu.kernels.triton.quantized_products")
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:
@@ -61,18 +61,18 @@ def test_few_tokens_have_a_tile_of_their_own(kernel: ModuleType) -> None:
 @pytest.mark.parametrize("columns", [64, 200])
 def test_a_row_is_scaled_by_itself_to_the_bits_of_its_twin(columns: int) -> None:
     """The interpreter loses a carry when it rounds to e4m3, so the kernel is asked for what is to be rounded."""
-    kernel = import_module("app.engine.gpu.kernels.triton.fp8").round_row
+    kernel = import_module("app.engine.gpu.kernels.triton.quantized_products").round_row
     wide = _normal(5, 300) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0], device=DEVICE)[:, None]
     wide[4, 7] = float("nan")
     numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
-    kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=fp8.LARGEST)
-    twin = fp8.round_rows(wide[:, :columns])
+    kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=quantized_products.LARGEST)
+    twin = quantized_products.round_rows(wide[:, :columns])
     assert torch.equal(scales[:4], twin.scales_X1[:4])
-    assert torch.equal(numbers[:4].to(fp8.DTYPE).float(), twin.numbers[:4].float())
+    assert torch.equal(numbers[:4].to(quantized_products.DTYPE).float(), twin.numbers[:4].float())
     assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 
 def test_the_door_opens_to_the_kernels_where_there_is_a_gpu(kernel: ModuleType) -> None:
     kernels = rounded_kernels(torch.device("cuda"), torch.bfloat16)
     assert kernels.int8_product is kernel.product
-    assert kernels.fp8_rows is import_module("app.engine.gpu.kernels.triton.fp8").round_rows
+    assert kernels.fp8_rows is import_module("app.engine.gpu.kernels.triton.quantized_products").round_rows

@@ -18,8 +18,7 @@ from app.serving.weights_snapshot import WeightsSnapshot
 from model.checkpoint.checkpoint import load_config
 from model.checkpoint.layout_check import check_layout
 from model.checkpoint.tensor_index import find_tensors
-from model.file_snapshot import reading_from
-from model.files import CheckpointError, is_there, read_json, regular_file, sha256
+from model.files import CheckpointError, is_there, read_json, reading_from, regular_file, sha256
 from model.tokenizer.tokenizer import Tokenizer
 
 
@@ -106,7 +105,7 @@ def test_another_process_reads_the_snapshot_and_names_the_users_directory(
     directory: Path, snapshot: WeightsSnapshot
 ) -> None:
     program = (
-        "import json, sys; from pathlib import Path; from model.file_snapshot import reading_from; "
+        "import json, sys; from pathlib import Path; from model.files import reading_from; "
         "from model.files import read_json\n"
         "with reading_from(Path(sys.argv[1]), json.loads(sys.argv[2])): read_json(Path(sys.argv[1]) / sys.argv[3])"
     )

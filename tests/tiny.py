@@ -16,8 +16,7 @@ from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
-from app.engine.execution.runner import Runner
-from app.engine.execution.step_executor import StepExecutor, TorchExecutor
+from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache

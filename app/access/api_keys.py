@@ -1,16 +1,215 @@
-"""Whose key a request has: the keys of a file, noticed when they change. Knows no HTTP."""
+"""API keys: the key file, adding and revoking keys, and the lookup that notices changes of the file."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import logging
+import os
+import secrets
+import stat
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Annotated
 
-from app.access.key_store import KeyFileError, StoredKey, read_keys
-from app.access.tenant import RateLimits, Tenant
+import msgspec
+from msgspec import Meta, Struct
+
+from app.access.rate_limiter import RateLimits, Tenant
+from model.files import one_line, sync_directory
+
+# The file is JSON, belongs to one user (mode 0600) and holds no key, only the SHA-256 of each. A plain hash is right
+# here: a key is 256 random bits, so there is no list of likely ones to try, which is what a slow hash with a salt is
+# for.
+#
+# Containers are handed secrets in another way: the file is somebody else's, mostly root's, and their group may read it
+# (mode 0440 or 0640). That is taken too.
+
+PREFIX = "ink-"
+"""Every key begins like this, so that scanners for secrets can find one that was published by mistake."""
+MOST_KEYS = 1000
+"""Each request is compared with all of them."""
+_MOST_BYTES = 1 << 20
+
+_Count = Annotated[int, Meta(ge=0, le=10**12)]
+
+
+class KeyFileError(ValueError):
+    """A file of keys that cannot be used as it is; one line that says what to change."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class StoredKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is kept of one key."""
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    created: Annotated[datetime, Meta(tz=True)]
+    expires: Annotated[datetime, Meta(tz=True)] | None = None
+    requests_per_minute: _Count = 0
+    tokens_per_minute: _Count = 0
+    concurrency: _Count = 0
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    keys: list[StoredKey]
+
+
+def new_key() -> str:
+    """256 random bits, in letters that fit into a header."""
+    return f"{PREFIX}{secrets.token_urlsafe(32)}"
+
+
+def stored(
+    key: str,
+    name: str,
+    *,
+    requests_per_minute: int = 0,
+    tokens_per_minute: int = 0,
+    concurrency: int = 0,
+    days: float | None = None,
+) -> StoredKey:
+    """What the file keeps of a new key. Raises KeyFileError for a name or a number that cannot be."""
+    now = datetime.now(UTC).replace(microsecond=0)
+    made = StoredKey(
+        name=name,
+        sha256=hashlib.sha256(key.encode()).hexdigest(),
+        created=now,
+        expires=None if days is None else now + timedelta(days=days),
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        concurrency=concurrency,
+    )
+    try:
+        return msgspec.json.decode(msgspec.json.encode(made), type=StoredKey)
+    except msgspec.ValidationError as error:
+        if str(error).endswith("$.name`"):
+            raise KeyFileError("a name has 1 to 64 letters, digits, _ and -") from None
+        raise KeyFileError(f"this key cannot be: {error}") from None
+
+
+def read_keys(path: Path) -> tuple[StoredKey, ...]:
+    """The keys of a file that nobody else can read. Raises KeyFileError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        how = f"make it with: inkstream keys add NAME --keys-file {path}"
+        raise KeyFileError(f"the keys file {path} is not there; {how}") from None
+    except OSError as error:
+        raise KeyFileError(f"the keys file {path} cannot be read ({error.strerror})") from None
+    try:
+        _check_mode(path, os.fstat(descriptor))
+        content = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > _MOST_BYTES:
+        raise KeyFileError(f"the keys file {path} has more than {_MOST_BYTES} bytes")
+    try:
+        keys = msgspec.json.decode(content, type=_File).keys
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise KeyFileError(f"the keys file {path} is damaged: {error}") from None
+    if len(keys) > MOST_KEYS:
+        raise KeyFileError(f"the keys file {path} has more than {MOST_KEYS} keys")
+    if len({key.name for key in keys}) < len(keys):
+        raise KeyFileError(f"the keys file {path} has two keys of one name")
+    return tuple(keys)
+
+
+def add_key(path: Path, key: StoredKey) -> None:
+    """Adds one; the file is made where it is not there. Raises KeyFileError."""
+
+    def added(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
+        if any(other.name == key.name for other in keys):
+            raise KeyFileError(f"there is a key called {key.name} already: revoke it first, or take another name")
+        if len(keys) >= MOST_KEYS:
+            raise KeyFileError(f"there are {MOST_KEYS} keys already: revoke one first")
+        return (*keys, key)
+
+    _change(path, added, may_be_new=True)
+
+
+def revoke_key(path: Path, name: str) -> None:
+    """Removes one. Raises KeyFileError."""
+
+    def removed(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
+        if all(key.name != name for key in keys):
+            raise KeyFileError(f"there is no key called {name[:100]!r}")
+        return tuple(key for key in keys if key.name != name)
+
+    _change(path, removed, may_be_new=False)
+
+
+def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKey, ...]], *, may_be_new: bool) -> None:
+    """Reads, changes and replaces the file while nobody else does."""
+    path = path.resolve()
+    try:
+        with _alone_in(path.parent):
+            is_new = may_be_new and not path.exists()
+            _replace(path, change(() if is_new else read_keys(path)))
+    except OSError as error:
+        raise KeyFileError(f"the keys file {path} cannot be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two changes at once must not lose one; the folder is locked, because the file is replaced."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
+    """At once or not at all; whoever could read the old file, the service's user or group, can read the new one."""
+    content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1) + b"\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            if path.exists():
+                _hand_over(descriptor, path.stat())
+            file.flush()
+            os.fsync(descriptor)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def _hand_over(descriptor: int, old: os.stat_result) -> None:
+    for_a_group = old.st_mode & stat.S_IRGRP
+    os.fchmod(descriptor, 0o600 | for_a_group)
+    if old.st_uid != os.geteuid() or for_a_group:
+        os.fchown(descriptor, old.st_uid, old.st_gid)
+
+
+def _check_mode(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise KeyFileError(f"the keys file {path} is not a regular file")
+    others = status.st_mode & 0o077
+    if others and not (others == stat.S_IRGRP and _is_handed_to_a_group(status)):
+        raise KeyFileError(f"the keys file {path} can be read by others: chmod 600 {path}")
+
+
+def _is_handed_to_a_group(status: os.stat_result) -> bool:
+    """As containers get secrets: from another user, for our group. Root sees to it for others.
+
+    What is ours we could have closed, and nobody knows who else is of its group.
+    """
+    mine = os.geteuid()
+    return mine == 0 or (status.st_uid != mine and status.st_gid in {os.getegid(), *os.getgroups()})
+
 
 _LOOK_SECONDS = 1.0
 _SALT = b"inkstream: salt of the prefix cache"

@@ -1,4 +1,4 @@
-"""What each caller has used of its quota. Pure: the time is passed in. Knows no keys, no HTTP, no queue.
+"""Tenants and their rate limits: requests, tokens and concurrency. Time is an argument.
 
 A limit per minute holds for every 60 seconds, wherever one begins to count: a bucket that fills up again would let
 twice as much through in its first minute. What was used is kept in slots of a tenth of a second, so that a caller costs
@@ -16,9 +16,34 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from app.access.tenant import RateLimits, Tenant
 from app.common.errors import InvalidRequest, QuotaUsedUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimits:
+    """What one caller may ask for; 0 is without limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    """Of prompts and texts together."""
+    concurrency: int = 0
+    """Requests at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Frozen. Everybody is the same caller where no keys are set."""
+
+    name: str = ""
+    salt: str = ""
+    """Cached prompt blocks are shared by callers of equal salt only, and callers take turns by it."""
+    quota: RateLimits = RateLimits()
+
+
+EVERYBODY = Tenant()
+
 
 _WINDOW, _SLOT = 60.0, 0.1
 _FREE_WORK_SECONDS = 0.05

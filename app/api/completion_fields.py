@@ -1,4 +1,4 @@
-"""What a completion may be asked for over the wire, at both doors: shapes and ranges only. Knows no engine."""
+"""What a completion may be asked for over the wire, at both doors: shapes and ranges only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routes ask for: the service, and a body that is small enough and of the right shape."""
+"""What routes depend on: the service, the tenant, a parsed body of bounded size, the header that names the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from app.access.tenant import EVERYBODY, Tenant
+from app.access.rate_limiter import EVERYBODY, Tenant
 from app.access.tenant_queue import WorkAccount
 from app.api.metrics import Metrics
 from app.api.resume_store import ResumeStore
@@ -21,6 +21,14 @@ from app.http.json_limits import MOST_PARTS, has_too_many_parts
 from app.http.sse import until_disconnect
 from app.serving.service import Service
 from app.tokenization.tokenizer_pool import TokenizerPool
+
+NAME = "X-Weights-Version"
+
+
+def version_header(weights_version: str) -> dict[str, str]:
+    """For an answer's headers."""
+    return {NAME: weights_version}
+
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")

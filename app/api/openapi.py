@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI finds out by itself, and what it cannot know. Knows no route's work."""
+"""The OpenAPI document: what FastAPI finds out by itself, and what it cannot know."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from app.api.event_schemas import EVENTS
-from app.api.response_schemas import ErrorResponse
-from app.api.version_header import NAME
+from app.api.dependencies import NAME
+from app.api.response_schemas import EVENTS, ErrorResponse
 
 TAGS = [
     {"name": "completion", "description": "Text that goes on."},

@@ -12,16 +12,15 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from app.access.tenant import Tenant
+from app.access.rate_limiter import Tenant
 from app.access.tenant_queue import WorkAccount
+from app.api.dependencies import version_header
 from app.api.metrics import Metrics
-from app.api.version_header import version_header
 from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
+from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault, is_armed
-from app.common.time_slice import TimeSlice
 from app.engine_client.engine_pool import EnginePool
-from app.generation.events import Delta, Finished
-from app.generation.request import GenerationRequest
+from app.generation.request import Delta, Finished, GenerationRequest
 from app.generation.session import GenerationSession
 from app.generation.token_table import TokenTable
 from app.http import sse

@@ -1,4 +1,4 @@
-"""What the native door writes: tokens, choices, receipts, as JSON objects. Knows no route."""
+"""What the native door writes: tokens, choices, receipts, as JSON objects."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 from app import VERSION
 from app.api.completion_fields import GUIDES, SAMPLING
-from app.generation.events import Finished, TokenDetail
-from app.generation.request import Prompt
+from app.generation.request import Finished, Prompt, TokenDetail
 from app.generation.token_table import TokenTable
 from app.http.json_stream import Elements
 from app.serving.service import Admitted

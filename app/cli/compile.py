@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from app.engine.cpu.toolchain.builder import TIMEOUT_SECONDS, build, check_loads, find, need_cache_directory
-from app.engine.cpu.toolchain.cache_key import BuildRecipe
-from app.engine.cpu.toolchain.compiler import Compiler
-from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu, levels_to_carry, this_level, this_machine
-from app.engine.cpu.toolchain.errors import BuildError, NoCompiler, Unusable
-from app.engine.cpu.toolchain.library_cache import read_note
+from app.engine.cpu.toolchain.builder import TIMEOUT_SECONDS, Compiler, build, check_loads, find, need_cache_directory
+from app.engine.cpu.toolchain.cpu_target import (
+    BuildError,
+    NoCompiler,
+    UnsupportedCpu,
+    Unusable,
+    levels_to_carry,
+    this_level,
+    this_machine,
+)
+from app.engine.cpu.toolchain.library_cache import BuildRecipe, read_note
 
 _MOST_SECONDS = 86400
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.access.key_store import KeyFileError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
+from app.access.api_keys import KeyFileError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
 from model.argument_parser import OneLineParser
 
 _VARIABLE = "INKSTREAM_KEYS_FILE"

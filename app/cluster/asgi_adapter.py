@@ -1,4 +1,4 @@
-"""Runs an ASGI application for one request in this process: what a replica does. Knows no front and no socket."""
+"""Runs an ASGI application for one request in this process: what a replica does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One door before several replicas of the service: an ASGI application that passes requests on and loses none of them.
+"""ASGI gateway in front of several replicas: forwards requests, broadcasts questions, retries what was lost.
 
-    the answer is whole        it is passed on when all of it is there; a lost replica costs nothing but time
+the answer is whole        it is passed on when all of it is there; a lost replica costs nothing but time
     /complete, streamed        app/cluster/failover_stream.py: another replica continues the text
     /v1, streamed              sent again as long as nothing was said, then ended by an error
 What is valid is for the replicas to say; nothing is decided here that they decide. But for one thing: a stranger is
@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import parse_qs
 
@@ -26,19 +27,53 @@ from app.api import health, static_pages
 from app.api.metrics import CONTENT_TYPE
 from app.api.native.routes import next_number
 from app.api.resume_store import ResumeStore
-from app.cluster.broadcast import Heard, ask_everyone
 from app.cluster.failover_stream import Reader, RelayedStream
 from app.cluster.messages import Call, ReplicaLost, Replicas, Whole
 from app.cluster.metrics import Presence, merged
-from app.cluster.openai_stream import openai_frames
-from app.cluster.response import EventStream, as_it_is, best, headers_of, let_go
+from app.cluster.response import EventStream, as_it_is, best, headers_of, let_go, openai_frames
 from app.cluster.retry import Counts, ReplicaAnswer, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
 from app.http.access_record import AccessRecord
 from app.http.auth import AuthMiddleware, public_routes
-from app.http.cors import CorsMiddleware
 from app.http.errors import ApiError
+from app.http.host_filter import CorsMiddleware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What came in time, in that order."""
+
+    answers: list[Whole]
+    silent: int
+    """Replicas that are not known to be lost and said nothing; 0 where an answer was enough."""
+
+
+async def ask_everyone(
+    replicas: Replicas, call: Call, seconds: float, *, is_enough: Callable[[Whole], bool] = lambda _: False
+) -> Heard:
+    """The answers until one is enough, or the time is over; whoever is still at it is told that nobody waits."""
+    asked: list[asyncio.Task[Whole]] = []
+    answers: list[Whole] = []
+    try:
+        async with asyncio.timeout(seconds):
+            asked = await replicas.ask_all(call)
+            for coming in asyncio.as_completed(asked):
+                try:
+                    answers.append(await coming)
+                except ReplicaLost:
+                    continue
+                if is_enough(answers[-1]):
+                    return Heard(answers=answers, silent=0)
+    except TimeoutError:
+        pass
+    finally:
+        silent = sum(not task.done() for task in asked)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    return Heard(answers=answers, silent=silent)
+
 
 _QUICK_SECONDS = 2.0
 """What a replica has for a page, or to tell its health: another one is asked then."""

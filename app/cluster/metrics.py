@@ -1,4 +1,4 @@
-"""Metrics of several services as one page: each sample gets a label that says whose it is. Knows no metric."""
+"""Metrics of several services as one page: each sample gets a label that says whose it is."""
 
 from __future__ import annotations
 

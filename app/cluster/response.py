@@ -1,15 +1,46 @@
-"""What a client gets of a replica's answer: all of it as it is, or events as they come. Decides nothing."""
+"""Passes a replica's answer on to the client: whole bodies, server-sent events, OpenAI streams."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.cluster.messages import Head, Whole
-from app.cluster.retry import ReplicaAnswer
+from app.cluster.messages import Head, ReplicaLost, Whole
+from app.cluster.retry import ReplicaAnswer, RetryingRequest
 from app.http import sse
+from app.http.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One event, or a comment, which has no name."""
+
+    name: str
+    data: bytes
+    """One line of JSON; of a comment, its line."""
+
+
+class FrameReader:
+    """For one answer."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are whole now."""
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        return [_frame(block) for block in blocks]
+
+
+def _frame(block: bytes) -> Frame:
+    if block.startswith(b":"):
+        return Frame("", block)
+    fields = dict(line.partition(b": ")[::2] for line in block.split(b"\n"))
+    return Frame(fields.get(b"event", b"").decode("ascii"), fields.get(b"data", b""))
 
 
 class EventStream(sse.EventStreamResponse):
@@ -67,3 +98,44 @@ def headers_of(head: Head) -> dict[str, str]:
     own = {name.lower() for name in sse.HEADERS}
     found = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
     return {name: value for name, value in found.items() if name not in own}
+
+
+_PING = b": ping\n"
+_END = b"data: [DONE]\n\n"
+
+
+async def openai_frames(asking: RetryingRequest, answer: ReplicaAnswer) -> AsyncGenerator[bytes, None]:
+    """The frames of `answer`, or of the one that takes its place; never those of two."""
+    was_said = False
+    try:
+        while True:
+            try:
+                piece = await answer.next()
+                if piece is None:
+                    raise ReplicaLost  # it has ended without a word
+                was_said = was_said or bool(piece.replace(_PING, b""))
+                yield piece
+                if piece.endswith(_END):  # who is lost now has said all
+                    return
+            except ReplicaLost:
+                await answer.close()
+                answer = await _another(asking, was_said=was_said)
+    except ApiError as error:
+        asking.counts.failed.inc()
+        yield f"data: {json.dumps(error.body(asking.call.request_id))}\n\n".encode("ascii") + _END
+    finally:
+        await answer.close()
+
+
+async def _another(asking: RetryingRequest, *, was_said: bool) -> ReplicaAnswer:
+    """Raises ApiError where the client must be told."""
+    while not was_said:
+        asking.lost(has_begun=False)
+        try:
+            answer = await asking.begin()
+            if answer.head.status == 200:
+                return answer
+            raise await answer.refusal()
+        except ReplicaLost:
+            continue
+    raise ApiError(503, "the replica that wrote this text is gone: send the request again", code="replica_lost")

@@ -1,4 +1,4 @@
-"""One request on its way to a replica, and to another one where the first is lost. Knows no stream and no client."""
+"""One request on its way to a replica, and to another one where the first is lost."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The event loop on which the service and its load run: uvloop's where it exists, asyncio's own elsewhere."""
+"""The event loop: uvloop where installed, a timer that is mostly postponed, long work in slices of a millisecond."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvicorn
@@ -33,3 +34,59 @@ def on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, act: Call
             loop.call_soon_threadsafe(act)
 
     signal.signal(number, deliver)
+
+
+class LazyTimer:
+    """Rings at the latest when it is due, perhaps earlier: who hears it looks at the clock and sets it again.
+
+    Set to later it keeps the timer it has: one for each token of a stream would cost as much as the token.
+    """
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+
+    def set(self, due: float) -> None:
+        """`due` in seconds of time.monotonic()."""
+        if self._timer and self._due <= due:
+            return
+        self.cancel()
+        self._due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._go_off)
+
+    def cancel(self) -> None:
+        """It does not ring; any number of times."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _go_off(self) -> None:
+        self._timer = None
+        self._ring()
+
+
+_LONGEST = 0.001
+
+
+async def _yield() -> None:
+    await asyncio.sleep(0)
+
+
+class TimeSlice:
+    """Tells when a slice is over, and pauses: until the loop has run once, or for what `pause` waits for."""
+
+    def __init__(self, pause: Callable[[], Awaitable[None]] = _yield) -> None:
+        self._pause = pause
+        self._since = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the slice is over."""
+        return time.monotonic() - self._since > _LONGEST
+
+    async def breathe(self) -> None:
+        """To be awaited between two pieces; costs next to nothing where little time has passed."""
+        if self.is_due:
+            await self._pause()
+            self._since = time.monotonic()

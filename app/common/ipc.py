@@ -1,4 +1,4 @@
-"""What crosses the pipe between the API process and the engine process, and how: length-prefixed msgpack. No torch.
+"""Messages between API process and engine process: length-prefixed msgpack, and the engine's reader. No torch.
 
 Down: WorkerConfig once, then Submit, Cancel. Up: Phase while loading, Ready or Fatal, then StepReports.
 Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.ValidationError.
@@ -6,6 +6,8 @@ Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.V
 
 from __future__ import annotations
 
+import select
+import socket
 import struct
 from collections.abc import Mapping
 from typing import Literal
@@ -24,7 +26,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
 
     weights: str
     files: Mapping[str, str] = {}
-    """Where the files of `weights` are open in the API process (model/file_snapshot.py); none: as they are there."""
+    """Where the files of `weights` are open in the API process (model/files.py); none: as they are there."""
     device: str = "auto"
     dtype: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
@@ -154,3 +156,28 @@ def decode_up(body: bytes) -> Up:
     """A frame for the API process."""
     frame: Up = _up.decode(body)
     return frame
+
+
+class FrameReceiver:
+    """Frames that have arrived, without waiting where there is other work. Raises EOFError at the pipe's end."""
+
+    def __init__(self, pipe: socket.socket) -> None:
+        self._pipe = pipe
+        self._frames = FrameDecoder()
+        self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
+        self._poll.register(pipe, select.POLLIN)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody is at the other end, whatever is still to be read."""
+        return any(event & select.POLLHUP for _, event in self._poll.poll(0))
+
+    def receive(self, wait_seconds: float) -> list[Down]:
+        """All frames there are; waits up to `wait_seconds` for the first one."""
+        frames: list[Down] = []
+        while self._poll.poll(0 if frames else wait_seconds * 1000):
+            data = self._pipe.recv(1 << 20)
+            if not data:
+                raise EOFError
+            frames += map(decode_down, self._frames.feed(data))
+        return frames

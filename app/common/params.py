@@ -1,8 +1,12 @@
-"""How tokens are drawn: one request's sampling parameters, checked wherever they are built. Pure: no torch."""
+"""Sampling parameters of a request, checked on construction, and the defaults of generation_config.json. No torch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from math import isfinite
+from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -59,3 +63,24 @@ def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message` where `condition` does not hold."""
     if not condition:
         raise ValueError(message)
+
+
+_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, float]:
+    """The values it sets, by the names of the request's fields. Raises ValueError for one outside its range.
+
+    path: where it stands, for messages.
+    """
+    given = {key: generation[key] for key in _KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        for key, value in given.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ValueError(f"{key} must be a number, not {value!r:.40}")
+        SamplingParams(**{**given, "top_k": max(0, int(given.get("top_k", 0)))})
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    return {key: float(value) for key, value in given.items()}

@@ -1,4 +1,4 @@
-"""The engine process's loop: inbox -> step -> report, until the pipe closes. Knows the pipe, and no torch.
+"""Main loop of the engine process: receive, step, report, until the pipe closes. No torch.
 
 The end of the pipe means that the API process is gone, and this process goes with it.
 """
@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import NoReturn
@@ -21,18 +22,30 @@ from typing import NoReturn
 from msgspec.structs import replace
 
 from app.common import logs
-from app.common.async_log_handler import impatient
 from app.common.fault_injection import fault, is_armed
-from app.common.ipc import Cancel, Down, Fatal, Phase, Submit, Up, WorkerConfig, encode_frame
-from app.common.ipc_reader import FrameReceiver
-from app.common.parent_death_signal import die_with_parent
+from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Submit, Up, WorkerConfig, encode_frame
+from app.common.logs import impatient
+from app.common.operating_system import die_with_parent
 from app.common.types import Request, RequestStarted, StepReport
 from app.engine.checks.watchdog import HangTrace, heartbeat
 from app.engine.execution.engine import Engine
 from app.engine.gpu.triton_cache import keep_triton_cache
-from app.engine.guided.grammar_compile_queue import GrammarCompileQueue
-from app.engine.start_result import Assembled, EngineStartError
-from model.file_snapshot import reading_from
+from app.engine.guided.grammar_compile_queue import GrammarCompileQueue, PreparesGrammars
+from model.files import reading_from
+
+
+class EngineStartError(ValueError):
+    """The configuration does not work; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An engine that can take requests."""
+
+    engine: Engine
+    guides: PreparesGrammars
+    ready: Ready
+
 
 _log = logging.getLogger("inkstream")
 

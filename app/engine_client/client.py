@@ -1,4 +1,4 @@
-"""The API process's side of the engine: submit, stream, cancel, and go on after a crash. asyncio, no torch.
+"""Client of one engine: submit, stream, cancel, and continue after a crash. asyncio, no torch.
 
 A crash is a pause: the prompt and the delivered tokens of every open request are kept here, and go to the next engine
 process (supervisor.py) in the order and with the care that crash_recovery.py tells. Where there are several engines
@@ -9,19 +9,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from app.common.errors import EngineError, EngineFailed, NotReady
+from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotReady
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
-from app.common.types import Counters, Request, StepReport
-from app.engine_client.canary import NAME, CanaryRequest
-from app.engine_client.crash_recovery import CrashRecovery
-from app.engine_client.delivery import deliver
+from app.common.types import Counters, PromptScores, Request, RequestStarted, SampledEvent, StepReport
+from app.engine_client.crash_recovery import NAME, CanaryRequest, CrashRecovery
 from app.engine_client.engine_process import WORKER
 from app.engine_client.fair_queue import FairQueue
-from app.engine_client.pool_events import EngineGone, PoolEvents
-from app.engine_client.supervisor import Supervisor
+from app.engine_client.supervisor import EngineGone, PoolEvents, Supervisor
 from app.engine_client.token_stream import TokenStream
+
+
+def deliver(report: StepReport, streams: Mapping[str, TokenStream]) -> list[str]:
+    """Hands everything out, by the ids of the requests; those that ended. A reader who is held leaves meanwhile."""
+    ended = []
+    for request_id, seconds in report.work:
+        if stream := streams.get(request_id):
+            stream.work_seconds += seconds
+    items: list[RequestStarted | PromptScores | SampledEvent] = [*report.started, *report.scores, *report.events]
+    for item in items:
+        if stream := streams.get(item.request_id):
+            stream.push(item.request_id, report.at, item)
+            if isinstance(item, SampledEvent) and item.finish:
+                ended.append(item.request_id)
+    for failure in report.failed:
+        if stream := streams.get(failure.request_id):
+            error = InvalidRequest(failure.message) if failure.is_asked_for else EngineFailed(failure.message)
+            stream.push(failure.request_id, report.at, error)
+            ended.append(failure.request_id)
+    return ended
+
 
 _log = logging.getLogger("inkstream")
 _REFUSED = "the engine crashed twice while it worked on this request, which is not tried again: change the request"

@@ -1,4 +1,4 @@
-"""Who goes to the engine, and when: all at once, but after a crash the suspects one by one. Pure: names and numbers.
+"""After an engine crash: which requests are suspects, the canary request, and when restarting is given up.
 
 held --next()--> sent --taken--> queued --begun--> begun        a crash: everybody is held again
 
@@ -13,6 +13,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+
+from app.common.ipc import Ready
+from app.common.types import Request
+from app.engine_client.token_stream import TokenSource, TokenStream
+
+MOST_CRASHES, WINDOW_SECONDS = 3, 600.0
+MOST_PARDONS = 8
+
+
+class RestartPolicy:
+    """Counts crashes in a row, between which no engine has delivered anything to anybody.
+
+    A request at whose door a crash can be laid costs a second one before it is refused (crash_recovery.py). That one
+    is not counted, and where the next engine then answers our own probe (app/engine_client/crash_recovery.py),
+    neither is the one before: bad requests do not end the service, an engine that can do nothing at all does. So does
+    one that answers nothing but probes: eight requests in ten minutes are forgiven where nobody else got anything,
+    the ninth is not.
+    """
+
+    def __init__(self) -> None:
+        self._crashes: list[float] = []
+        self._pardons: list[float] = []
+        self._may_pardon = True
+        """Whether an engine has done anything since the last one."""
+
+    def record(self, now: float, *, delivered: bool, explained: bool, proven: bool = False) -> bool:
+        """Whether this crash is one too many. `delivered`: tokens or scores, in more than one step since the last.
+
+        explained: a request is refused, since this was its second crash. proven: the engine had answered the probe.
+        """
+        if delivered:
+            self._pardons = []
+        self._pardons = [at for at in self._pardons if now - at < WINDOW_SECONDS]
+        if delivered or (proven and len(self._pardons) < MOST_PARDONS):
+            self._crashes, self._may_pardon = [], True
+        if explained and self._may_pardon:
+            self._pardons.append(now)
+            self._may_pardon = False
+            return False
+        self._crashes = [*self._crashes, now][-MOST_CRASHES:]
+        return len(self._crashes) == MOST_CRASHES and now - self._crashes[0] < WINDOW_SECONDS
+
 
 PROOF = 2
 """Tokens written or scored since it was sent. A fault of decoding alone would show after one."""
@@ -142,3 +184,48 @@ class CrashRecovery:
 
     def _has_proof(self, name: str, progress: Progress) -> bool:
         return progress(name) - self._cases[name].before >= PROOF
+
+
+# owed --an engine is ready--> asked --two tokens--> answered        a crash before that: owed still
+#
+# It goes first and alone. What crashes with it has no request to blame; what answers it is no engine to give up,
+# although nobody else may have had a token since: a service where nothing but bad requests come must not end by them.
+
+NAME = "the probe"
+"""No caller's request is called so: there is a space in it."""
+
+
+class CanaryRequest:
+    """Owned by the client of one engine."""
+
+    def __init__(self) -> None:
+        self._is_owed = False
+        self._stream: TokenStream | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine has it, and nothing else."""
+        return self._stream is not None and self._stream.is_open
+
+    def owe(self) -> None:
+        """A request is blamed for a crash."""
+        self._is_owed = True
+
+    def begin(self, ready: Ready, source: TokenSource) -> TokenStream | None:
+        """For an engine that takes requests; None where it owes nothing."""
+        if not self._is_owed:
+            return None
+        request = Request(
+            id=NAME,
+            prompt=(ready.start_id or 0,),
+            source=(0,) if ready.has_encoder else (),
+            max_tokens=min(PROOF, ready.context - 1),
+        )
+        self._is_owed, self._stream = False, TokenStream([request], source)
+        return self._stream
+
+    def end(self) -> list[str]:
+        """The engine is gone; what it has left open."""
+        self._is_owed |= self.is_open
+        left, self._stream = self._stream.open_ids if self._stream else [], None
+        return left

@@ -1,6 +1,7 @@
-"""One engine process after another: started, watched over, killed where it hangs. asyncio, no torch, no requests.
+"""Supervises one engine process after another: starts it, watches it, kills it when it hangs. asyncio, no torch.
 
-loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many (restart_policy.py): gone for good
+loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many
+(app/engine_client/crash_recovery.py): gone for good
 """
 
 from __future__ import annotations
@@ -16,10 +17,37 @@ from msgspec.structs import replace
 from app.common.ipc import Down, Fatal, Phase, Ready, Up, WorkerConfig
 from app.common.startup_timer import StartupTimer, in_words
 from app.common.types import StepReport
-from app.engine_client.crash_recovery import PROOF
+from app.engine_client.crash_recovery import MOST_CRASHES, PROOF, RestartPolicy
 from app.engine_client.engine_process import EngineProcess, fate
-from app.engine_client.pool_events import EngineGone
-from app.engine_client.restart_policy import MOST_CRASHES, RestartPolicy
+
+
+class EngineGone(Exception):
+    """An engine does not come back; `exit_code` is what the process should end with where there is no other."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class PoolEvents(Protocol):
+    """Knows the other engines. `place` is which engine it is that tells."""
+
+    def on_ready(self, place: int) -> None:
+        """It takes requests."""
+        ...
+
+    def on_room(self, place: int) -> None:
+        """It has ended something, or has nothing to do: it may have places that nobody there waits for."""
+        ...
+
+    def on_crash(self, place: int) -> None:
+        """Its process is gone and another one will come."""
+        ...
+
+    def on_gone(self, place: int, reason: EngineGone) -> None:
+        """No process will come any more."""
+        ...
+
 
 _log = logging.getLogger("inkstream")
 _OTHER_WEIGHTS = "{}: holds other weights than the engine that ended had: start the service again to serve them"

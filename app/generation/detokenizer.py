@@ -1,4 +1,4 @@
-"""Token bytes to text that can be sent: half characters and half stop strings wait. Knows no engine and no HTTP."""
+"""Token bytes to text that can be sent: half characters and half stop strings wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to the token ids that the engine reads: special tokens, infilling, truncation, the checks. Knows no HTTP."""
+"""Texts to the token ids that the engine reads: special tokens, infilling, truncation, the checks."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
 from app.common.params import SamplingParams
 from app.common.types import Request
-from app.generation.output_choice import OutputChoice, TextRules
-from app.generation.prompt_echo import PromptEcho
+from app.generation.output_choice import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
 from app.generation.request import GenerationRequest
 from model.tokenizer.tokenizer import Tokenizer

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.common.errors import DeadlineExceeded, EngineError, WaitedTooLong
-from app.common.lazy_timer import LazyTimer
+from app.common.event_loop import LazyTimer
 from app.common.types import Request, RequestStarted, SampledEvent
 from app.engine_client.token_stream import Arrival, Cancelled, TokenStream
-from app.generation.events import Heartbeat, News, Queued, Started
 from app.generation.output_choice import OutputChoice
+from app.generation.request import Heartbeat, News, Queued, Started
 
 _QUEUE_NEWS_SECONDS = 1.0
 

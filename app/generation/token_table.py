@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
-from app.generation.events import TokenDetail
+from app.generation.request import TokenDetail
 
 
 class TokenTable:

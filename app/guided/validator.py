@@ -16,7 +16,7 @@ from app.access.tenant_queue import WorkAccount
 from app.common.errors import InvalidRequest
 from app.guided.grammar import Grammar
 from app.sandbox.sandbox import SandboxKilled, SandboxPool
-from model.file_snapshot import Files
+from model.files import Files
 
 MISSING = 'this server was installed without constrained decoding: pip install "inkstream[guided]"'
 MOST_JOBS = 64
@@ -52,7 +52,7 @@ class GrammarValidator:
     def __init__(
         self, weights: Path, *, seconds: float, files: Files | None = None, installed: bool | None = None
     ) -> None:
-        """`files` is where the processes read the tokenizer of `weights` (model/file_snapshot.py)."""
+        """`files` is where the processes read the tokenizer of `weights` (model/files.py)."""
         arguments = (str(weights), json.dumps(dict(files or {})))
         self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, most_jobs=MOST_JOBS)
         self._installed = find_spec("llguidance") is not None if installed is None else installed

@@ -1,7 +1,7 @@
 """The process that compiles guides before anybody else does. No torch, no asyncio.
 
 Started by validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS FILES`; FILES is what reading_from()
-of model/file_snapshot.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler
+of model/files.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler
 cannot be stopped from inside: this process may run out of time or memory without harm to the service.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from app.common.llguidance_adapter import GrammarVocabulary
 from app.sandbox.sandbox_child import serve
-from model.file_snapshot import Files, reading_from
+from model.files import Files, reading_from
 from model.tokenizer.tokenizer import Tokenizer
 
 MEMORY_BYTES = 64 << 20

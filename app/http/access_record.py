@@ -1,4 +1,4 @@
-"""What is noted of one HTTP request for its line in the log. Knows no prompt, no text, no key and no address."""
+"""What is noted of one HTTP request for its line in the log."""
 
 from __future__ import annotations
 

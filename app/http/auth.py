@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
-from app.access.tenant import EVERYBODY, Tenant
+from app.access.rate_limiter import EVERYBODY, Tenant
 from app.http.access_record import record_of
 from app.http.errors import ApiError, respond
 

@@ -1,15 +1,94 @@
-"""When a connection is read from, and whether its client takes what is written. Knows bytes, no HTTP."""
+"""Timeouts, size limits and backpressure of one connection."""
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import socket
 import struct
 import termios
 import time
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
+
+from app.common.event_loop import LazyTimer
+from app.http.connection_limits import HttpLimits
+from app.http.errors import ApiError
+
+
+class ReceivePhase(enum.Enum):
+    """HEAD --all headers--> BODY --all of it--> DONE --first byte of another request--> HEAD."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    DONE = enum.auto()
+    LINGER = enum.auto()
+    """Nothing more is wanted: the connection is to be closed."""
+
+
+class RequestLimits:
+    """Owned by one connection. Every method that is told of something raises ApiError where it is too much."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.phase = ReceivePhase.HEAD
+        self.head_bytes = 0
+        """Received in HEAD; pieces that came with the end of an earlier request do not count."""
+        self._limits = limits
+        self._n_headers = 0
+        self._header_bytes = 0
+        self._bodiless_bytes = 0
+        """Received since the last piece of a body."""
+        self._began_in_piece = False
+
+    def begin_head(self) -> None:
+        """Another request."""
+        self.phase, self.head_bytes, self._began_in_piece = ReceivePhase.HEAD, 0, True
+
+    def begin_headers(self) -> None:
+        """The parser has seen the beginning of a request."""
+        self._n_headers = self._header_bytes = 0
+
+    def url(self, size: int) -> None:
+        """The URL is so long by now."""
+        if size > self._limits.url_bytes:
+            raise ApiError(414, f"the URL is longer than {self._limits.url_bytes} bytes", code="url_too_long")
+
+    def header(self, size: int) -> None:
+        """One more header, or a trailer, of so many bytes."""
+        self._n_headers += 1
+        self._header_bytes += size
+        if self._header_bytes > self._limits.header_bytes:
+            raise self._headers_too_large()
+        if self._n_headers > self._limits.headers:
+            raise ApiError(431, f"there are over {self._limits.headers} headers", code="headers_too_large")
+
+    def begin_body(self) -> None:
+        """All headers are there."""
+        self.phase, self._bodiless_bytes = ReceivePhase.BODY, 0
+
+    def body(self) -> None:
+        """A piece of the body."""
+        self._bodiless_bytes = 0
+
+    def before(self, size: int) -> None:
+        """So many bytes are about to be parsed."""
+        self._bodiless_bytes += size
+        self._began_in_piece = False
+
+    def after(self, size: int) -> None:
+        """They were parsed: what the parser keeps to itself must not grow without end."""
+        if self.phase is ReceivePhase.HEAD and not self._began_in_piece:
+            self.head_bytes += size
+            if self.head_bytes > self._limits.url_bytes + self._limits.header_bytes:
+                raise self._headers_too_large()
+        if self.phase is ReceivePhase.BODY and self._bodiless_bytes > self._limits.header_bytes:
+            raise ApiError(400, "the body's framing is longer than any body's", code="bad_request")
+
+    def _headers_too_large(self) -> ApiError:
+        return ApiError(431, f"the headers have over {self._limits.header_bytes} bytes", code="headers_too_large")
+
 
 _LEAST_TAKEN = 1024
 """Bytes that a slow reader takes in the time it has; who takes fewer has stopped reading."""
@@ -73,3 +152,39 @@ class ConnectionFlowControl(FlowControl):
         """Bytes that the client has not taken: those that wait here, and the kernel's."""
         waiting: int = self._transport.get_write_buffer_size()
         return waiting + int(struct.unpack("i", fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4)))[0])
+
+
+class ConnectionTimeouts:
+    """Calls `on_late` once when what expect() asked for has not come, `on_stall` when the client stopped reading."""
+
+    def __init__(self, flow: ConnectionFlowControl, on_late: Callable[[], None], on_stall: Callable[[], None]) -> None:
+        self._flow = flow
+        self._on_late = on_late
+        self._on_stall = on_stall
+        self._alarm = LazyTimer(self._look)
+        self._due: float | None = None
+
+    def expect(self, seconds: float | None) -> None:
+        """The client owes us something by then; nothing with None."""
+        self._due = None if seconds is None else time.monotonic() + seconds
+        self.look_later()
+
+    def look_later(self) -> None:
+        """Rings when the first of the deadlines is over."""
+        if dues := [due for due in (self._due, self._flow.write_due) if due is not None]:
+            self._alarm.set(min(dues))
+
+    def end(self) -> None:
+        """Nothing rings any more."""
+        self._alarm.cancel()
+
+    def _look(self) -> None:
+        """A deadline may have passed, or been moved."""
+        now = time.monotonic()
+        if self._flow.has_stalled(now):
+            self._on_stall()
+            return
+        if self._due is not None and now >= self._due:
+            self._due = None
+            self._on_late()
+        self.look_later()

@@ -1,4 +1,4 @@
-"""Which names the service answers to. Knows no route.
+"""Which Host names the service answers to, and which other origins may read its answers (CORS).
 
 A page on the web can make its own name lead to this machine (DNS rebinding); its requests then come from a browser
 behind every firewall and are of one origin with the page, so that CORS does not stop them. The name in the Host header
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fastapi import Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.errors import ApiError, respond
@@ -81,3 +82,27 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class CorsMiddleware(CORSMiddleware):
+    """Starlette's, with our errors. Cookies are never taken: who may ask is said by the key."""
+
+    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_headers=("Authorization", "Last-Event-ID"),
+            expose_headers=("X-Request-Id", "X-Weights-Version", "Retry-After"),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            given = dict(scope["headers"])
+            if b"access-control-request-method" in given:
+                origin = given.get(b"origin", b"").decode("latin-1")
+                if not self.is_allowed_origin(origin):
+                    error = ApiError(403, "pages of this origin may not use this service: see --allow-origin")
+                    await respond(Request(scope), error)(scope, receive, send)
+                    return
+        await super().__call__(scope, receive, send)

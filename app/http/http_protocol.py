@@ -20,13 +20,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.http import early_errors, header_checks
-from app.http.connection_limits import ConnectionLimits
-from app.http.connection_timeouts import ConnectionTimeouts
+from app.http import early_errors, request_parser
+from app.http.connection_limits import ConnectionLimits, WaitReason
 from app.http.errors import ApiError
-from app.http.eviction import WaitReason
-from app.http.flow_control import ConnectionFlowControl
-from app.http.request_limits import ReceivePhase, RequestLimits
+from app.http.flow_control import ConnectionFlowControl, ConnectionTimeouts, ReceivePhase, RequestLimits
 from app.http.request_parser import RequestParser
 
 
@@ -116,7 +113,7 @@ class HttpProtocol(HttpToolsProtocol):
         """More of the URL."""
         super().on_url(url)
         self._intake.url(len(self.url))
-        header_checks.check_method(self.parser.get_method())
+        request_parser.check_method(self.parser.get_method())
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header field, or a trailer field: the limits include trailers, and the application never sees them."""
@@ -124,14 +121,14 @@ class HttpProtocol(HttpToolsProtocol):
         if self._intake.phase is ReceivePhase.HEAD:
             super().on_header(name, value)
         else:
-            header_checks.check_trailer(name)
+            request_parser.check_trailer(name)
 
     def on_headers_complete(self) -> None:
         """The request is given to the application, which may have to wait for its body."""
         if len(self.pipeline) >= self._limits.pipelined:
             raise ApiError(400, "too many requests wait on this connection", code="pipelined")
         version = self.parser.get_http_version()
-        header_checks.check(cast(Scope, self.scope), self.parser.get_method(), version, self.url)
+        request_parser.check(cast(Scope, self.scope), self.parser.get_method(), version, self.url)
         self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: 1.0 knows no interim answers
         super().on_headers_complete()
         self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves

@@ -10,8 +10,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.common.event_loop import TimeSlice
 from app.common.fault_injection import is_armed
-from app.common.time_slice import TimeSlice
 from app.http.sse import until_disconnect
 
 _CHUNK_BYTES = 16 << 10

@@ -1,4 +1,4 @@
-"""Server-sent events: how a frame is written, and a response that ends with its reader. Knows no completion."""
+"""Server-sent events: how a frame is written, and a response that ends with its reader."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
-from app.common.time_slice import TimeSlice
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO
 
-from app.common.parent_death_signal import die_with_parent
+from app.common.operating_system import die_with_parent
 
 LENGTH = struct.Struct("<I")
 """Stands before every question and answer."""

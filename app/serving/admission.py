@@ -1,4 +1,4 @@
-"""What a request must pass before its texts are read: its caller's quota, and room in the queue. Knows no engine.
+"""What a request must pass before its texts are read: its caller's quota, and room in the queue.
 
 Both are decided by guesses that cost nothing, since a megabyte of text takes half a second to tokenise; the exact
 numbers are checked again afterwards.
@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from app.access.rate_limiter import RateLimiter, Reservation
-from app.access.tenant import Tenant
+from app.access.rate_limiter import RateLimiter, Reservation, Tenant
 from app.access.tenant_queue import WorkAccount
 from app.common.errors import Unavailable
 from app.common.types import Request

@@ -18,7 +18,7 @@ from app.common.errors import NotReady
 from app.common.fault_injection import is_armed
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_fingerprint import WeightsFingerprint, look, what_is_missing
+from app.serving.weights_snapshot import WeightsFingerprint, look, what_is_missing
 from model.files import one_line
 
 _log = logging.getLogger("inkstream")

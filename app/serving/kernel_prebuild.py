@@ -16,9 +16,8 @@ from pathlib import Path
 
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.backend_selection import TORCH, Libraries
-from app.engine.cpu.toolchain.builder import find
-from app.engine.cpu.toolchain.compiler import compiler_commands
-from app.engine.cpu.toolchain.errors import BuildError
+from app.engine.cpu.toolchain.builder import compiler_commands, find
+from app.engine.cpu.toolchain.cpu_target import BuildError
 from app.engine.cpu.toolchain.guarded_subprocess import leashed
 from app.engine_client.engine_pool import EnginePool
 

@@ -1,4 +1,4 @@
-"""One set of weights as it is served: engine, tokenizer, guides, chat template, name. Knows no request and no HTTP.
+"""One set of weights as it is served: engine, tokenizer, guides, chat template, name.
 
 made --start()--> loading --load()--> loaded --close()--> closed
 
@@ -19,8 +19,7 @@ from app.common.errors import EngineError
 from app.common.fault_injection import is_armed
 from app.engine_client.engine_pool import EnginePool
 from app.guided.validator import GrammarValidator
-from app.serving.weights_fingerprint import WeightsFingerprint
-from app.serving.weights_snapshot import WeightsSnapshot
+from app.serving.weights_snapshot import WeightsFingerprint, WeightsSnapshot
 from app.tokenization.text_encoder import TextEncoder
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox
 from app.tokenization.tokenizer_trial import check_vocabulary, try_tokenizer

@@ -9,17 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from app.access.loop_share import LoopShare
-from app.access.rate_limiter import Reservation
-from app.access.tenant import Tenant
-from app.access.tenant_queue import WorkAccount
+from app.access.rate_limiter import Reservation, Tenant
+from app.access.tenant_queue import LoopShare, WorkAccount
 from app.chat.template import ChatTemplate
 from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady
 from app.common.ipc import Ready
 from app.common.params import SamplingParams
 from app.common.settings import Settings
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.pool_events import EngineGone
+from app.engine_client.supervisor import EngineGone
 from app.generation.prompt_encoder import PromptEncoder
 from app.generation.request import GenerationRequest
 from app.generation.request_builder import BuiltRequests

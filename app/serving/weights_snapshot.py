@@ -1,11 +1,11 @@
-"""Keeps the weights that are served, so that restarted processes read them whatever happens to the directory.
+"""Keeps the served weights readable whatever happens to their directory, and notices when the directory changes.
 
 open() -- every file is opened: what is renamed, unlinked or behind a link that was switched can still be read
 copy() -- each opened file becomes a private copy: what is overwritten in place can still be read
 
 The copies have no names: they share storage with the original where the file system can (reflink), else they lie in
 the cache or temporary directory where they fit, and they vanish with this process. Other processes read through
-/proc/PID/fd (model/file_snapshot.py).
+/proc/PID/fd (model/files.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,60 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from app.common.fault_injection import fault, is_armed
-from model.file_snapshot import Files, reading_from
-from model.files import CheckpointError, regular_file
+from model.checkpoint.layout_check import check_layout
+from model.checkpoint.manifest import check_manifest
+from model.files import CheckpointError, Files, reading_from, regular_file
+
+# Names, places on disk, sizes and times of its files, and where it is: a link that leads elsewhere is a change, too.
+
+_IGNORED = ("README.md",)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFingerprint:
+    """Equal looks mean that nothing was replaced between them."""
+
+    place: str
+    """The directory without links."""
+    files: tuple[tuple[str, int, int, int], ...]
+    """Name, inode, bytes, nanoseconds of the last change; by name. Empty where the directory cannot be read."""
+
+
+def look(weights: Path) -> WeightsFingerprint:
+    """As the directory is now. Hidden files are somebody's work in progress."""
+    place = os.path.realpath(weights)
+    files = []
+    try:
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if not entry.name.startswith(".") and entry.name not in _IGNORED:
+                    facts = os.stat(entry.path)  # noqa: PTH116 (of what a link leads to, as the loader reads it)
+                    files.append((entry.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    except OSError:
+        return WeightsFingerprint(place, ())
+    return WeightsFingerprint(place, tuple(sorted(files)))
+
+
+def what_is_missing(weights: Path) -> str:
+    """Why the files there are no whole set yet; empty where nothing speaks against it."""
+    try:
+        check_layout(weights)
+        check_manifest(weights)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def without_links(weights: Path) -> Path:
+    """Where the weights are now, whatever a link on the way leads to later; as it was given where there is none."""
+    real = weights.resolve()
+    return weights if real == Path(os.path.abspath(weights)) else real  # noqa: PTH100 (resolve() follows links)
+
 
 _log = logging.getLogger("inkstream")
 _SUFFIXES = (".json", ".jinja", ".safetensors")

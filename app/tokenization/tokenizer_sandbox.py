@@ -21,7 +21,7 @@ import msgspec
 
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox_child import LENGTH
-from model.file_snapshot import files_of
+from model.files import files_of
 from model.tokenizer.token_spans import CompactSpans, Spans
 
 _ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ class TokenizerSandbox:
     """A tokenizer in child processes, which start with the first question. Safe to share between threads."""
 
     def __init__(self, weights: Path, purpose: Literal["encode", "attack"] = "encode") -> None:
-        # Children that start later still read the snapshot that is in use here now (model/file_snapshot.py).
+        # Children that start later still read the snapshot that is in use here now (model/files.py).
         files = json.dumps(dict(files_of(weights)))
         self._command = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker", str(weights), purpose, files]
         self._lock = threading.Lock()

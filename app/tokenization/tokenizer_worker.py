@@ -1,6 +1,6 @@
 """python -m app.tokenization.tokenizer_worker WEIGHTS encode|attack FILES: a tokenizer in a process that may be killed.
 
-tokenizer_sandbox.py starts it and asks the questions. FILES is what reading_from() of model/file_snapshot.py takes,
+tokenizer_sandbox.py starts it and asks the questions. FILES is what reading_from() of model/files.py takes,
 as JSON.
 """
 
@@ -18,8 +18,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from app.sandbox.sandbox_child import confine, serve
 from app.tokenization.tokenizer_sandbox import MOST_ATTACK_SECONDS, AttackTrial, Encode, TokenizerReply
-from model.file_snapshot import Files, reading_from
-from model.tokenizer.regex_attacks import attacks, slowest
+from model.files import Files, reading_from
+from model.tokenizer.regexes import attacks, slowest
 from model.tokenizer.tokenizer import Tokenizer
 
 _LOADING_BYTES = 8 << 30

@@ -1,4 +1,4 @@
-"""A stage in a process of its own, until it ends, dies, or its time is over. Knows no stage and no GPU.
+"""A stage in a process of its own, until it ends, dies, or its time is over.
 
 An illegal access spoils a CUDA context for good, a hang never ends, and what one stage does not give back would be
 missing in the next. So each stage is forked off this process, which has loaded Python's side of everything and must
@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from app.common.parent_death_signal import die_with_parent
+from app.common.operating_system import die_with_parent
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 
 Start = Literal["fork", "spawn"]

@@ -1,4 +1,4 @@
-"""Every kernel against a reference in higher precision: runs what lies in conformance/. Knows no kernel."""
+"""Every kernel against a reference in higher precision: runs what lies in conformance/."""
 
 from __future__ import annotations
 

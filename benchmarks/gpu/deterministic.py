@@ -10,7 +10,7 @@ from typing import Any
 
 from app.common.types import Request
 from app.engine.execution.engine import Engine
-from app.engine.start_result import EngineStartError
+from app.engine.worker_loop import EngineStartError
 from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
 from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench, Finding

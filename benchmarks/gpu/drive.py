@@ -1,4 +1,4 @@
-"""Requests for an engine, and the steps that answer them. Knows no clock and no device."""
+"""Requests for an engine, and the steps that answer them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `python -m benchmarks.gpu`. Knows nothing of measuring; needs the standard library alone."""
+"""The flags of `python -m benchmarks.gpu`."""
 
 from __future__ import annotations
 

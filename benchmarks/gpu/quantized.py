@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from app.engine.start_result import EngineStartError
+from app.engine.worker_loop import EngineStartError
 from benchmarks.gpu.engines import Phases, engine_of
 from benchmarks.gpu.finding import Bench, Finding, Unsupported
 from benchmarks.gpu.shapes import shape_of

@@ -13,7 +13,7 @@ import torch
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from app.engine.gpu.runner_config import RunnerConfig, device_runner
+from app.engine.gpu.setup import RunnerConfig, device_runner
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.scheduling.step_limits import StepLimits

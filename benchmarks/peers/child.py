@@ -1,4 +1,4 @@
-"""A side's process, from outside: started once, asked again and again. Knows nothing of what is measured."""
+"""A side's process, from outside: started once, asked again and again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of `python -m benchmarks.peers`. Knows nothing of how anything is measured."""
+"""The flags of `python -m benchmarks.peers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that sides are compared on: three shapes with random weights, and the default ones. Knows no peer."""
+"""The models that sides are compared on: three shapes with random weights, and the default ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers.Trainer on a Llama of the same shape, as its documentation has one write it. Knows none of our model."""
+"""transformers.Trainer on a Llama of the same shape, as its documentation has one write it."""
 
 from __future__ import annotations
 

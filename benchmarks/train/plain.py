@@ -1,4 +1,4 @@
-"""A training step as most people would write it in plain PyTorch, of the same shape as ours. Knows none of our model.
+"""A training step as most people would write it in plain PyTorch, of the same shape as ours.
 
 Shape legend: B windows, N tokens of each, D width, H query heads, K kv heads, C head_dim.
 """

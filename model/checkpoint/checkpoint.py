@@ -1,29 +1,160 @@
-"""A weights directory in and out: config.json, model.safetensors or shards, generation_config.json. Strict.
+"""Loads and saves weights directories: config.json, model.safetensors or shards, generation_config.json. Strict.
 
-Knows no tokenizer and no serving. Nothing in the directory is ever executed or unpickled, and no memory is taken on the
+Nothing in the directory is ever executed or unpickled, and no memory is taken on the
 word of a config.json: what it asks for is held against the headers of the files first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from model.checkpoint.layout_check import WEIGHTS_FILE, check_layout
-from model.checkpoint.state_dict import check_sizes, read_state
-from model.checkpoint.tensor_index import find_tensors, version_of
+from model.checkpoint.tensor_index import TensorIndex, find_tensors, version_of
 from model.config import ConfigError, ModelConfig
 from model.families.registry import family_of, read_config, write_config
-from model.families.spec import FamilySpec
-from model.files import CheckpointError, read_json
+from model.families.spec import FamilySpec, Shape
+from model.files import CheckpointError, read_json, regular_file
 from model.nn.transformer import Decoder
+
+# To read an answer is to wait for the device, so it is put off until all tensors are on their way.
+
+_IN = {
+    torch.bfloat16: " in bfloat16; if inkstream check accepts the weights, serve them with --dtype float32",
+}
+
+
+class FiniteCheck:
+    """Collects an answer for each tensor."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[Path, str, torch.dtype]] = []
+        self._answers: list[Tensor] = []
+
+    def note(self, path: Path, name: str, tensor: Tensor) -> Tensor:
+        """`tensor` as it is; whether it is finite is told by require()."""
+        self._tensors.append((path, name, tensor.dtype))
+        # Unlike isfinite over all of it, this makes no copy as large as the tensor.
+        self._answers.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
+        return tensor
+
+    def require(self) -> None:
+        """Raises CheckpointError with the name of the first tensor that is not finite."""
+        answers = torch.stack(self._answers).tolist() if self._answers else []
+        for (path, name, dtype), is_finite in zip(self._tensors, answers, strict=True):
+            if not is_finite:
+                raise CheckpointError(f"{path}: {name} holds numbers that are not finite{_IN.get(dtype, '')}")
+
+
+# Nothing is built from a config before the files' headers bear it out: ten characters of JSON can ask for a terabyte.
+
+_DTYPES = ("F32", "F16", "BF16")
+_MOST_POSITION_NUMBERS = 2**27
+_SMALL_POSITION_TABLE = 2**23
+"""As many numbers as 131,072 positions of a head of 64; a larger table than its model is a mistake."""
+_ABSURD = 16
+
+
+def check_sizes(path: Path, config: ModelConfig, stock: TensorIndex) -> None:
+    """Refuses what the files cannot hold by far; the rest is told tensor by tensor. Raises CheckpointError."""
+    layers, n_tensors = config.n_layers + config.n_encoder_layers, len(stock.tensors)
+    if layers > n_tensors:
+        raise CheckpointError(f"{path}: asks for {layers} layers, {stock.source.name} has only {n_tensors} tensors")
+    stored = sum(math.prod(tensor.entry.shape) for tensor in stock.tensors.values())
+    rows_of_a_layer = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.mlp_width
+    asked = config.width * (config.vocab_size + layers * rows_of_a_layer)
+    if asked > _ABSURD * stored:
+        raise CheckpointError(f"{path}: asks for {asked} numbers, {stock.source.name} has {stored}")
+    columns = {"none": 0, "rotary": config.turned_dim}.get(config.positions, config.width)
+    most = min(_MOST_POSITION_NUMBERS, max(_SMALL_POSITION_TABLE, stored))
+    if config.context * columns > most:
+        raise CheckpointError(
+            f"{path}: the positions of a context of {config.context} need {config.context * columns} numbers, more "
+            f"than {most}; give it a context of up to {most // columns}"
+        )
+
+
+def read_state(
+    family: FamilySpec, config: ModelConfig, stock: TensorIndex, *, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """State dict of the Decoder. Raises CheckpointError.
+
+    Each tensor reaches its device before the next is read, in the file's number format, and gets its own there: beside
+    the decoder's tensors there is one of the file's at a time, in either format. Nothing waits for the device but the
+    one look at the end whether all numbers are finite.
+    """
+    in_file, finite = _match(family, config, stock), FiniteCheck()
+    with contextlib.ExitStack() as stack:
+        opened = {path: _open(path, device, stack) for path in stock.paths}
+
+        def get(name: str) -> Tensor:
+            path = stock.tensors[in_file[name]].path
+            return finite.note(path, in_file[name], _tensor(path, opened[path], in_file[name]).to(device, dtype))
+
+        state = family.load(config, get, lambda *shape: torch.empty(shape, device=device, dtype=dtype))
+        stored_too = [name for name in in_file.keys() - family.shapes(config).keys() if in_file[name] in stock.tensors]
+        others = [in_file[name] for name in stored_too if not torch.equal(get(name), state["embedding"])]
+    finite.require()
+    if others:
+        raise CheckpointError(
+            f"{stock.source}: {others[0]} is not the token embedding, to which config.json ties the head; "
+            "if it is the head, set tie_word_embeddings to false"
+        )
+    return state
+
+
+def _match(family: FamilySpec, config: ModelConfig, stock: TensorIndex) -> dict[str, str]:
+    """The family's name of each tensor -> the file's, once names, shapes and dtypes are what the config asks for."""
+    wanted = family.shapes(config)
+    # Some exporters also store a tied head.
+    known = {**family.shapes(dataclasses.replace(config, tied_head=False)), **wanted}
+    found = {name: stored for name, stored in stock.tensors.items() if not family.ignored.fullmatch(name)}
+    bare = not any(name.startswith(family.prefix) for name in found)
+    in_file = {name: name.removeprefix(family.prefix) if bare else name for name in known}
+    shapes: dict[str, Shape] = {in_file[name]: shape for name, shape in known.items()}
+    if missing := sorted({in_file[name] for name in wanted} - found.keys()):
+        raise CheckpointError(f"{stock.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    if extra := sorted(found.keys() - shapes.keys()):
+        raise CheckpointError(
+            f"{stock.source}: {len(extra)} tensors are not part of the model, the first is {extra[0]}"
+        )
+    for name, stored in found.items():
+        entry, shape = stored.entry, shapes[name]
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{stored.path}: {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+            )
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{stored.path}: {name} has dtype {entry.dtype}; allowed are {', '.join(_DTYPES)}")
+    return in_file
+
+
+def _open(path: Path, device: torch.device, stack: contextlib.ExitStack) -> Any:
+    """For a GPU safetensors hands the bytes on itself (0.8 through a pinned buffer as large as one tensor)."""
+    where = str(device) if device.type == "cuda" else "cpu"
+    try:
+        return stack.enter_context(safe_open(regular_file(path), framework="pt", device=where))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
+def _tensor(path: Path, opened: Any, name: str) -> Tensor:
+    try:
+        tensor: Tensor = opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
+    return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""manifest.json: which files belong together, each by its SHA-256. Knows nothing of what they hold.
+"""manifest.json: which files belong together, each by its SHA-256.
 
 A directory of weights is replaced one file at a time. Where a manifest is there, the set is whole or it is not, whoever
 writes it: copied files, a training run that was killed between two of them, a download that stopped.

@@ -1,4 +1,4 @@
-"""A model in the words of the field, line by line: its shape, its size, its memory. Knows no tensors and no files."""
+"""A model in the words of the field, line by line: its shape, its size, its memory."""
 
 from __future__ import annotations
 

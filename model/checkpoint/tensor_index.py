@@ -1,4 +1,4 @@
-"""Which file of a weights directory holds which tensor: model.safetensors, or shards with an index. Reads no tensor."""
+"""Maps tensor names to safetensors files, and checks each file's header before anything is mapped into memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,105 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from reprlib import repr as short
+from typing import Any
 
 from model.checkpoint.layout_check import INDEX_FILE, WEIGHTS_FILE
-from model.checkpoint.safetensors_header import Entry, read_header
-from model.files import CheckpointError, is_there, read_json, sha256
+from model.files import (
+    MOST_JSON_BYTES,
+    CheckpointError,
+    is_there,
+    parse_object,
+    read_json,
+    refuse_pointer,
+    regular_file,
+    sha256,
+)
+
+# A file is the header's length (8 bytes, little endian), the header (JSON: name -> dtype, shape, data_offsets), and the
+# tensors behind one another without a gap: https://github.com/huggingface/safetensors
+
+_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_MOST_DIMENSIONS = 8
+_MOST_SIZE = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the header says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Name -> entry, of a file that is as long as its header says. Raises CheckpointError."""
+    try:
+        with regular_file(path).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            refuse_pointer(path, file.read(64))
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8:
+                raise CheckpointError(f"{path}: {size} bytes are too short for a safetensors file")
+            if length > size - 8:
+                raise CheckpointError(f"{path}: the header of {length} bytes is longer than the file of {size}")
+            if length > MOST_JSON_BYTES:
+                raise CheckpointError(f"{path}: the header has {length} bytes, more than {MOST_JSON_BYTES}")
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return _entries(parse_object(header), size - 8 - length)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the header is wrong: {error}") from None
+
+
+def _entries(raw: dict[str, Any], n_bytes: int) -> dict[str, Entry]:
+    """Raises ValueError, with the reason alone."""
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ must be an object of strings")
+    spans = {name: _span(name, value) for name, value in raw.items()}
+    end = 0
+    for name, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
+        if start != end:
+            raise ValueError(f"{name} begins at byte {start}, where the tensor before it ends at {end}")
+        end = stop
+    if end > n_bytes:
+        raise ValueError(f"the tensors need {end} bytes and {n_bytes} are there: the file is cut short")
+    if end != n_bytes:
+        raise ValueError(f"the tensors end at byte {end} of {n_bytes}")
+    return {name: Entry(value["dtype"], tuple(value["shape"])) for name, value in raw.items()}
+
+
+def _span(name: str, value: Any) -> tuple[int, int]:
+    """First byte of the tensor and the one behind it; there are as many as its shape takes."""
+    if not isinstance(value, Mapping) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} must have dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BYTES:
+        raise ValueError(f"{name} has the unknown dtype {short(dtype)}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has the shape {short(shape)}, not up to {_MOST_DIMENSIONS} sizes of at least 0")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the data_offsets {short(offsets)}, not two bytes of the file")
+    if offsets[1] - offsets[0] != (needed := prod(shape) * _BYTES[dtype]):
+        raise ValueError(f"{name} takes {needed} bytes by its shape, {offsets[1] - offsets[0]} by its data_offsets")
+    return offsets[0], offsets[1]
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _MOST_SIZE for size in value)
+
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 

@@ -1,4 +1,4 @@
-"""One block of the network: attention, cross-attention where there is an encoder, feed-forward. Knows no batches.
+"""One block of the network: attention, cross-attention where there is an encoder, feed-forward.
 
 Shape legend: T tokens of a step, D width, H query heads, K kv heads, N = H + 2 K, C head_dim, F mlp_width, S tokens of
 a source. How tokens reach one another is passed in (model/nn/attention.py).
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.nn.attention import Attend, CrossAttend
-from model.nn.layers import ACTIVATIONS, Linear, Part, RMSNorm, make_norm
-from model.nn.positions import rotate
+from model.nn.layers import ACTIVATIONS, Linear, Part, RMSNorm, make_norm, rotate
 
 Rope = tuple[Tensor, Tensor]
 """Cosines and sines [T, 1, turned_dim / 2] of the step's positions."""

@@ -1,4 +1,4 @@
-"""The decoder network: token ids and positions in, hidden states and logits out. Knows nothing of batches or caches.
+"""The decoder network: token ids and positions in, hidden states and logits out.
 
 Shape legend: T tokens of a step (all sequences behind one another), D width, K kv heads, C head_dim, V vocabulary, S
 rows that want logits. Attention is passed in, so the same weights serve training, the slow reference and the paged
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from model.config import ModelConfig
 from model.nn.attention import Attend, CrossAttend
 from model.nn.block import Block, Rope
-from model.nn.layers import make_norm, product
-from model.nn.positions import rope_table, sinusoid_table
+from model.nn.layers import make_norm, product, rope_table, sinusoid_table
 
 
 class Decoder(nn.Module):

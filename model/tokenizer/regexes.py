@@ -1,4 +1,4 @@
-r"""Which parts of a tokenizer.json are known to read any text in linear time.
+r"""Decides which regular expressions of a tokenizer.json run in linear time, and derives attacks on the others.
 
 The tokenizers library matches regular expressions by backtracking (Oniguruma), so a pattern such as `(\w+\s?)+!` can
 take minutes for a few thousand characters. A tokenizer is "proven" where all of it is in the lists below: patterns of
@@ -10,8 +10,10 @@ A tokenizer's decoder is not looked at: this package never runs it (model/tokeni
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 _SPACES = r"\s+(?!\S)|\s+"
@@ -124,3 +126,169 @@ def _steps(step: Any) -> Iterator[Mapping[str, Any]]:
             yield from _steps(each)
     else:
         yield step
+
+
+# An attack is a text that leads to a repetition, what the repetition matches, many times, and an end that does not
+# match: `(\w+\s?)+!` is attacked by "a a a a ...;". The scan of the pattern is crude. It finds the usual shapes of
+# catastrophic backtracking, not all of them: nothing may rest its safety on a pattern that passes.
+
+_KINDS = ("a", "A", "1", " ", "\n", "!", "'", "_", "/", "\u4e2d", "\u0301", "\u00e9")
+_PUMPS = (*_KINDS, "a ", "a1", "1a", "'s", "a\n", " \n")
+_ENDS = ("", "\x00", "!", "a", "1", "\n", "\u4e2d\x00")
+_CLASSES = {"s": " ", "S": "a", "d": "1", "D": "a", "w": "a", "W": "!", "h": "a", "H": "z"}
+_CLASSES |= {"n": "\n", "r": "\r", "t": "\t"}
+_PROPERTIES = {"L": "a", "Lu": "A", "Ll": "a", "Lt": "\u01c5", "Lm": "\u02b0", "Lo": "\u4e2d"}
+_PROPERTIES |= {"N": "1", "Nd": "1", "M": "\u0301", "P": "!", "S": "+", "Z": " ", "Han": "\u4e2d"}
+_LENGTHS = (64, 256, 1024, 4096)
+_KEPT = 12
+"""Attacks that are tried at the next length: the slowest so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """start + pump * n + end."""
+
+    start: str
+    pump: str
+    end: str
+
+    def text(self, length: int) -> str:
+        """About so many characters."""
+        return self.start + self.pump * max(1, length // len(self.pump)) + self.end
+
+
+def attacks(pattern: str) -> list[Attack]:
+    """Runs of every kind of character, and what the pattern itself repeats, each with ends that may not match."""
+    scan = _Scan(pattern)
+    whole = scan.alternatives("")
+    derived = list(dict.fromkeys(scan.pumps))[:64]
+    pumps = [("", pump) for pump in _PUMPS] + derived
+    pumps += [("", first + second) for (_, first), (_, second) in product(derived[:8], repeat=2)]
+    # The engine gives up at once where a text lacks a character that every match needs: the last end has them all.
+    ends = (*_ENDS, f"\x00{whole[:64]}\x00{''.join(scan.literals)[:64]}")
+    return [Attack(start, pump, end) for start, pump in dict.fromkeys(pumps) for end in ends]
+
+
+def slowest(run: Callable[[str], object], tried: list[Attack], most_seconds: float) -> Iterator[tuple[int, float]]:
+    """For growing lengths, the CPU seconds that `run` takes for the worst attack; ends where they exceed the limit."""
+    for length in _LENGTHS:
+        times = []
+        for attack in tried:
+            text = attack.text(length)
+            seconds = _seconds(run, text)
+            if seconds > most_seconds:  # once more: the first run may have compiled something, or waited
+                seconds = min(seconds, _seconds(run, text))
+            times.append((seconds, attack))
+            if seconds > most_seconds:
+                yield length, seconds
+                return
+        times.sort(key=lambda timed: -timed[0])
+        tried = [attack for _, attack in times[:_KEPT]]
+        yield length, times[0][0]
+
+
+def _seconds(run: Callable[[str], object], text: str) -> float:
+    began = time.process_time()
+    run(text)
+    return time.process_time() - began
+
+
+class _Scan:
+    """Walks through a pattern once and collects what it repeats, with a text that leads there."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self.pumps: list[tuple[str, str]] = []
+        self.literals: dict[str, None] = {}
+
+    def alternatives(self, before: str, depth: int = 0) -> str:
+        """Up to the end of a group; returns a text that the first alternative that is not empty may match."""
+        texts = [self._sequence(before, depth)]
+        while self._peek() == "|":
+            self._at += 1
+            texts.append(self._sequence(before, depth))
+        self._at += 1
+        return next(filter(None, texts), "")
+
+    def _sequence(self, before: str, depth: int) -> str:
+        text = ""
+        while (character := self._peek()) not in ("", "|", ")"):
+            self._at += 1
+            atom = self._atom(character, before + text, depth)
+            if self._is_repeated() and atom:
+                self.pumps.append(((before + text)[-64:], atom[:64]))
+            text += atom
+        return text
+
+    def _atom(self, character: str, before: str, depth: int) -> str:
+        if character == "(":
+            return self._group(before, depth)
+        if character == "[":
+            return self._class()
+        if character == "\\":
+            return self._escape()
+        if character in ".^$":
+            return "a" if character == "." else ""
+        self.literals[character] = None
+        return character
+
+    def _group(self, before: str, depth: int) -> str:
+        is_assertion = False
+        if self._peek() == "?":
+            head = self._pattern[self._at : self._at + 4]
+            is_assertion = head[1:2] in ("=", "!") or head[1:3] in ("<=", "<!")
+            while self._peek() not in ("", ":", "=", "!", ">", ")"):
+                self._at += 1
+            self._at += self._peek() != ")"
+        text = self.alternatives(before, depth + 1) if depth < 50 else ""
+        return "" if is_assertion else text
+
+    def _class(self) -> str:
+        """One character of a class; of a negated one, the first usual character that is not written in it."""
+        is_negated = self._peek() == "^"
+        self._at += is_negated
+        members, is_first = "", True
+        while (character := self._peek()) and (character != "]" or is_first):
+            self._at += 1
+            is_first = False
+            members += self._class() if character == "[" else self._escape() if character == "\\" else character
+        self._at += 1
+        if is_negated:
+            return next((c for c in "a1! \n\u4e2d" if c not in members), "~")
+        return members[:1]
+
+    def _escape(self) -> str:
+        character = self._peek()
+        self._at += 1
+        if character in ("p", "P") and self._peek() == "{":
+            end = self._pattern.find("}", self._at)
+            name = self._pattern[self._at + 1 : end]
+            self._at = end + 1 if end >= 0 else len(self._pattern)
+            is_negated = character == "P" or name.startswith("^")
+            known = _PROPERTIES.get(name.lstrip("^"), "a")
+            return known if not is_negated else "!" if known != "!" else "a"
+        if character in ("u", "x"):
+            width = 4 if character == "u" else 2
+            digits = self._pattern[self._at : self._at + width]
+            self._at += width
+            return chr(int(digits, 16)) if all(c in "0123456789abcdefABCDEF" for c in digits) and digits else "a"
+        if character in ("b", "B", "A", "z", "Z", "G"):
+            return ""
+        return _CLASSES.get(character, character)
+
+    def _is_repeated(self) -> bool:
+        """Skips a quantifier; whether it allows many."""
+        is_many = False
+        while (character := self._peek()) and character in "?*+{":
+            end = self._pattern.find("}", self._at) if character == "{" else self._at
+            if end < 0:
+                break
+            bounds = self._pattern[self._at + 1 : end] if character == "{" else ""
+            most = bounds.rpartition(",")[2]
+            is_many |= character in "*+" or (character == "{" and (not most.isdecimal() or int(most) > 1))
+            self._at = end + 1
+        return is_many
+
+    def _peek(self) -> str:
+        return self._pattern[self._at : self._at + 1]

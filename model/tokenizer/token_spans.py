@@ -1,4 +1,4 @@
-"""Where in a text its tokens stand. Knows no vocabulary and no bytes."""
+"""Where in a text its tokens stand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to token ids and token ids to bytes, from a Hugging Face tokenizer.json. Knows no model.
+"""Text to token ids and token ids to bytes, from a Hugging Face tokenizer.json and the files that come with it.
 
 Text is bytes underneath: `bytes_of[id]` are a token's exact bytes, and only a decoder that sees the whole stream turns
 them into characters. Special tokens have no bytes: they steer the model and are never shown.
@@ -10,17 +10,73 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from model.files import one_line
+from model.files import one_line, read_json
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.special_tokens import read_names
 from model.tokenizer.token_bytes import keeps_text, pieces_of
 from model.tokenizer.token_spans import CompactSpans, Spans, in_pieces, result_of, spans_of, untrimmed
 from model.tokenizer.tokenizer_file import read_tokenizer_json
-from model.tokenizer.tokenizer_probe import check_ids, put_first, unknown_token
+
+# Whether a text gets them is not read here. Old settings say it too (add_bos_token, add_eos_token), but where there is
+# a tokenizer.json its post_processor alone decides, as in transformers 5.
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_names(directory: Path) -> dict[str, str]:
+    """What tokenizer_config.json, or else special_tokens_map.json, calls "bos_token", "eos_token" and their like.
+
+    Either file may be absent; what has no name is not there. Raises CheckpointError.
+    """
+    files = [
+        read_json(directory / f"{name}.json", optional=True) for name in ("tokenizer_config", "special_tokens_map")
+    ]
+    names = {role: _text(files[0].get(role)) or _text(files[1].get(role)) for role in _ROLES}
+    return {role: name for role, name in names.items() if name}
+
+
+def _text(token: Any) -> str | None:
+    token = token.get("content") if isinstance(token, dict) else token  # transformers 4 wrote objects
+    return token if isinstance(token, str) and token else None
+
+
+_PROBE = "a \ue000 \U0010ffff"
+"""A letter and characters that no vocabulary has: what encodes this encodes everything."""
+
+
+def check_ids(rust: RustTokenizer) -> None:
+    """Raises ValueError where a vocabulary has no tokens, or two with one id."""
+    ids = rust.get_vocab(with_added_tokens=False).values()
+    if len(set(ids)) < len(ids):
+        raise ValueError("two tokens have the same id, and each needs its own")
+    if not rust.get_vocab(with_added_tokens=True):
+        raise ValueError("the vocabulary is empty")
+
+
+def unknown_token(model: dict[str, Any]) -> str | None:
+    """The token for text that no other token writes."""
+    if model["type"] == "Unigram":
+        return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
+    return model.get("unk_token")
+
+
+def put_first(rust: RustTokenizer) -> int | None:
+    """The id that the tokenizer itself puts before every text. Fails where it cannot encode every text."""
+    whole, processor = rust.encode(_PROBE), rust.post_processor
+    rust.post_processor = None
+    plain = rust.encode(_PROBE)
+    rust.post_processor = processor
+    marked = list(zip(whole.ids, whole.special_tokens_mask, strict=True))
+    if [token for token, is_added in marked if not is_added] != plain.ids:
+        raise ValueError("the post_processor does not keep the text as it is")
+    if unknown := [token for token, is_added in marked if is_added and rust.id_to_token(token) is None]:
+        raise ValueError(f"the post_processor adds a token with id {unknown[0]}, which the vocabulary does not have")
+    return marked[0][0] if marked and marked[0][1] else None
+
 
 SEPARATOR = "<|endoftext|>"
 """Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""

@@ -1,4 +1,4 @@
-"""The command line around one run: exit codes, and what is said at an end that is none. Knows no training."""
+"""The command line around one run: exit codes, and what is said at an end that is none."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from model.files import one_line
 from model.train.common.console_messages import python, tell
 from model.train.common.interrupts import Diverged, Interrupted
-from model.train.common.memory import is_out_of_memory, keep_freed_memory
 from model.train.common.output_dir import held
+from model.train.common.thread_pool import is_out_of_memory, keep_freed_memory
 from model.train.plan.dry_run import forecast, settle_size
 from model.train.run import Run
 from model.train.step.distributed import LeftAlone, ProcessGroup, join

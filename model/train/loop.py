@@ -1,4 +1,4 @@
-"""The training loop: from step to step, with what is measured and saved on the way. Knows no flags and no results.
+"""The training loop: from step to step, with what is measured and saved on the way.
 
 What happens within a step stands in step/trainer.py, what the steps see in setup/dataset.py, what a person sees in
 reporting/report.py.
@@ -23,9 +23,8 @@ from model.train.reporting.progress import Progress
 from model.train.reporting.report import Report
 from model.train.setup.dataset import Dataset
 from model.train.step.distributed import ProcessGroup
-from model.train.step.ema import BestWeights
-from model.train.step.schedule import Limits, Schedule
-from model.train.step.trainer import Trainer, below
+from model.train.step.optimizer import Limits, Schedule
+from model.train.step.trainer import BestWeights, Trainer, below
 from model.train.training_checkpoint import Position, newest_snapshot, save_snapshot
 
 GLANCE = 40_000

@@ -1,6 +1,6 @@
 """One training run, from its options to its weights directory: makes the parts, goes on or starts, writes the result.
 
-The training loop itself stands in loop.py. Knows nothing of serving.
+The training loop itself stands in loop.py.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from model.train.common.console_messages import say
 from model.train.common.interrupts import Diverged
 from model.train.common.output_dir import require_room
 from model.train.common.sample import GREEDY, LIVELY, draw_samples
-from model.train.data.text_file import DataError
+from model.train.data.sources import DataError
 from model.train.loop import GLANCE, Loop
 from model.train.plan.resources import require_memory, sizes
 from model.train.reporting.export import write_result
+from model.train.reporting.metrics_log import TensorBoardLog
 from model.train.reporting.model_card import RunFacts, read_about, without_places
 from model.train.reporting.progress import Outline
-from model.train.reporting.report import Report
+from model.train.reporting.report import Report, closing, opening
 from model.train.reporting.samples import visible
-from model.train.reporting.summary import closing, opening
-from model.train.reporting.tensorboard import TensorBoardLog
 from model.train.setup.dataset import gather
 from model.train.setup.finetune import base_of, settle, start_anew
 from model.train.setup.options import limits, shape
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import computing_for
 from model.train.step.mfu import flops_per_token, peak_flops
-from model.train.step.objective import Objective
-from model.train.step.optimizer import ParameterUpdates
-from model.train.step.schedule import Schedule
+from model.train.step.objective import Objective, computing_for
+from model.train.step.optimizer import ParameterUpdates, Schedule
 from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import Position, load_snapshot, newest_snapshot, remove_snapshots
 

@@ -22,8 +22,7 @@ from app.engine.sampling.sampled_token import SampledToken, StepResult
 from app.engine.scheduling.block_pool import BlockPool
 from app.engine.scheduling.scheduler import Scheduler
 from app.engine.scheduling.step_limits import StepLimits
-from app.engine.start_result import Assembled
-from app.engine.worker_loop import run
+from app.engine.worker_loop import Assembled, run
 from model.files import regular_file, sha256
 
 BLOCK_SIZE, CONTEXT = 16, 8192

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from app import main as wiring
 from app import server
 from app.__main__ import main
-from app.access.tenant import EVERYBODY, RateLimits, Tenant
+from app.access.rate_limiter import EVERYBODY, RateLimits, Tenant
 from app.api.dependencies import CallerDep
 from app.engine_client import client
 

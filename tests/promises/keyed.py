@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from conftest import ROOT, Server, start_server
 
-from app.access.key_store import add_key, new_key, revoke_key, stored
+from app.access.api_keys import add_key, new_key, revoke_key, stored
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Keyring:
         return ring
 
     def add(self, name: str, **limits: Any) -> str:
-        """A new key, with the quotas of app/access/key_store.py."""
+        """A new key, with the quotas of app/access/api_keys.py."""
         self.keys[name] = new_key()
         add_key(self.file, stored(self.keys[name], name, **limits))
         return self.keys[name]

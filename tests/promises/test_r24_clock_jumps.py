@@ -20,7 +20,7 @@ DAY = 86400
 HEAD = 1.0
 WALL_CLOCK = {"app/serving/model_instance.py", "app/api/openai/responder.py", "app/chat/template_worker.py"}
 """Say what time it is, to people."""
-KEYS = {"app/access/api_keys.py", "app/access/key_store.py", "app/cli/keys.py"}
+KEYS = {"app/access/api_keys.py", "app/cli/keys.py"}
 """Have a date on which they are over, of the same clock; no time-out depends on it."""
 FILES_AGES = {"app/engine/cpu/toolchain/library_cache.py", "app/engine/cpu/toolchain/builder.py"}
 """Compare with the dates of files, which are of the same clock."""

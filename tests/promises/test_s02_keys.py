@@ -21,9 +21,8 @@ from keyed import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_k
 from promise import Promise
 
 from app.access import api_keys as keys_module
-from app.access.api_keys import ApiKeys
-from app.access.key_store import MOST_KEYS, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
-from app.access.tenant import RateLimits
+from app.access.api_keys import MOST_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
+from app.access.rate_limiter import RateLimits
 
 
 @pytest.fixture

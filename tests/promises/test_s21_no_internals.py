@@ -15,10 +15,10 @@ from conftest import Server, start_server, stop_server
 from keyed import exchange, raw
 from promise import Promise
 
-from app.api.native.request_schemas import CompleteRequest
-from app.api.openai.request_schemas import ChatRequest, CompletionsRequest
+from app.api.native.routes import CompleteRequest
+from app.api.openai.schemas import ChatRequest, CompletionsRequest
 from app.api.score import ScoreRequest
-from app.api.token_schemas import DetokenizeRequest, TokenizeRequest
+from app.api.tokens import DetokenizeRequest, TokenizeRequest
 
 BODIES = {
     "/complete": CompleteRequest,

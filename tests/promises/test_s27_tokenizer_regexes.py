@@ -26,8 +26,7 @@ from open_loop import Plan
 from promise import Promise
 from tokenizers import Regex, pre_tokenizers
 
-from model.tokenizer.regex_attacks import attacks
-from model.tokenizer.regexes import LINEAR_PATTERNS
+from model.tokenizer.regexes import LINEAR_PATTERNS, attacks
 
 SLOW = r"\w{0,100}\w{0,100}\w{0,100};"
 """Some hundred thousand retries at each character; the engine gives up after ten million."""

@@ -9,8 +9,8 @@ from typing import Any
 from app.api import serializers
 from app.api.request_handle import RequestHandle
 from app.api.resume_store import ReplayBuffer, ResumeStore
-from app.common.time_slice import TimeSlice
-from app.generation.events import Delta, Finished, Heartbeat, News, Queued, Started
+from app.common.event_loop import TimeSlice
+from app.generation.request import Delta, Finished, Heartbeat, News, Queued, Started
 from app.http import sse
 from app.http.errors import ApiError
 

@@ -1,22 +1,59 @@
-"""The native door: POST /complete, streaming or not, its resumption, and DELETE /complete/{id}."""
+"""POST /complete, streaming or not, its resumption, and DELETE /complete/{id}."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
+from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from app.api import serializers
+from app.api.completion_fields import CompletionFields, Ids, Prompts
 from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
 from app.api.native.event_stream import ResumableStream
-from app.api.native.request_schemas import CompleteRequest
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.response_schemas import Cancellation, CompleteResponse
+from app.generation.request import GenerationRequest
 from app.http import sse
 from app.http.access_record import record_of
 from app.http.errors import ApiError
+
+_DEFAULT_MAX_TOKENS = 128
+
+
+class CompleteRequest(CompletionFields):
+    """Body of POST /complete. An unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Prompts = Field(
+        description="Text, token ids, or a list of either. Empty: start from nothing.", examples=["Once upon a time"]
+    )
+    source: str | Ids | None = Field(
+        None, description="What the encoder reads, for models that have one; `prompt` may then be left out."
+    )
+    include_stop: bool | None = Field(None, description="Keep the stop at the end of the text.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _answer_from_the_start(cls, body: Any) -> Any:
+        if isinstance(body, dict) and "prompt" not in body and body.get("source") is not None:
+            return {**body, "prompt": ""}
+        return body
+
+    @property
+    def wish(self) -> GenerationRequest:
+        """What was asked for."""
+        return self.to_wish(
+            self.prompt,
+            max_tokens=_DEFAULT_MAX_TOKENS,
+            source=self.source,
+            include_stop=bool(self.include_stop),
+            is_streamed=self.stream is not False,
+        )
+
 
 router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))
 

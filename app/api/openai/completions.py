@@ -9,14 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, check_model, read_body
-from app.api.openai import serializers as shapes
-from app.api.openai.chunk_writer import NOT_ENDED
-from app.api.openai.request_schemas import CompletionsRequest
-from app.api.openai.responder import PING_SECONDS, Responder, head_of
-from app.api.openai.response_schemas import CompletionsResponse
+from app.api.openai import responder as shapes
+from app.api.openai.responder import NOT_ENDED, PING_SECONDS, Responder, head_of
+from app.api.openai.schemas import CompletionsRequest, CompletionsResponse
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.generation.events import Finished, TokenDetail
+from app.generation.request import Finished, TokenDetail
 from app.http.sse import quoted
 
 router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 504))

@@ -1,24 +1,108 @@
-"""What OpenAI's doors have in common: one JSON object or data-only frames, usage, warnings. Knows no route."""
+"""Writes OpenAI-compatible answers: one JSON object or data-only frames, log-probabilities, usage, warnings."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.openai.chunk_writer import ChunkWriter, frame
-from app.api.openai.serializers import one_by_one
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.serializers import echoed
+from app.api.serializers import echoed, piece
+from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
-from app.common.time_slice import TimeSlice
-from app.generation.events import Delta, Finished, News, TokenDetail
+from app.generation.request import Delta, Finished, News, TokenDetail
+from app.generation.token_table import TokenTable
 from app.http import sse
+from app.http.json_stream import Elements
+from model.tokenizer.tokenizer import Tokenizer
+
+NOT_ENDED = '"logprobs": null, "finish_reason": null, "stop_reason": null}'
+"""The end of a choice that goes on and was not asked for log-probabilities."""
+
+
+def frame(data: Mapping[str, Any]) -> bytes:
+    """One frame. The JSON is ASCII: some clients take U+2028 for the end of a line."""
+    return f"data: {json.dumps(data)}\n\n".encode("ascii")
+
+
+class ChunkWriter:
+    """Writes chunks that begin with `head` and end with `extra`, each with one choice between them."""
+
+    def __init__(self, head: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        self._before = f'data: {json.dumps(head)[:-1]}, "choices": ['
+        self._behind = "]" + "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in extra.items())
+
+    def chunk(self, choice: str, more: str = "") -> bytes:
+        """A chunk with this choice, which is JSON already; `more` stands at its end, comma first."""
+        return f"{self._before}{choice}{self._behind}{more}}}\n\n".encode("ascii")
+
+
+def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
+    """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`; and `top_tokens`, where no two tokens share a name."""
+    details = list(details)
+    return {name: [value(tokenizer, detail) for detail in details] for name, value in _COLUMNS.items()}
+
+
+def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, Elements]:
+    """logprobs(), made while it is written."""
+
+    def column(value: _Column) -> Elements:
+        return Elements(lambda: ([value(tokenizer, detail)] for detail in details))
+
+    return {name: column(value) for name, value in _COLUMNS.items()}
+
+
+def name_of(tokenizer: Tokenizer, token: int) -> str:
+    """A token as text, where its bytes are some; else the bytes, or how the vocabulary writes it."""
+    data = tokenizer.token_bytes(token)
+    try:
+        if data:
+            return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    return tokenizer.piece(token) or f"token:{token}"
+
+
+def one_by_one(delta: Delta) -> Iterator[Delta]:
+    """The delta in pieces of one token each; a token that completes no character goes with the next that does."""
+    if len(delta.tokens) < 2:
+        yield delta
+        return
+    waiting: list[TokenDetail] = []
+    start, base = 0, delta.tokens[0].offset
+    for token, following in zip(delta.tokens, [*delta.tokens[1:], None], strict=True):
+        waiting.append(token)
+        end = len(delta.text) if following is None else min(len(delta.text), following.offset - base)
+        if following is None or start < end < len(delta.text):
+            yield Delta(delta.index, delta.text[start:end], tuple(waiting))
+            start, waiting = end, []
+
+
+def _top_by_name(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, float | None]:
+    """The most likely tokens, the chosen one always among them; a name that two tokens share goes to the likelier."""
+    named = {name_of(tokenizer, detail.id): detail.logprob}
+    others: dict[str, float | None] = {}
+    for token, logprob in detail.top:
+        name = name_of(tokenizer, token)
+        taken = name in others or (name in named and token != detail.id)
+        others[f"token:{token}" if taken else name] = logprob
+    return others | named
+
+
+_Column = Callable[[Tokenizer, TokenDetail], Any]
+_COLUMNS: Mapping[str, _Column] = {
+    "tokens": lambda tokenizer, detail: name_of(tokenizer, detail.id),
+    "token_logprobs": lambda _, detail: detail.logprob,
+    "top_logprobs": lambda tokenizer, detail: None if detail.logprob is None else _top_by_name(tokenizer, detail),
+    "text_offset": lambda _, detail: detail.offset,
+    "top_tokens": lambda tokenizer, detail: [piece(tokenizer, token, logprob) for token, logprob in detail.top],
+}
+
 
 PING_SECONDS = 15.0
 

@@ -1,7 +1,7 @@
 """Whether an answer hangs on what is computed beside it: `--deterministic` tries it on this device before it serves.
 
 A few short prompts are computed alone, together, in another order, in small pieces and in a crowd. Every
-log-probability must be the same to the last bit, and so every token. Knows no tensors, and no device.
+log-probability must be the same to the last bit, and so every token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A decoder and its KV cache in the native kernels: what the runner asks for, in two calls a step. Knows no sampling.
+"""A decoder and its KV cache in the native kernels: what the runner asks for, in two calls a step.
 
-The torch twin, oracle and fallback is app/engine/execution/step_executor.py. Both keep the law of rows, each with bits
+The torch twin, oracle and fallback is app/engine/execution/runner.py. Both keep the law of rows, each with bits
 of its own.
 """
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk
-from app.engine.cpu.hugepages import zeros
-from app.engine.cpu.library import Library, Step
+from app.engine.cpu.library import Library, Step, zeros
 from app.engine.cpu.program import BLOCK, Program, head_numbers
 from model.nn.transformer import Decoder
 

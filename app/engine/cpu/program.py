@@ -1,4 +1,4 @@
-"""A decoder as a list of native operations: packs its matrices and writes the list. Knows no requests and no steps.
+"""A decoder as a list of native operations: packs its matrices and writes the list.
 
 Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms and activations as in
 source/elementwise.h.
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.cpu.hugepages import HugepageArena
-from app.engine.cpu.library import Library, Matrix, Operation, Shape
+from app.engine.cpu.library import HugepageArena, Library, Matrix, Operation, Shape
 from app.engine.quantization.int8_weights import quantize
 from model.config import ModelConfig
 from model.nn.block import Block

@@ -3,8 +3,7 @@
 One call of C++ (source/draw.h) does it all.
 
 What does not change between the steps of a request is packed once, and kept for as long as it draws in every step. The
-twins may differ in the last bits of a sum, so a process keeps to one of them. Knows no queue, no model, and not how the
-library came to be.
+twins may differ in the last bits of a sum, so a process keeps to one of them.
 """
 
 from __future__ import annotations

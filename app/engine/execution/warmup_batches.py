@@ -1,4 +1,4 @@
-"""Sequences of nobody, for steps that only have to be computed: warming up, measuring. Pure: no tensor.
+"""Artificial sequences and grammars for warm-up steps and memory measurements.
 
 They have no blocks: what they write lands where nobody reads.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import Any
 
+import torch
 from msgspec import structs
+from torch import Tensor
 
 from app.common.params import SamplingParams
 from app.common.types import BatchPlan, Chunk, Request, Sequence
+from app.engine.sampling.sampled_token import SampledToken
 from app.engine.scheduling.step_limits import StepLimits
 
 _MANY = 32
@@ -82,3 +85,18 @@ def _sequence(place: int, tokens: list[int], source: tuple[int, ...], **asks: An
     prompt = (0,) if place else tuple(tokens[:-1] or tokens)
     request = Request(id=f"dummy {place}", prompt=prompt, max_tokens=1, source=source, **asks)
     return Sequence(request=request, tokens=tokens, arrival=0)
+
+
+class PermissiveGrammars:
+    """A `TracksGrammars` of app/engine/execution/runner.py, whose masks take what any guide's take."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._allowed_W = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
+
+    def allowed(self, sequences: Items[Sequence]) -> list[Tensor | SampledToken | None]:
+        """All bits set."""
+        return [self._allowed_W] * len(sequences)
+
+    def follow(self, _sequences: Items[Sequence], drawn: list[SampledToken]) -> list[SampledToken]:
+        """They lead nowhere."""
+        return drawn

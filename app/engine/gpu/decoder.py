@@ -1,7 +1,7 @@
 """A decoder's pass over the tokens of a step, written in the few operations that a GPU has kernels for.
 
 The same network as model/nn/transformer.py, which is its oracle: sums are fused with the norm behind them, the heads
-with rotary positions and the cache. Knows no requests, no rows of a table, no sampling. An encoder is TorchExecutor's.
+with rotary positions and the cache. An encoder is TorchExecutor's.
 Shape legend: T tokens of the step, D width, V vocabulary, S rows that want logits.
 """
 

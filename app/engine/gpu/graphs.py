@@ -1,4 +1,4 @@
-"""Decode steps captured beforehand, by number of rows and by length of the longest sequence. Knows no requests.
+"""Decode steps captured beforehand, by number of rows and by length of the longest sequence.
 
 A small model's step would wait for the host's launches, so the whole of it, with head and draw, is one graph. Where
 nothing is captured the same step runs operation by operation.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from app.engine.gpu.layout import bucket
+from app.engine.gpu.resident_batch import bucket
 from app.engine.gpu.step import StepProgram
 
 _LEVELS = (1, 16)

@@ -1,4 +1,4 @@
-"""Matrix products of a network on a GPU, with the weight as it is, in int8 or in fp8. Knows no network and no kernels.
+"""Matrix products of a network on a GPU, with the weight as it is, in int8 or in fp8.
 
 Each owns its numbers. Nothing is read back from the device and no shape hangs on a value, so a CUDA graph can hold
 them. Rows do not see one another; but which tile a library picks hangs on how many there are, so that on a GPU the last
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.fp8 import UNIT, Fp8Rows, product, round_weight
-from app.engine.gpu.kernels.int8 import Int8Product
+from app.engine.gpu.kernels.quantized_products import UNIT, Fp8Rows, Int8Product, product, round_weight
 from app.engine.gpu.triton_loader import TWINS, RoundedKernels
 from app.engine.quantization.int8_weights import quantize as quantize_int8
 

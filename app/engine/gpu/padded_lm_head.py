@@ -2,7 +2,7 @@
 
 cuBLAS writes the logits of a row behind those of the one before, and takes its slow kernels where rows do not begin at
 whole 16 bytes: with 50,257 tokens, or 32,001. With whole rows they are quick, and what stands between two rows is
-nobody's. Knows no rounded head: that is multiplied by kernels of its own.
+nobody's.
 
 Shape legend: S rows that want logits, D width, V vocabulary, W the next whole number from V on.
 """

@@ -1,4 +1,4 @@
-"""Puts rounded products behind the matrices of a decoder, which stays what it was. Knows no device.
+"""Puts rounded products behind the matrices of a decoder, which stays what it was.
 
 Embeddings stay as they are, and so does a head that shares their matrix: it is read as an embedding too.
 """

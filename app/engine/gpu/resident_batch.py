@@ -1,4 +1,4 @@
-"""What lies on the device of each running sequence, and what the host knows of it: token, length, blocks, sampling.
+"""State of running sequences on the device, the upload of a step, and the layout of its tokens and attention tiles.
 
 A sequence has a row from the first step that it is launched in until another one needs it. Between two steps the host
 tells the device only what changed: sequences that are new to it, blocks that were added, tokens drawn elsewhere. All of
@@ -18,9 +18,124 @@ import torch
 from torch import Tensor
 
 from app.common.types import Chunk, Sequence
-from app.engine.gpu.kernels.interface import RowState
+from app.engine.gpu.kernels.interface import SPLIT, RowState
+from app.engine.gpu.kernels.launch_config import ALIGNED
 from app.engine.gpu.kernels.sampling_state import SamplingTable
-from app.engine.gpu.step_upload import Upload
+
+
+@dataclass(slots=True)
+class Layout:
+    """A step with prompts in it. Rows of tokens stand in the order of the chunks; padding behind them."""
+
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    """-1: the last token of its row, which only the device knows."""
+    token_rows: array[int] = field(default_factory=lambda: array("i"))
+    positions: array[int] = field(default_factory=lambda: array("i"))
+    tile_rows: array[int] = field(default_factory=lambda: array("i"))
+    tile_starts: array[int] = field(default_factory=lambda: array("i"))
+    tile_positions: array[int] = field(default_factory=lambda: array("i"))
+    tile_lengths: array[int] = field(default_factory=lambda: array("i"))
+    ends: array[int] = field(default_factory=lambda: array("i"))
+    """Of the chunks that sample: where the last token stands."""
+    end_rows: array[int] = field(default_factory=lambda: array("i"))
+
+    def sections(self) -> tuple[array[int], ...]:
+        """In the order of `Told`'s fields in app/engine/gpu/step.py."""
+        tiles = (self.tile_rows, self.tile_starts, self.tile_positions, self.tile_lengths)
+        return (self.tokens, self.token_rows, self.positions, *tiles, self.ends, self.end_rows)
+
+
+def lay_out(
+    chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, nobody: int, tokens: int, draws: int
+) -> Layout:
+    """`tokens` and `draws`: to how many both are padded, with what is `nobody`'s."""
+    layout = Layout()
+    for chunk, row in zip(chunks, rows, strict=True):
+        start, stop, known = chunk.start, chunk.stop, chunk.sequence.tokens
+        first = len(layout.tokens)
+        layout.tokens.extend(known[start:stop])
+        layout.tokens.extend([-1] * (stop - max(start, len(known))))
+        layout.token_rows.extend([row] * (stop - start))
+        layout.positions.extend(range(start, stop))
+        places = range(start, stop, tile_tokens)
+        layout.tile_rows.extend([row] * len(places))
+        layout.tile_starts.extend(range(first, first + stop - start, tile_tokens))
+        layout.tile_positions.extend(places)
+        layout.tile_lengths.extend(min(tile_tokens, stop - place) for place in places)
+        if chunk.samples:
+            layout.ends.append(len(layout.tokens) - 1)
+            layout.end_rows.append(row)
+    for section, wanted, filler in (
+        (layout.tokens, tokens, 0),
+        (layout.token_rows, tokens, nobody),
+        (layout.positions, tokens, 0),
+        (layout.ends, draws, 0),
+        (layout.end_rows, draws, nobody),
+    ):
+        section.extend([filler] * (wanted - len(section)))
+    return layout
+
+
+def splits(length: int) -> int:
+    """Pieces in which the keys of so long a sequence are read."""
+    return -(-length // SPLIT)
+
+
+def decode_buckets(most: int) -> tuple[int, ...]:
+    """Numbers of rows that a decode step may have, up to `most`: small ones close together, then every 16."""
+    return (*(n for n in (1, 2, 4, 8, *range(16, most, 16)) if n < most), most)
+
+
+def bucket(count: int, buckets: Items[int]) -> int:
+    """The smallest that has room for `count`."""
+    return next(n for n in buckets if n >= count)
+
+
+class Upload:
+    """Sections of int32 behind one another; nobody waits for their way to the device.
+
+    Each begins at a multiple of 16 bytes, as kernels want their pointers.
+    The host's side is pinned memory out of torch's own pool, which gives it to nobody else before the copy is done.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = array("i")
+
+    def add(self, numbers: Iterable[int]) -> slice:
+        """One more section; where it will lie."""
+        self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
+        start = len(self._numbers)
+        self._numbers.extend(numbers)
+        return slice(start, len(self._numbers))
+
+    def send(self, device: torch.device) -> Tensor:
+        """[all sections] int32 on the device."""
+        if not self._numbers:
+            return torch.empty(0, dtype=torch.int32, device=device)
+        numbers_X = torch.frombuffer(self._numbers, dtype=torch.int32)
+        if device.type != "cuda":
+            return numbers_X.clone()
+        pinned_X = torch.empty(len(numbers_X), dtype=torch.int32, pin_memory=True).copy_(numbers_X)
+        return pinned_X.to(device, non_blocking=True)
+
+
+class Download:
+    """Numbers on their way from the device."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._numbers = numbers
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """On the host, once they are there: the only place where the host waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A batch plan to a step on the device and, later, its tokens: launched without waiting, collected when it is through.
 
 Steps that need something of the host between forward and draw (a guide's mask, scores of a prompt, parameters that no
-row has room for) are computed in run(), with app/engine/execution/runner.py. Knows neither queue nor pipe.
+row has room for) are computed in run(), with app/engine/execution/runner.py.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from app.common.fault_injection import fault
 from app.common.types import BatchPlan, Chunk, Sequence
 from app.engine.execution.runner import Runner, Sampler, TracksGrammars
 from app.engine.execution.warmup_batches import dummies
-from app.engine.gpu.draw_transfers import packed, unpacked
 from app.engine.gpu.graphs import Capture, DecodeGraphs
-from app.engine.gpu.layout import Layout, lay_out, splits
-from app.engine.gpu.step import StepInputs, StepProgram
-from app.engine.gpu.step_upload import Download, Upload
+from app.engine.gpu.resident_batch import Download, Layout, Upload, lay_out, splits
+from app.engine.gpu.step import StepInputs, StepProgram, packed, unpacked
 from app.engine.sampling.sampled_token import StepResult
 from model.config import ModelConfig
 
@@ -131,7 +129,7 @@ class DeviceRunner:
 
 
 class HostCompute:
-    """A `Compute` (app/engine/execution/step_executor.py): the forward alone, for steps that the host draws in."""
+    """A `Compute` (app/engine/execution/runner.py): the forward alone, for steps that the host draws in."""
 
     def __init__(self, graphs: DecodeGraphs, shapes: Shapes) -> None:
         self.config: ModelConfig = graphs.steps.decoder.config

@@ -1,4 +1,4 @@
-"""A step on the device: forward, draw, and the rows one token further. Reads nothing back.
+"""One step on the device: forward pass, draw, advancing rows, and the draws packed for one copy to the host.
 
 A decode step takes all that it needs from what lies on the device already, so that it can be captured once and replayed
 (app/engine/gpu/graphs.py). Shape legend: R rows of resident state, S rows of the step, T tokens of it, X flattened.
@@ -6,6 +6,7 @@ A decode step takes all that it needs from what lies on the device already, so t
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,44 @@ from torch import Tensor
 
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.interface import AttentionBatch, Kernels
-from app.engine.gpu.kernels.reference_rows import slots
-from app.engine.gpu.kernels.sampling_state import SampleOut
+from app.engine.gpu.kernels.reference_operations import slots
+from app.engine.gpu.kernels.sampling_state import TOP, SampleOut
 from app.engine.gpu.resident_batch import ResidentBatch
+from app.engine.sampling.sampled_token import SampledToken
+
+# Shape legend: S rows that were drawn for, N most likely tokens of each, X numbers of a row: token, its
+# log-probability, N ids, N log-probabilities; floats by their bits.
+
+
+def packed(out: SampleOut) -> Tensor:
+    """[S, X] int32, on the device."""
+    floats = (out.logprob_S[:, None].view(torch.int32), out.top_logprobs_SN.view(torch.int32))
+    return torch.cat((out.tokens_S[:, None], floats[0], out.top_ids_SN, floats[1]), dim=1)
+
+
+def unpacked(numbers_SX: Tensor, counts: Items[int | None]) -> list[SampledToken]:
+    """Of packed() on the host. Rows behind the last of `counts` are padding.
+
+    counts: how many of the most likely tokens each row's request wants; None for no log-probabilities at all.
+    """
+    tokens = numbers_SX[: len(counts), 0].tolist()
+    if all(count is None for count in counts):
+        return [SampledToken(token if token >= 0 else None) for token in tokens]
+    ids = numbers_SX[: len(counts), 2 : 2 + TOP].tolist()
+    floats_SX = numbers_SX.view(torch.float32)
+    own, top = floats_SX[: len(counts), 1].tolist(), floats_SX[: len(counts), 2 + TOP :].tolist()
+    drawn = []
+    for i, (token, count) in enumerate(zip(tokens, counts, strict=True)):
+        if token < 0 or count is None:
+            drawn.append(SampledToken(token if token >= 0 else None))
+        else:
+            likely = zip(ids[i][:count], top[i][:count], strict=True)
+            drawn.append(SampledToken(token, own[i], tuple(pair for pair in likely if pair[0] >= 0)))
+    return drawn
 
 
 class StepInputs(NamedTuple):
-    """A step with prompts in it, as the host laid it out (app/engine/gpu/layout.py), on the device."""
+    """A step with prompts in it, as the host laid it out (app/engine/gpu/resident_batch.py), on the device."""
 
     tokens_T: Tensor
     rows_T: Tensor

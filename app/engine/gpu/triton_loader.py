@@ -1,4 +1,4 @@
-"""Triton's kernels, where they are installed, and what computes where they are not. Knows no network.
+"""Triton's kernels, where they are installed, and what computes where they are not.
 
 Triton is an extra, so this is the one file that asks for it.
 """
@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.gpu.kernels.fp8 import Fp8Rows, round_rows
-from app.engine.gpu.kernels.int8 import Int8Product, dequantised_product
 from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.kernels.launch_config import SHARED_BYTES
+from app.engine.gpu.kernels.quantized_products import Fp8Rows, Int8Product, dequantised_product, round_rows
 
 _MOST_CHARACTERS = 200
 

@@ -1,4 +1,4 @@
-"""What a device's memory holds, what a step takes of it, and what a failed step gives back. Knows no plan and no model.
+"""What a device's memory holds, what a step takes of it, and what a failed step gives back.
 
 The questions are put to torch.cuda, or to what stands in its place in tests.
 """

@@ -1,4 +1,4 @@
-"""Weights as whole numbers of eight bits with one scale for each row: `--quantize int8`. Knows no kernels.
+"""Weights as whole numbers of eight bits with one scale for each row: `--quantize int8`.
 
 Symmetric and weight-only: a row's largest number becomes 127 or -127, activations stay as they are. The native kernels
 compute with the whole numbers; torch computes with the same weights, rounded to the same grid and stored as before.

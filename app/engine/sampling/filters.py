@@ -1,4 +1,4 @@
-"""Which tokens a draw may choose from, and with what weight: temperature -> top_k -> typical_p -> top_p -> min_p.
+"""Sampling filters: temperature -> top_k -> typical_p -> top_p -> min_p, the few best tokens, inverse-CDF sampling.
 
 Every filter is a threshold ("all that are at least as good as this one"), so that tokens of equal logits stay together
 and the order of a sort never counts. Sums are float64. A row's weights depend on that row alone.
@@ -9,6 +9,7 @@ Shape legend: S rows, X tokens: the vocabulary, or the few candidates of each ro
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,74 @@ from torch import Tensor
 
 from app.common.params import SamplingParams
 
+# Part the vocabulary into groups: the k-th best of their maxima is at most the k-th best value itself, since each
+# maximum is a value. So all k best tokens, with everything that ties with the last of them, are among those that reach
+# it; and these lie in the few blocks of neighbours whose maximum reaches it.
+#
+# Shape legend: S rows, V vocabulary, B blocks, G groups, N tokens of all rows, X = WIDTH places.
+
+WIDTH = 128
+"""Room for the candidates of a row."""
+MOST = 64
+"""The largest k for which this room is likely to do."""
+_BLOCK = 32
+_NOTHING = float("-inf")
+_LEAST = torch.finfo(torch.float32).min
+
+
+class Candidates(NamedTuple):
+    """At least the k best tokens of each row, those of the same value with them; unused places hold -inf."""
+
+    values_SX: Tensor
+    ids_SX: Tensor
+    fits: list[bool]
+    """For each row whether its candidates had room; where not, the row says nothing."""
+
+
+def candidates(values_SV: Tensor, k: Items[int]) -> Candidates:
+    """k: for each row. Tokens of value -inf are none."""
+    rows, vocab = values_SV.shape
+    device = values_SV.device
+    if spare := -vocab % _BLOCK:
+        values_SV = F.pad(values_SV, (0, spare), value=_NOTHING)
+    blocks_BX = values_SV.reshape(-1, _BLOCK)
+    best_SB = blocks_BX.amax(-1).view(rows, -1)
+    # Groups of tokens far apart: neighbours are alike (frequent tokens have low ids), which would make for a low edge.
+    least_S1 = _least(values_SV.reshape(rows, _BLOCK, -1).amax(1), k)
+    block_B = (best_SB >= least_S1).view(-1).nonzero().squeeze(1)
+    row_B = block_B // best_SB.shape[1]
+    held_BX = blocks_BX.index_select(0, block_B)
+    place_N = (held_BX >= least_S1[row_B]).view(-1).nonzero().squeeze(1)
+    at_N = place_N // _BLOCK
+    row_N, value_N = row_B[at_N], held_BX.view(-1)[place_N]
+    id_N = (block_B * _BLOCK)[at_N] + place_N % _BLOCK - row_N * values_SV.shape[1]
+    count_S = row_N.bincount(minlength=rows)
+    # A row's tokens stand side by side: a token's column is its distance from the row's first.
+    column_N = torch.arange(len(row_N), device=device) - (count_S.cumsum(0) - count_S)[row_N]
+    fits = [count <= WIDTH for count in count_S.tolist()]
+    if not all(fits):
+        row_N, id_N, value_N, column_N = (each[column_N < WIDTH] for each in (row_N, id_N, value_N, column_N))
+    column_N += row_N * WIDTH
+    values_SX = torch.full((rows * WIDTH,), _NOTHING, device=device).scatter_(0, column_N, value_N)
+    ids_SX = torch.zeros(rows * WIDTH, dtype=torch.int64, device=device).scatter_(0, column_N, id_N)
+    return Candidates(values_SX.view(rows, WIDTH), ids_SX.view(rows, WIDTH), fits)
+
+
+def _least(best_SG: Tensor, k: Items[int]) -> Tensor:
+    """[S, 1] what a candidate must reach: the k-th best group, or anything above -inf where groups are fewer than k."""
+    n_groups = best_SG.shape[1]
+    limits = torch.tensor(k, device=best_SG.device)[:, None]
+    best_SX = best_SG.topk(min(max(k), n_groups), dim=-1).values
+    if max(k) <= n_groups:
+        return best_SX.gather(1, limits - 1).clamp(min=_LEAST)
+    least_S1 = best_SX.gather(1, limits.clamp(max=n_groups) - 1)
+    return least_S1.masked_fill(limits > n_groups, _NOTHING).clamp(min=_LEAST)
+
+
 COLDEST = 1e-30
 """Temperatures below count as this one, which float32 can still tell from 0."""
 _TRY = 256
 _SUMMED = 128
-_NOTHING = float("-inf")
 _SMALLEST = 5e-324
 
 
@@ -114,3 +178,28 @@ def _edge_within(key_SX: Tensor, weights_SX: Tensor, wanted_S1: Tensor, most: in
     """The key of the last token that is needed, and whether `most` of them are enough."""
     order = key_SX.topk(most, dim=-1) if most < key_SX.shape[1] else key_SX.sort(dim=-1, descending=True)
     return edge_in_order(order.values, wanted_S1, weights_SX.gather(1, order.indices))
+
+
+# By the inverse of the cumulative distribution, in the order of the vocabulary, without a look at a value: so it also
+# runs where nobody may wait for the device.
+#
+# Shape legend: S rows, X tokens to choose from, B blocks of them.
+
+
+def places(weights_SX: Tensor, numbers_S1: Tensor) -> Tensor:
+    """[S] the first place at which the sum of the weights exceeds the number times the whole sum."""
+    blocks_SBX, sums_SB = block_sums(weights_SX)
+    target_S1 = numbers_S1 * sums_SB[:, -1:]
+    if sums_SB.shape[1] == 1:
+        return _first_above(blocks_SBX.squeeze(1).cumsum(-1, dtype=torch.float64), target_S1).squeeze(1)
+    block_S1 = _first_above(sums_SB, target_S1)
+    within_SX = blocks_SBX.gather(1, block_S1[:, :, None].expand(-1, -1, blocks_SBX.shape[2])).squeeze(1)
+    before_S1 = sums_SB.gather(1, (block_S1 - 1).clamp(min=0)).where(block_S1 > 0, 0.0)
+    place_S1 = _first_above(within_SX.cumsum(-1, dtype=torch.float64), target_S1 - before_S1)
+    return (block_S1 * blocks_SBX.shape[2] + place_S1).squeeze(1)
+
+
+def _first_above(sums_SX: Tensor, target_S1: Tensor) -> Tensor:
+    """[S, 1] where the sums first exceed the target. Rounding may reach the last sum; then the last that adds to it."""
+    last_S1 = torch.searchsorted(sums_SX, sums_SX[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(sums_SX, target_S1, right=True), last_S1)

@@ -1,4 +1,4 @@
-"""What the sampler is told of one row of logits. Knows nothing of how a token is drawn."""
+"""What the sampler is told of one row of logits."""
 
 from __future__ import annotations
 

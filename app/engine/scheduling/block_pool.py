@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 
@@ -83,7 +84,7 @@ class BlockPool:
             self._hash_of[block] = name
             self._block_of[name] = block
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Items[int]) -> None:
         """One reference less to each block; the last blocks are evicted first."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released more often than it was taken"
@@ -103,7 +104,7 @@ class BlockPool:
                 del self._cached[block]
                 self._free.append(block)
 
-    def violations(self, owners: Iterable[Sequence[int]]) -> list[str]:
+    def violations(self, owners: Iterable[Items[int]]) -> list[str]:
         """What is wrong with the invariant, given every sequence's blocks; empty when all is well."""
         expected = [0] * self.total
         for blocks in owners:
@@ -129,11 +130,11 @@ class BlockPool:
         return block
 
 
-def root_hash(weights_version: str, salt: str, source: Sequence[int] = ()) -> bytes:
+def root_hash(weights_version: str, salt: str, source: Items[int] = ()) -> bytes:
     """Where a chain of block hashes begins: other weights, another salt or source never share a block."""
     return chain_hash(hashlib.sha256(f"{weights_version}/{salt}".encode()).digest(), source)
 
 
-def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+def chain_hash(parent: bytes, tokens: Items[int]) -> bytes:
     """Name of a full block: its own tokens and, through `parent`, all tokens before them."""
     return hashlib.sha256(parent + array("I", tokens).tobytes()).digest()

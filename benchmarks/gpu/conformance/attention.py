@@ -1,6 +1,6 @@
 """Attention against its slow reference, and the law of rows: alone, in a batch, in chunks, in any number of programs.
 
-Knows no way of computing it. Shape legend: H query heads, C head_dim, N tokens of a piece.
+Shape legend: H query heads, C head_dim, N tokens of a piece.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How close two results are, and whether they are the same to the bit. Knows no kernel.
+"""How close two results are, and whether they are the same to the bit.
 
 Rows are the mappings that conformance/__init__.py names.
 """

@@ -1,6 +1,6 @@
 """What a step does to single rows (norms, heads, activations) against its slow reference, and alone against batched.
 
-Knows no way of computing it. Shape legend: as in app/engine/gpu/kernels/interface.py.
+Shape legend: as in app/engine/gpu/kernels/interface.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of logits with their requests, for whatever samples on a device: usual ones by chance, and what is apt to break.
 
-Everything follows from a seed. Knows no sampler. Shape legend: S rows, V vocabulary.
+Everything follows from a seed. Shape legend: S rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from app.common.types import Request
-from app.engine.gpu.draw_transfers import packed, unpacked
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.padded_lm_head import WHOLE
+from app.engine.gpu.step import packed, unpacked
 from app.engine.sampling.filters import weights
-from app.engine.sampling.masks import forbid
-from app.engine.sampling.penalties import adjust
+from app.engine.sampling.penalties import adjust, forbid
 from app.engine.sampling.philox import Draw, uniforms
 from app.engine.sampling.sampled_token import SampledToken
 from app.engine.sampling.sampler import sample

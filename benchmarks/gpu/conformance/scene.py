@@ -1,4 +1,4 @@
-"""Sequences in a paged cache, of which any tokens can be attended to in any cut. Knows no kernel by name.
+"""Sequences in a paged cache, of which any tokens can be attended to in any cut.
 
 Everything that no token may read is NaN: other blocks, what lies behind a sequence's last token or before what a window
 lets its last tokens see, what its table says behind its last block. Shape legend: as in

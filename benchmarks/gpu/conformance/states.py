@@ -1,4 +1,4 @@
-"""What a decode step reads of resident rows and leaves in them, against the same with lists. Knows no kernel."""
+"""What a decode step reads of resident rows and leaves in them, against the same with lists."""
 
 from __future__ import annotations
 

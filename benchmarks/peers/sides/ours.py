@@ -10,8 +10,8 @@ from typing import Any
 from app.common.ipc import WorkerConfig
 from app.common.params import SamplingParams
 from app.common.types import Request
-from app.engine.start_result import EngineStartError
 from app.engine.startup import assemble
+from app.engine.worker_loop import EngineStartError
 from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run
 from model.tokenizer.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""What can stand behind a flag: kinds of numbers and words, the name of a preset. Knows no flag."""
+"""What can stand behind a flag: kinds of numbers and words, the name of a preset."""
 
 from __future__ import annotations
 

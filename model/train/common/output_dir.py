@@ -1,6 +1,6 @@
 """The directory that a run writes to: that it can be written, that it is this run's alone, that it has room.
 
-Knows no training. What was made for a run that never began is taken away again.
+What was made for a run that never began is taken away again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one step learns from, as tensors: tokens in, tokens out, and sources where there is an encoder. Knows no files.
+"""What one step learns from, as tensors: tokens in, tokens out, and sources where there is an encoder.
 
 Windows of running text are equally long; rows that are each a text by itself are padded behind their ends.
 Shape legend: R rows, N tokens of each, S tokens of each source.

@@ -1,4 +1,4 @@
-"""Texts that stand by themselves: lines, and pairs of a source and its target. Knows no order and no network.
+"""Texts that stand by themselves: lines, and pairs of a source and its target.
 
 A row is never packed with others and starts at position 0.
 """
@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 from model.train.common.sample import Prompt
 from model.train.data.batch import Example
-from model.train.data.sources import Line, Sources, read_lines
-from model.train.data.text_file import DataError
+from model.train.data.corpus import held_out_rows
+from model.train.data.sources import DataError, Line, Sources, read_lines
 from model.train.data.token_cache import separator
-from model.train.data.validation_split import held_out_rows
 from model.train.data.vocabulary import Vocabulary, started
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.train.data.batch import Batch, Example, padded
-from model.train.data.text_file import DataError
+from model.train.data.sources import DataError
 from model.train.data.token_cache import Tokens
 
 

@@ -1,4 +1,4 @@
-"""What kind of tokenizer a run trains, and what its end token is called. Knows no data and no model."""
+"""What kind of tokenizer a run trains, and what its end token is called."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a run takes of a machine: bytes, by arithmetic over parameters, and seconds, as a few real micro-batches take.
-
-Knows no text.
-"""
+"""Resources of a training run: bytes, computed from its parameters, and seconds, measured on a few micro-batches."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from model.nn.transformer import Decoder
 from model.train.common.flag_types import Optimizer
 from model.train.data.batch import Batch, EncoderInputs, of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import computing_for
-from model.train.step.objective import Objective
+from model.train.step.objective import Objective, computing_for
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from model.checkpoint.model_summary import describe_size, shape_lines
 from model.config import ModelConfig
-from model.train.common.formatting import duration
+from model.train.common.console_messages import duration
 from model.train.common.sample import Drawing, Sample
 from model.train.reporting.samples import plain, quoted
 

@@ -1,13 +1,18 @@
-"""What a run tells of itself, how fast it is, and one line of both for people. Knows no weights and no files."""
+"""Progress of a run: what is measured, one line of it, the progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TextIO, cast
 
-from model.train.common.formatting import duration, short
+from model.train.common.console_messages import duration, say, short
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 5
@@ -144,3 +149,153 @@ def bar_line(status: Status, width: int, *, filled: str, empty: str) -> tuple[st
 
 def _mfu(status: Status) -> str:
     return "n/a" if status.mfu is None else f"{100 * status.mfu:.0f} %"
+
+
+# After each drawing the cursor stands at the line's start: what a signal echoes or C code prints lands there and not
+# behind the line, and erasing from there to the screen's end also takes what a narrower window has wrapped.
+
+Draw = Callable[[int], tuple[str, str, str]]
+"""Columns -> (left of the bar, the bar, right of it)."""
+
+_ERASE = "\r\x1b[J"
+_BLUE, _PLAIN = "\x1b[34m", "\x1b[0m"
+_SECONDS = 0.1
+
+
+class ProgressBar:
+    """A context manager: while it is entered, prints to the same terminal go above the line."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal = terminal
+        self._streams: list[tuple[str, TextIO]] = []
+        self._is_drawn, self._line_is_open, self._last = False, False, 0.0
+
+    def __enter__(self) -> ProgressBar:
+        for name in ("stdout", "stderr"):
+            stream: TextIO | None = getattr(sys, name)
+            if _is_terminal(stream):
+                assert stream is not None
+                self._streams.append((name, stream))
+                setattr(sys, name, cast(TextIO, _Above(stream, self)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.erase()
+        for name, stream in self._streams:
+            setattr(sys, name, stream)
+        self._streams.clear()
+
+    def draw(self, line: Draw) -> None:
+        """Ten times a second at most, and never over an unfinished line of somebody else's."""
+        now = time.monotonic()
+        if now - self._last < _SECONDS or self._line_is_open or not _is_in_front(self.terminal):
+            return
+        self._last = now
+        try:
+            width = os.get_terminal_size(self.terminal.fileno()).columns - 1
+        except (OSError, ValueError):  # the window is gone: the run goes on
+            return
+        left, bar, right = line(width)
+        self._write(f"{_ERASE}{left}{_BLUE}{bar}{_PLAIN}{right}\r")
+        self._is_drawn = True
+
+    def erase(self) -> None:
+        """Leaves the line empty; the next drawing comes at once."""
+        if self._is_drawn and _is_in_front(self.terminal):
+            self._write(_ERASE)
+        self._is_drawn, self._last = False, 0.0
+
+    def write_above(self, stream: TextIO, text: str) -> int:
+        """Prints where the line stood; the next drawing puts it below."""
+        self.erase()
+        self._line_is_open = not text.endswith("\n") if text else self._line_is_open
+        return stream.write(text)
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.terminal.write(text)
+            self.terminal.flush()
+
+
+class _Above:
+    """A stream whose writes go above the bar."""
+
+    def __init__(self, stream: TextIO, bar: ProgressBar) -> None:
+        self._stream, self._bar = stream, bar
+
+    def write(self, text: str) -> int:
+        return self._bar.write_above(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def find_terminal() -> TextIO | None:
+    """Where a bar can be drawn; None where plain lines are better: no terminal, TERM=dumb, or NO_COLOR is set."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    return next((stream for stream in (sys.stderr, sys.stdout) if _is_terminal(stream)), None)
+
+
+def blocks(terminal: TextIO) -> tuple[str, str]:
+    """(filled, empty) columns of a bar, in what the terminal's encoding has."""
+    try:
+        "\u2588\u2591".encode(terminal.encoding or "ascii")
+    except UnicodeError:
+        return "#", "."
+    return "\u2588", "\u2591"
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _is_in_front(terminal: TextIO) -> bool:
+    """Whether the shell has left the terminal to us: a run that went on in the background draws nothing."""
+    if not hasattr(os, "tcgetpgrp"):
+        return True
+    try:
+        return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not the terminal that we were started from
+        return True
+
+
+class Console:
+    """A context manager: what is drawn on a terminal is gone when it is left, however that happens."""
+
+    def __init__(self, *, every: float) -> None:
+        """every: seconds between plain lines."""
+        self._every, self._said = every, time.monotonic()
+        self._newest: Status | None = None
+        terminal = find_terminal()
+        self._bar = None if terminal is None else ProgressBar(terminal)
+        self._filled, self._empty = ("#", ".") if terminal is None else blocks(terminal)
+        self._is_plain = self._bar is None or not (sys.stdout and sys.stdout.isatty())
+
+    def __enter__(self) -> Console:
+        if self._bar:
+            self._bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.__exit__()
+            if self._newest:
+                say(plain_line(self._newest))
+
+    def show(self, status: Status) -> None:
+        """How far the run is; called after each step, shown when it is time to."""
+        self.redraw(status)
+        now = time.monotonic()
+        if self._is_plain and now - self._said >= self._every:
+            self._said = now
+            say(plain_line(status))
+
+    def redraw(self, status: Status) -> None:
+        """The bar alone: the step was shown, and more is known of it."""
+        self._newest = status
+        if self._bar:
+            self._bar.draw(lambda width: bar_line(status, width, filled=self._filled, empty=self._empty))

@@ -1,4 +1,4 @@
-"""samples.md: the same prompts at several stages of a run, so that one sees the text getting better. Knows no weights.
+"""samples.md: the same prompts at several stages of a run, so that one sees the text getting better.
 
 What was drawn is kept beside the snapshots too, from which a run that goes on writes samples.md anew.
 """

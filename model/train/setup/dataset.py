@@ -1,6 +1,6 @@
 """What a run learns from: its tokenizer, the batch of every step, held-out batches, and prompts to look at.
 
-Made of running text, read in windows, or of rows that stand by themselves. Knows no network.
+Made of running text, read in windows, or of rows that stand by themselves.
 """
 
 from __future__ import annotations

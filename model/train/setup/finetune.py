@@ -1,4 +1,4 @@
-"""Weights that a run begins from instead of random ones: --init DIR. Knows no data, no schedule and no optimiser.
+"""Weights that a run begins from instead of random ones: --init DIR.
 
 The directory is one of ours, or one of a Hugging Face family that we read, with its tokenizer. The result is that
 directory with other weights: the files beside them stay as they are. A run keeps those files in a folder of its own and

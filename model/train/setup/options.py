@@ -1,19 +1,228 @@
-"""The flags, the preset's defaults where there are none, and the nouns that they ask for. Knows no torch."""
+"""Command line of the training script: one table of flags, the defaults of presets, and what they ask for. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from model.argument_parser import OneLineParser
 from model.config import ConfigError, ModelConfig
-from model.presets import preset, reshaped
-from model.train.data.sources import USUAL_KEY, Sources
-from model.train.data.text_file import suffix
-from model.train.data.vocabulary import UNKNOWN, Vocabulary
-from model.train.setup.flags import FLAGS, RATE_ALONE, TOY_RATE_ALONE, parser
-from model.train.step.schedule import Limits
+from model.presets import ARCHS, PRESET_NAMES, preset, reshaped
+from model.tokenizer.tokenizer import SEPARATOR
+from model.train.common import flag_types
+from model.train.data.sources import USUAL_KEY, Sources, suffix
+from model.train.data.vocabulary import KINDS, UNKNOWN, Vocabulary
+from model.train.step.objective import ASKED
+from model.train.step.optimizer import SHAPES, Limits
+
+_OF_PRESET = "the preset's"
+RATE_ALONE = 0.001
+"""The default of --lr where AdamW has everything: 0.004 learnt badly after a norm (textbook, width 128)."""
+TOY_RATE_ALONE = 0.1
+"""Learnt from each of ten seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A row of the table."""
+
+    name: str
+    """With a word for its value, behind which "..." says that there may be several."""
+    meaning: str
+    kind: Callable[[str], object] | tuple[str, ...] | type[argparse.Action] | str | None = None
+    """What makes a value of its text, what it may be, or what argparse is to do."""
+    default: object = None
+    own: Mapping[str, object] = field(default_factory=dict)
+    """The default of a preset, or with --init, where it is another; None where it comes from the model."""
+    more: str = ""
+    """What the help tells of the default beside that."""
+
+    @property
+    def option(self) -> str:
+        """What its value is called."""
+        return self.name.split()[0].removeprefix("--").replace("-", "_")
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Makes argparse know it. The value is None where nobody gave one."""
+        flag, _, value = self.name.partition(" ")
+        how: dict[str, Any] = {"help": self._help()}
+        if value:
+            how |= {"metavar": value.removesuffix("..."), "nargs": "+" if value.endswith("...") else None}
+        match self.kind:
+            case tuple():
+                how["choices"] = self.kind
+            case str() | type():
+                how["action"] = self.kind
+            case _:
+                how["type"] = self.kind
+        group.add_argument(flag, **how)
+
+    def _help(self) -> str:
+        told = [f"{whose}: {_word(value)}" for whose, value in self.own.items() if value is not None]
+        defaults = [_word(self.default), *told] if self.own or self.default is not None else []
+        default = "; ".join(defaults) + self.more
+        return f"{self.meaning} (default: {default})" if default else self.meaning
+
+
+FLAGS = {
+    "what to learn from": [
+        Flag(
+            "--data PATH...",
+            ".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)",
+            flag_types.path,
+        ),
+        Flag("--pairs FILE.tsv...", "source<TAB>target lines, for presets with an encoder", flag_types.path),
+        Flag("--per-line", "every line is a text by itself", argparse.BooleanOptionalAction, False, {"toy": True}),
+        Flag("--tokenizer", "what tokens are", KINDS, "bpe", {"toy": "words"}),
+        Flag("--end-token TEXT", "the special token that ends a text", None, SEPARATOR, {"toy": "<EOS>"}),
+        Flag(
+            "--vocab-size N",
+            "tokens of the vocabulary",
+            flag_types.vocabulary,
+            more="the preset's, fewer where the text supports no more; words: all",
+        ),
+        Flag("--straighten SHARE", "texts given ASCII quotes", flag_types.share, more="0.5; --init: 0"),
+        Flag(
+            "--held-out SHARE",
+            "documents kept apart and measured",
+            flag_types.small_share,
+            0.01,
+            more="; of fewer than 100 the last 5 %% of all text",
+        ),
+        Flag("--unseen PATH...", "texts never trained on, each measured by itself in the end", flag_types.path),
+        Flag("--text-key KEY", "under which .jsonl has its texts", more=USUAL_KEY),
+    ],
+    "the model": [
+        Flag(
+            "--preset NAME",
+            f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes",
+            flag_types.preset_name,
+            "small",
+        ),
+        Flag("--arch", "another layout in the size of a preset", ARCHS, more=_OF_PRESET),
+        Flag(
+            "--init DIR",
+            "go on from these weights: ours, or a Hugging Face directory with its tokenizer",
+            flag_types.path,
+        ),
+        Flag(
+            "--context N",
+            f"longest sequence in tokens (default: {_OF_PRESET}); with --init of training (default: up to 512)",
+            flag_types.count,
+        ),
+        Flag("--layers N", "blocks; of an encoder as many", flag_types.count, more=_OF_PRESET),
+        Flag("--width N", "size of the residual stream; the feed-forward follows", flag_types.count, more=_OF_PRESET),
+        Flag("--heads N", "query heads; they share the width", flag_types.count, more=_OF_PRESET),
+        Flag("--kv-heads N", "key and value heads", flag_types.count, more=_OF_PRESET),
+        Flag("--mlp-width N", "hidden size of the feed-forward", flag_types.count, more=_OF_PRESET),
+    ],
+    "how long": [
+        Flag("--max-minutes N", "train this long; the learning rate follows", flag_types.positive),
+        Flag("--epochs N", "train this many times over the text", flag_types.positive, None, {"--init": 3.0}),
+        Flag("--tokens N", "train on this many tokens", flag_types.count),
+        Flag("--steps N", "train this many steps", flag_types.count, None, {"toy": 400, "cross": 2000}),
+    ],
+    # With --init AdamW and not Muon: what is good in those weights are a few large directions of each matrix, and Muon
+    # moves all directions alike. 80 kB of plays brought our model, which Muon had trained, from 3.040 held-out bits per
+    # byte to 1.715 by AdamW, to 1.744 by Muon at 0.01, to 2.184 at 0.002. Rate and number format depend on the model.
+    "how it learns": [
+        Flag(
+            "--windows N",
+            "windows, lines or pairs a step",
+            flag_types.windows,
+            16,
+            {"toy": 2, "cross": 64, "--init": 8},
+        ),
+        Flag(
+            "--micro-windows N",
+            "how many of them at once",
+            flag_types.count,
+            more="on a CPU about 2,048 tokens, else what fits",
+        ),
+        Flag(
+            "--optimizer", "of the blocks' matrices", flag_types.OPTIMIZERS, "muon", {"toy": "adamw", "--init": "adamw"}
+        ),
+        Flag("--matrix-lr RATE", "learning rate of Muon", flag_types.positive, 0.02, {"--init": 0.01}),
+        Flag(
+            "--lr RATE",
+            "learning rate of AdamW",
+            flag_types.positive,
+            0.004,
+            {"--init": None},
+            more=f"; alone {RATE_ALONE}; toy: {TOY_RATE_ALONE}; --init: 4 / width^1.5",
+        ),
+        Flag("--weight-decay SHARE", "of the matrices", flag_types.not_negative, 0.05),
+        Flag("--schedule", "how the learning rate falls", SHAPES, "linear"),
+        Flag("--warm-up STEPS", "until it is whole", flag_types.whole, 100, {"--init": 10}),
+        Flag(
+            "--warm-down SHARE",
+            "of a linear schedule: share of the run over which it falls to 0",
+            flag_types.share,
+            0.4,
+        ),
+        Flag("--seed N", "of the weights and the order", flag_types.whole, 1),
+    ],
+    "the run": [
+        Flag("--dry-run", "tell size, memory, disk and time, and write nothing", "store_true"),
+        Flag("--resume", "continue the run in --out", "store_true"),
+        Flag("--overwrite", "start anew although --out holds a run or a model", "store_true"),
+        Flag("--device", "auto: a GPU where one is", ("auto", "cpu", "cuda"), "auto"),
+        Flag(
+            "--dtype",
+            "of the computation; auto: bfloat16 where the device has it",
+            ("auto", "float32", "bfloat16"),
+            "auto",
+        ),
+        Flag("--compile", "the step by torch.compile; auto: on a GPU where Triton is", ASKED, "auto"),
+        Flag("--report-seconds N", "between progress lines", flag_types.positive, 10.0),
+        Flag("--save-seconds N", "between snapshots", flag_types.positive, 300.0),
+        Flag("--tensorboard", "also write event files into OUT/tensorboard", "store_true"),
+    ],
+    "the result": [
+        Flag("--ema DECAY", "export an average of the weights", flag_types.decay, 0.0, more=", off"),
+        Flag("--keep", "which held-out measurement's weights", ("best", "last"), "best"),
+        Flag(
+            "--export-dtype",
+            "of the weights written",
+            flag_types.DTYPES,
+            "bfloat16",
+            {"toy": "float32", "--init": None},
+            "; --init: as they were",
+        ),
+        Flag("--about FILE", "text for the model card: corpus, licence, intended use", flag_types.path),
+        Flag("--license ID", "of the model, for the card's head: mit, cc0-1.0, ...", flag_types.license_id),
+        Flag("--language CODE", "of the text, for the card's head: en, pt-BR, ...", flag_types.language),
+    ],
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    p = OneLineParser(
+        prog="python -m model.train",
+        usage="python -m model.train --data PATH... --out DIR --max-minutes N [FLAG...]",
+        description="Train a model on text, and leave a directory that serves.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--out", required=True, type=flag_types.path, metavar="DIR", help="where the weights directory goes")
+    for title, flags in FLAGS.items():
+        group = p.add_argument_group(title)
+        for flag in flags:
+            flag.add_to(group)
+    return p
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
 
 _BROUGHT = (
     "preset",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from model.train.data.batch import Batch
-from model.train.data.text_file import DataError
+from model.train.data.sources import DataError
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""A block of the llama layout, and its head, with their gradients written out, for training on a CPU. Knows no step.
+"""A block of the llama layout, and its head, with their gradients written out, for training on a CPU.
 
 The passes over memory beside the products were half of the time, so there are few of them: the scale of a norm is
 multiplied into the matrix behind it once a step (its gradient comes from that matrix's), positions turn queries and
@@ -22,8 +22,16 @@ from model.config import ModelConfig
 from model.nn.block import Block
 from model.nn.layers import RMSNorm
 from model.nn.transformer import Decoder
-from model.train.step.causal_attention import Tile, attention, attention_backward
-from model.train.step.qkv_layout import Positions, by_kv_heads, from_heads, from_kv_heads, to_heads
+from model.train.step.attention import (
+    Positions,
+    Tile,
+    attention,
+    attention_backward,
+    by_kv_heads,
+    from_heads,
+    from_kv_heads,
+    to_heads,
+)
 
 _SWITCHES = {
     "norm": "rmsnorm",

@@ -1,4 +1,4 @@
-"""How much of a device's arithmetic training uses: FLOPs of a token, and what the device can. Knows no training."""
+"""How much of a device's arithmetic training uses: FLOPs of a token, and what the device can."""
 
 from __future__ import annotations
 

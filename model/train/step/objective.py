@@ -1,25 +1,136 @@
-"""What training minimises and what is reported: cross-entropy per token, bits per byte. Knows no optimiser."""
+"""The training loss: how it is computed on each device, cross-entropy with its gradient, held-out bits per byte."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
 from model.nn.transformer import Decoder
 from model.train.common.console_messages import tell
 from model.train.data.batch import IGNORED, Batch
-from model.train.step.causal_attention import TrainingAttend, tiles_of
-from model.train.step.cross_entropy import cross_entropy
+from model.train.step.attention import FusedAttend, TrainingAttend, tiles_of
 from model.train.step.llama_block import Weights, is_llama
-from model.train.step.loss_backend import LossBackend, choose
-from model.train.step.sdpa_attention import FusedAttend
+
+# | --compile off     | auto                                       | on
+#     CPU  | gradients by hand | gradients by hand                          | torch's own, compiled (C++)
+#     CUDA | torch's own       | compiled where Triton and a C compiler are | compiled, or an error
+#
+# What is written out here spares a CPU passes over memory; on a GPU it would be thousands of small kernels.
+
+Asked = Literal["auto", "on", "off"]
+ASKED: tuple[Asked, ...] = get_args(Asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBackend:
+    """One way to compute the loss."""
+
+    by_hand: bool = False
+    """Whether gradients are those written out in this package; else torch's own, of plain modules."""
+    backend: str | None = None
+    """Of torch.compile; None: not compiled."""
+    may_fall_back: bool = False
+    """Whether a compiler that fails is only warned of."""
+
+
+def choose(asked: Asked, device: str, *, missing: str = "", has_encoder: bool = False) -> LossBackend:
+    """device: cpu | cuda. missing: what a compiler for it lacks here. Raises ValueError.
+
+    Rows of an encoder differ in length from step to step, and each length would be compiled anew.
+    """
+    if asked == "on" and has_encoder:
+        raise ValueError("--compile on: a model with an encoder is not compiled; leave the flag out")
+    if asked == "on" and missing:
+        raise ValueError(f"--compile on needs {missing}, which is missing here; install it, or leave the flag out")
+    if asked == "on" or (asked == "auto" and device == "cuda" and not missing and not has_encoder):
+        return LossBackend(backend="inductor", may_fall_back=asked == "auto")
+    return LossBackend(by_hand=device == "cpu")
+
+
+def missing_for(device: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What torch's compiler needs for a device and this machine has not; nothing where it has all."""
+    if device == "cuda" and find_spec("triton") is None:
+        return "the package triton"
+    language, variable, usual = ("C", "CC", ("gcc", "clang", "cc")) if device == "cuda" else ("C++", "CXX", ("g++",))
+    named = environment.get(variable)
+    if not any(map(shutil.which, [named] if named else usual)):
+        return f"a {language} compiler ({named or ' or '.join(usual)}; ${variable} names another)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's header files (python3-dev)"
+    return ""
+
+
+def computing_for(asked: Asked, device: str, *, has_encoder: bool = False) -> LossBackend:
+    """What `asked` means on this machine. Raises ValueError."""
+    missing = "" if asked == "off" or (asked, device) == ("auto", "cpu") else missing_for(device)
+    return choose(asked, device, missing=missing, has_encoder=has_encoder)
+
+
+# Knows no network. Shape legend: T tokens, V vocabulary, S tokens of a slice.
+
+_AT_ONCE = 2**18
+"""Numbers of a slice: in float32 they stay in a core's own cache."""
+
+
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor, *, weight: float, ignored: int) -> Tensor:
+    """Nats summed over the targets other than `ignored`, times `weight`.
+
+    The logits are used up: their gradient is written over them, in their own format. So their maker must not need them
+    for its own gradient; a matrix product does not.
+    """
+    loss: Tensor = _CrossEntropy.apply(logits_TV, targets_T, weight, ignored)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, weight: float, ignored: int) -> Tensor:
+        ctx.gradient_TV = logits_TV.detach()
+        size = max(1, _AT_ONCE // logits_TV.shape[1])
+        # Made once: fresh memory of this size costs more than what is computed in it.
+        room_SV, scores_SV = torch.empty(2, size, logits_TV.shape[1], device=logits_TV.device)
+        losses = []
+        for slice_SV, targets_S in zip(ctx.gradient_TV.split(size), targets_T.split(size), strict=True):
+            n_rows = len(slice_SV)
+            losses.append(_in_place(slice_SV, targets_S, weight, ignored, room_SV[:n_rows], scores_SV[:n_rows]))
+        return torch.stack(losses).sum() * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient_TV: Tensor = ctx.gradient_TV
+        return gradient_TV if grad.is_cpu and float(grad) == 1.0 else gradient_TV.mul_(grad), None, None, None
+
+
+def _in_place(
+    slice_SV: Tensor, targets_S: Tensor, weight: float, ignored: int, room_SV: Tensor, scores_SV: Tensor
+) -> Tensor:
+    """Logits to their gradient. Returns the sum of the losses."""
+    counts_S1 = targets_S.ne(ignored)[:, None]
+    targets_S1 = targets_S.clamp(min=0)[:, None]
+    torch.softmax(room_SV.copy_(slice_SV), -1, out=scores_SV)
+    # log softmax without its pass over exp, which costs more than softmax: the largest logit's is -log of its score.
+    largest_S1, most_S1 = (x_SV.amax(-1, keepdim=True) for x_SV in (room_SV, scores_SV))
+    losses_S1 = largest_S1 - room_SV.gather(1, targets_S1) - most_S1.log()
+    loss = losses_S1.masked_fill(~counts_S1, 0.0).sum()
+    scores_SV.scatter_add_(1, targets_S1, torch.full_like(targets_S1, -1, dtype=torch.float32))
+    slice_SV.copy_(scores_SV.mul_(counts_S1 * weight))
+    return loss
 
 
 class Objective:

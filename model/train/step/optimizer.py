@@ -1,4 +1,4 @@
-"""Which optimizer updates which parameter, and in what order.
+"""Learning-rate schedule, Muon for stacked matrices, and which optimizer updates which parameter.
 
 Each parameter has an optimizer of its own. A CPU runs each on one thread, several at a time: the numbers do not depend
 on the number of threads, and threads synchronize once an update. A GPU updates all matrices of one shape together.
@@ -6,15 +6,150 @@ on the number of threads, and threads synchronize once an update. A GPU updates 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Muon
 
 from model.nn.transformer import Decoder
 from model.train.common.flag_types import Optimizer
 from model.train.common.thread_pool import one_by_one
-from model.train.step.muon import step_stacked
+
+Shape = Literal["linear", "cosine", "constant"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+_LONGEST_WARM_UP = 0.1
+"""Of the run: one of eighty steps never came to its full rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Warm-up by steps, then a shape over the whole run.
+
+    ```
+    linear    /-------\\      constant until the last `warm_down` of the run, then straight to 0
+    cosine    /--..__        half a cosine over the run, to 0
+    constant  /----------    for runs whose length nobody knows; an average of the weights (--ema) replaces the descent
+    ```
+    """
+
+    shape: Shape
+    warm_up: int
+    """Steps until the rate is whole, in a run that is long enough: it is so after a tenth of any run."""
+    warm_down: float
+    """Share of the run, for linear."""
+
+    def lr_factor(self, step: int, done: float) -> float:
+        """Share of the full learning rate. done: how much of the run is done, in [0, 1]."""
+        warm_up = min(1.0, max((step + 1) / max(self.warm_up, 1), done / _LONGEST_WARM_UP))
+        match self.shape:
+            case "cosine":
+                return warm_up * 0.5 * (1.0 + math.cos(math.pi * done))
+            case "constant":
+                return warm_up
+        warm_down = min(1.0, (1.0 - done) / self.warm_down) if self.warm_down else 1.0
+        return warm_up * max(warm_down, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a run is to be: what is reached first ends it. One of them is given."""
+
+    steps: int | None = None
+    epochs: float | None = None
+    tokens: int | None = None
+    minutes: float | None = None
+
+    def done(self, *, step: int, epochs: float, tokens: float, seconds: float) -> float:
+        """How much of the run is done: the largest share of any limit given. Of what one step is, its share."""
+        shares = [
+            step / self.steps if self.steps else 0.0,
+            epochs / self.epochs if self.epochs else 0.0,
+            tokens / self.tokens if self.tokens else 0.0,
+            seconds / (60 * self.minutes) if self.minutes else 0.0,
+        ]
+        return max(shares)
+
+    def flags(self) -> dict[str, str]:
+        """Flag -> value, of those that are given."""
+        given = {
+            "--steps": self.steps,
+            "--epochs": self.epochs,
+            "--tokens": self.tokens,
+            "--max-minutes": self.minutes,
+        }
+        return {flag: str(value) for flag, value in given.items() if value is not None}
+
+
+# torch.optim.Muon orthogonalizes one matrix after another: about 25 kernels for each, 1,800 for ten layers, which keep
+# a GPU waiting for its launches. Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+# Shape legend: M matrices of one shape, A rows, B columns.
+
+
+@torch.no_grad()
+def step_stacked(optimizers: Sequence[Muon]) -> None:
+    """What step() and zero_grad() of each optimizer do, which has one matrix; their settings but `lr` must be equal.
+
+    State stays where torch keeps it. Numbers differ from torch's by rounding: a batched product sums in another order.
+    """
+    by_shape = defaultdict[torch.Size, list[Muon]](list)
+    for optimizer in optimizers:
+        if _matrix(optimizer).grad is not None:
+            by_shape[_matrix(optimizer).shape].append(optimizer)
+    for group in by_shape.values():
+        _step_group(group)
+
+
+def orthogonalized(
+    matrices_MAB: Tensor, *, coefficients: tuple[float, float, float], steps: int, epsilon: float
+) -> Tensor:
+    """[M, A, B] bfloat16: near U V^T of each matrix U S V^T, by Newton-Schulz iterations of the fifth order."""
+    a, b, c = coefficients
+    is_tall = matrices_MAB.shape[1] > matrices_MAB.shape[2]
+    x_MAB = matrices_MAB.bfloat16()
+    x_MAB = x_MAB.mT.contiguous() if is_tall else x_MAB
+    x_MAB = x_MAB / torch.linalg.vector_norm(x_MAB, dim=(1, 2), keepdim=True).clamp(min=epsilon)
+    for _ in range(steps):
+        gram_MAA = x_MAB @ x_MAB.mT
+        x_MAB = torch.baddbmm(x_MAB, torch.baddbmm(gram_MAA, gram_MAA, gram_MAA, beta=b, alpha=c), x_MAB, beta=a)
+    return x_MAB.mT if is_tall else x_MAB
+
+
+def _step_group(optimizers: list[Muon]) -> None:
+    """Of one shape."""
+    matrices, settings = [_matrix(optimizer) for optimizer in optimizers], optimizers[0].param_groups[0]
+    gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
+    buffers = [_momentum(optimizer) for optimizer in optimizers]
+    torch._foreach_lerp_(buffers, gradients, 1 - settings["momentum"])
+    updates = torch._foreach_lerp(gradients, buffers, settings["momentum"]) if settings["nesterov"] else buffers
+    updates_MAB = orthogonalized(
+        torch.stack(list(updates)),
+        coefficients=settings["ns_coefficients"],
+        steps=settings["ns_steps"],
+        epsilon=settings["eps"],
+    )
+    rate = settings["lr"] * math.sqrt(max(1.0, updates_MAB.shape[1] / updates_MAB.shape[2]))
+    torch._foreach_mul_(matrices, 1 - settings["lr"] * settings["weight_decay"])
+    torch._foreach_add_(matrices, list(updates_MAB.to(matrices[0].dtype).unbind()), alpha=-rate)
+    for matrix in matrices:
+        matrix.grad = None
+
+
+def _matrix(optimizer: Muon) -> Tensor:
+    matrix: Tensor = optimizer.param_groups[0]["params"][0]
+    return matrix
+
+
+def _momentum(optimizer: Muon) -> Tensor:
+    state = optimizer.state[_matrix(optimizer)]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(_matrix(optimizer))
+    buffer: Tensor = state["momentum_buffer"]
+    return buffer
 
 
 class ParameterUpdates:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from app.common.startup_timer import BUILDING_KERNELS
-from app.engine.cpu.toolchain.builder import check_loads, find_or_build
-from app.engine.cpu.toolchain.compiler import compiler_commands
-from app.engine.cpu.toolchain.cpu_target import this_level
-from app.engine.cpu.toolchain.errors import BuildError, Unusable
+from app.engine.cpu.toolchain.builder import check_loads, compiler_commands, find_or_build
+from app.engine.cpu.toolchain.cpu_target import BuildError, Unusable, this_level
 from app.engine.cpu.toolchain.library_cache import is_sound
 from model.config import ModelConfig
 

@@ -1,19 +1,126 @@
-"""Builds the library of kernels, or finds the one that was built. Knows no torch, and not what the kernels compute."""
+"""Builds the native kernel library with the C++ compiler, or finds the one that was built. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.engine.cpu.toolchain.cache_key import ABI, UNIT, BuildRecipe
-from app.engine.cpu.toolchain.compiler import Compiler, find_compiler, run
-from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, UnsupportedCpu, runs_here, this_level
-from app.engine.cpu.toolchain.errors import BuildError, Unusable
-from app.engine.cpu.toolchain.library_cache import PACKAGED, cache_directory, find_library, put_library, tidy, workplace
+from app.engine.cpu.toolchain.cpu_target import (
+    X86_LEVELS,
+    BuildError,
+    NoCompiler,
+    UnsupportedCpu,
+    Unusable,
+    runs_here,
+    this_level,
+)
+from app.engine.cpu.toolchain.guarded_subprocess import leashed
+from app.engine.cpu.toolchain.library_cache import (
+    ABI,
+    PACKAGED,
+    UNIT,
+    BuildRecipe,
+    cache_directory,
+    find_library,
+    put_library,
+    tidy,
+    workplace,
+)
+
+_NAMES = ("g++", "clang++", "c++")
+_HOW_TO_GET_ONE = "install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """A compiler that answers."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def compiler_commands(environment: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """What $CXX names, else every compiler on the PATH, best first. Raises NoCompiler."""
+    path = environment.get("PATH")
+    if asked := environment.get("CXX", "").strip():
+        try:
+            words = shlex.split(asked)
+        except ValueError:
+            words = []
+        if not words or shutil.which(words[0], path=path) is None:
+            raise NoCompiler(f"CXX names {asked!r}, which is not there: unset CXX, or name a C++ compiler")
+        return [tuple(words)]
+    found: list[tuple[str, ...]] = [(place,) for name in _NAMES if (place := shutil.which(name, path=path))]
+    if not found:
+        raise NoCompiler(f"there is no C++ compiler on this machine: {_HOW_TO_GET_ONE}")
+    return found
+
+
+def find_compiler(environment: Mapping[str, str] | None = None) -> Compiler:
+    """The first compiler that tells its version. Raises NoCompiler."""
+    commands = compiler_commands(os.environ if environment is None else environment)
+    for command in commands:
+        # macOS has a c++ that only says that there is none.
+        with contextlib.suppress(BuildError):
+            lines = [line for line in run((*command, "--version"), Path.cwd(), 20.0).splitlines() if line.strip()]
+            return Compiler(command=command, version=_tidy(lines[0]) if lines else "unknown")
+    raise NoCompiler(f"{shlex.join(commands[0])} is no compiler that works: {_HOW_TO_GET_ONE}")
+
+
+def run(command: Sequence[str], folder: Path, seconds: float) -> str:
+    """What the command prints; its temporary files go to `folder`. It does not outlive us. Raises BuildError."""
+    end, leash = os.pipe()
+    try:
+        process = subprocess.Popen(
+            leashed(command),
+            stdin=end,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
+        )
+    except OSError as error:
+        os.close(leash)
+        raise BuildError(f"{command[0]} cannot be run ({error.strerror})") from None
+    finally:
+        os.close(end)
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        more = "inkstream compile --time-limit gives it more"
+        raise BuildError(f"{command[0]} took more than {seconds:g} seconds; {more}") from None
+    finally:
+        os.close(leash)
+        process.communicate()
+    if process.returncode:
+        raise BuildError(_complaint(command[0], errors.decode("utf-8", "replace"), process.returncode))
+    return out.decode("utf-8", "replace")
+
+
+def _complaint(name: str, text: str, code: int) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = next((line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), lines[-1] if lines else "")
+    if not first and code > 128:
+        first = f"it was killed by signal {code - 128}; is there enough memory?"
+    return f"{name} failed: {_tidy(first or f'exit code {code}')}"
+
+
+def _tidy(line: str) -> str:
+    """One line of printable ASCII, and not a long one."""
+    text = " ".join(re.sub(r"[^ -~]+", " ", line).split())
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
 
 TIMEOUT_SECONDS = 600.0
 _TRY_SECONDS = 60.0
@@ -105,4 +212,6 @@ def _check(built: Path, recipe: BuildRecipe, folder: Path) -> None:
             f"the library does not load ({error}): where the disk is mounted noexec, give a directory with --cache-dir"
         ) from None
     if abi != str(ABI):
-        raise BuildError(f"the library has the interface {abi}, not {ABI}: cache_key.py and {UNIT} do not fit")
+        raise BuildError(
+            f"the library has interface {abi}, not {ABI}: app/engine/cpu/toolchain/library_cache.py and {UNIT} differ"
+        )

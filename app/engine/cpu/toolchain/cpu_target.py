@@ -1,4 +1,4 @@
-"""For which kind of CPU the kernels are compiled: read from what the CPU says of itself. Pure but for this_machine().
+"""Instruction-set level that kernels are compiled for, from what the CPU reports.
 
 A level is a name and the compiler's flags for it. x86-64 has three, so that a library built on one machine runs on
 others of the same level (containers move); elsewhere the only level is the machine's own.
@@ -12,7 +12,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.engine.cpu.toolchain.errors import Unusable
+
+class Unusable(ValueError):
+    """The native kernels are no use here, built or not; the message says why."""
+
+
+class BuildError(ValueError):
+    """The native kernels cannot be built; the message says why and what to change, in one line."""
+
+
+class NoCompiler(BuildError):
+    """There is no C++ compiler."""
+
 
 _AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])

@@ -2,7 +2,7 @@
 
 Standard input is the leash: its end, also because the starter was killed, ends the command and everything that the
 command started. A compiler is a driver and its children, so killing the one process would leave the others behind.
---idle gives the command only what nobody else wants of the CPU. Knows nothing of compilers.
+--idle gives the command only what nobody else wants of the CPU.
 """
 
 from __future__ import annotations

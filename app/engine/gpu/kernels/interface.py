@@ -1,4 +1,4 @@
-"""What a step does on the device, operation by operation, and the shapes that it is told. Knows no way of computing it.
+"""What a step does on the device, operation by operation, and the shapes that it is told.
 
 Shape legend: T tokens of the step (padded), D width, H query heads, K kv heads, C head_dim, F mlp width, P positions of
 the rotary table, R rows of resident state, B blocks of a row's table, X query tiles (or any flat axis), S sampled rows,

@@ -1,4 +1,4 @@
-"""How kernels are cut into programs: every number that may be tuned on a real device, in one place. Knows no triton.
+"""How kernels are cut into programs: every number that may be tuned on a real device, in one place.
 
 What the law of rows rests on: attention takes the same rows, positions, warps and stages for prefill and for decode
 (matrix units of other shapes add in another order), and no multiplication is fused with an addition, since where that

@@ -1,4 +1,4 @@
-"""Draws in plain torch from what lies on the device: app/engine/sampling/sampler.py without a look at a single value.
+"""Sampler in plain torch without data-dependent control flow, and Philox random numbers on tensors.
 
 All shapes are static and nothing waits for the device, so it runs inside a CUDA graph, too. Every row pays for every
 filter: triton/sampler.py is the one for speed, and this one says what it must draw. The order is docs/sampling.md's.
@@ -13,16 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.common.params import MAX_BIASES
-from app.engine.gpu.kernels import sampling_layout as layout
-from app.engine.gpu.kernels.philox import uniforms
+from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
-from app.engine.sampling.filters import block_sums, edge_in_order
-from app.engine.sampling.inverse_cdf import places
+from app.engine.sampling.filters import block_sums, edge_in_order, places
+
+# Words of 32 bits are held in int64, whose products wrap around without harm: all 64 bits of them are right.
+
+_MASK32 = 0xFFFFFFFF
+
+
+def uniforms(seed_low: Tensor, seed_high: Tensor, choice: Tensor, position: Tensor) -> Tensor:
+    """float64 in [0, 1), one for each element. Words may be signed; a position is 0 or above."""
+    k0, k1 = seed_low.long() & _MASK32, seed_high.long() & _MASK32
+    c0, c1, c2 = position.long() & _MASK32, position.long() >> 32, choice.long() & _MASK32
+    c3 = c0 * 0
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = p1 >> 32 & _MASK32 ^ c1 ^ k0, p1 & _MASK32, p0 >> 32 & _MASK32 ^ c3 ^ k1, p0 & _MASK32
+        k0, k1 = k0 + 0x9E3779B9 & _MASK32, k1 + 0xBB67AE85 & _MASK32
+    number: Tensor = ((c0 >> 5) * 2**26 + (c1 >> 6)).double() * 2.0**-53
+    return number
+
 
 _NOTHING = float("-inf")
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = 5e-324
-_MASK32 = 0xFFFFFFFF
 
 
 class _Words:

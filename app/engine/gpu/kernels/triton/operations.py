@@ -1,20 +1,331 @@
-"""The operations of a step by Triton. Importing this file needs Triton; app/engine/gpu/triton_loader.py checks.
+"""Triton kernels around the matrix products: norms, activations, rotary positions with the cache write, row lookup.
 
 Made of functions of the triton_*.py files beside it; knows no network.
 """
 
 from __future__ import annotations
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec
-from app.engine.gpu.kernels.launch_config import PARTIAL_BYTES, SHARED_BYTES
+from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec, Places, RowState
+from app.engine.gpu.kernels.launch_config import (
+    ALIGNED,
+    COLUMNS,
+    HEADS,
+    PARTIAL_BYTES,
+    ROW_LAUNCH,
+    SHARED_BYTES,
+    STATES,
+    norm_launch,
+    padded_dim,
+    power_of_two,
+)
 from app.engine.gpu.kernels.triton.attention import attention
-from app.engine.gpu.kernels.triton.mlp_activation import gate
-from app.engine.gpu.kernels.triton.norm import add_norm
-from app.engine.gpu.kernels.triton.qkv_rope_cache import split_heads
-from app.engine.gpu.kernels.triton.rows import advance, look_up
 from app.engine.gpu.kernels.triton.sampler import sample
+from model.config import Activation
+
+# One program does a whole row, so that its bits depend on nothing else. Shape legend: T tokens, D width, W the next
+# power of two.
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    bias_ptr,
+    sum_ptr,
+    normed_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One row: x + delta to sum_ptr where there is a delta, its norm to normed_ptr where KIND is not none."""
+    column_W = tl.arange(0, PADDED)
+    there_W = column_W < WIDTH
+    place_W = tl.program_id(0).to(tl.int64) * WIDTH + column_W
+    x_W = tl.load(x_ptr + place_W, mask=there_W, other=0.0)
+    if HAS_DELTA:
+        delta_W = tl.load(delta_ptr + place_W, mask=there_W, other=0.0)
+        x_W = (x_W.to(tl.float32) + delta_W.to(tl.float32)).to(x_W.dtype)  # rounded, as torch rounds it
+        tl.store(sum_ptr + place_W, x_W, mask=there_W)
+    if KIND != "none":
+        wide_W = x_W.to(tl.float32)
+        if KIND == "layernorm":
+            wide_W = tl.where(there_W, wide_W - tl.sum(wide_W, axis=0) / WIDTH, 0.0)
+        wide_W = wide_W * tl.rsqrt(tl.sum(wide_W * wide_W, axis=0) / WIDTH + eps)
+        if HAS_WEIGHT:
+            wide_W = wide_W * tl.load(weight_ptr + column_W, mask=there_W, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            wide_W = wide_W + tl.load(bias_ptr + column_W, mask=there_W, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + place_W, wide_W.to(x_W.dtype), mask=there_W)
+
+
+def add_norm(x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Tensor, Tensor]:
+    """See Kernels.add_norm."""
+    assert x_TD.is_contiguous() and (delta_TD is None or delta_TD.is_contiguous())
+    if delta_TD is None and norm.kind == "none":
+        return x_TD, x_TD
+    sum_TD = x_TD if delta_TD is None else torch.empty_like(x_TD)
+    normed_TD = sum_TD if norm.kind == "none" else torch.empty_like(x_TD)
+    width = x_TD.shape[1]
+    norm_kernel[(len(x_TD),)](
+        x_TD,
+        x_TD if delta_TD is None else delta_TD,
+        x_TD if norm.weight is None else norm.weight,
+        x_TD if norm.bias is None else norm.bias,
+        sum_TD,
+        normed_TD,
+        norm.eps,
+        WIDTH=width,
+        PADDED=power_of_two(width),
+        KIND=norm.kind,
+        HAS_DELTA=delta_TD is not None,
+        HAS_WEIGHT=norm.weight is not None,
+        HAS_BIAS=norm.bias is not None,
+        **norm_launch(width).options,
+    )
+    return sum_TD, normed_TD
+
+
+# Shape legend: T tokens, F mlp width, X columns of a program.
+
+
+@triton.jit
+def _activated(x_X, KIND: tl.constexpr):
+    """In float32; 0.5 (1 + tanh u) is sigmoid(2 u)."""
+    if KIND == "relu":
+        return tl.where(x_X < 0, 0.0, x_X)  # a number that is none stays none, as in torch
+    if KIND == "gelu":
+        return 0.5 * x_X * (1.0 + tl.erf(x_X * 0.7071067811865476))
+    if KIND == "gelu_tanh":
+        return x_X / (1.0 + tl.exp(-1.5957691216057308 * (x_X + 0.044715 * x_X * x_X * x_X)))
+    return x_X / (1.0 + tl.exp(-x_X))
+
+
+@triton.jit
+def gate_kernel(
+    hidden_ptr, out_ptr, WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column_X = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there_X = column_X < WIDTH
+    first_ptr = hidden_ptr + row * (2 * WIDTH if GATED else WIDTH)
+    gate_X = tl.load(first_ptr + column_X, mask=there_X, other=0.0)
+    out_X = _activated(gate_X.to(tl.float32), KIND).to(gate_X.dtype)
+    if GATED:
+        up_X = tl.load(first_ptr + WIDTH + column_X, mask=there_X, other=0.0)
+        out_X = (out_X.to(tl.float32) * up_X.to(tl.float32)).to(gate_X.dtype)
+    tl.store(out_ptr + row * WIDTH + column_X, out_X, mask=there_X)
+
+
+def gate(hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
+    """See Kernels.gate."""
+    assert hidden_TX.is_contiguous()
+    n_tokens, width = hidden_TX.shape[0], hidden_TX.shape[1] // (2 if gated else 1)
+    out_TF = torch.empty(n_tokens, width, dtype=hidden_TX.dtype, device=hidden_TX.device)
+    grid = (n_tokens, triton.cdiv(width, COLUMNS))
+    gate_kernel[grid](
+        hidden_TX, out_TF, WIDTH=width, KIND=activation, GATED=gated, COLUMNS=COLUMNS, **ROW_LAUNCH.options
+    )
+    return out_TF
+
+
+# One program prepares some heads of one token. Shape legend: T tokens, H query heads, K kv heads, C head_dim, N heads
+# of a program, X columns of a head up to a power of two, P positions.
+#
+#     heads of qkv:  0 .. H-1 queries | H .. H+K-1 keys | H+K .. H+2K-1 values
+
+
+@triton.jit
+def _normed(x_NX, scale_N, weight_NX, has_norm_N):
+    """x times its head's scale and weights, rounded; heads without a norm as they are."""
+    wide_NX = x_NX.to(tl.float32)
+    wide_NX = tl.where(has_norm_N[:, None], wide_NX * scale_N[:, None] * weight_NX, wide_NX)
+    return wide_NX.to(x_NX.dtype).to(tl.float32)
+
+
+@triton.jit
+def _weights(q_norm_ptr, k_norm_ptr, column_X, there_X, is_q_N, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
+    """[N, X]: of the norm of queries for those, of the norm of keys for all others."""
+    q_X = tl.load(q_norm_ptr + column_X, mask=there_X & HAS_Q, other=0.0).to(tl.float32)
+    k_X = tl.load(k_norm_ptr + column_X, mask=there_X & HAS_K, other=0.0).to(tl.float32)
+    return tl.where(is_q_N[:, None], q_X[None, :], k_X[None, :])
+
+
+@triton.jit
+def _angles(rope_ptr, position, column_X, HALF: tl.constexpr):
+    """Cosine of each column, and its sine with the sign that the other number of the pair comes with."""
+    angle_ptr = rope_ptr + position.to(tl.int64) * (2 * HALF) + column_X % HALF
+    cos_X = tl.load(angle_ptr, mask=column_X < 2 * HALF, other=1.0)
+    sin_X = tl.load(angle_ptr + HALF, mask=column_X < 2 * HALF, other=0.0)
+    return cos_X, tl.where(column_X < HALF, -sin_X, sin_X)
+
+
+@triton.jit
+def _keep(
+    cache_ptr, value_offset, slot, head_N, column_X, x_NX, kept_NX, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Keys, and behind them values, into the cache; a slot below 0 is none."""
+    is_k_N = head_N < N_KV_HEADS
+    kv_head_N = tl.where(is_k_N, head_N, head_N - N_KV_HEADS)
+    place_N = (slot * N_KV_HEADS + kv_head_N) * HEAD_DIM + tl.where(is_k_N, 0, value_offset)
+    kept_NX = kept_NX & (slot >= 0)
+    tl.store(cache_ptr + place_N[:, None] + column_X[None, :], x_NX.to(cache_ptr.dtype.element_ty), mask=kept_NX)
+
+
+@triton.jit
+def heads_kernel(
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    position_ptr,
+    rope_ptr,
+    slot_ptr,
+    q_ptr,
+    cache_ptr,
+    value_offset,
+    eps,
+    q_factor,
+    N_HEADS: tl.constexpr,
+    N_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr,
+    HAS_K_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """HALF: half of the numbers that turn, 0 for none. value_offset: numbers from the keys to the values of a layer."""
+    token = tl.program_id(0).to(tl.int64)
+    head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    column_X = tl.arange(0, PADDED)
+    is_q_N, is_k_N = head_N < N_HEADS, (head_N >= N_HEADS) & (head_N < N_HEADS + N_KV_HEADS)
+    there_X = column_X < HEAD_DIM
+    there_NX = (head_N < N_HEADS + 2 * N_KV_HEADS)[:, None] & there_X[None, :]
+    from_ptr = qkv_ptr + (token * (N_HEADS + 2 * N_KV_HEADS) + head_N[:, None]) * HEAD_DIM
+    raw_NX = tl.load(from_ptr + column_X[None, :], mask=there_NX, other=0.0)
+    x_NX = raw_NX.to(tl.float32)
+    scale_N = tl.rsqrt(tl.sum(x_NX * x_NX, axis=1) / HEAD_DIM + eps)
+    has_norm_N = (is_q_N & HAS_Q_NORM) | (is_k_N & HAS_K_NORM)
+    weight_NX = _weights(q_norm_ptr, k_norm_ptr, column_X, there_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
+    x_NX = _normed(raw_NX, scale_N, weight_NX, has_norm_N)
+    if HALF:
+        # Number i turns with number i + HALF: the other one of each pair is read and normed a second time.
+        other_X = tl.where(column_X < HALF, column_X + HALF, tl.where(column_X < 2 * HALF, column_X - HALF, column_X))
+        other_NX = tl.load(from_ptr + other_X[None, :], mask=there_NX, other=0.0)
+        weight_NX = _weights(q_norm_ptr, k_norm_ptr, other_X, there_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
+        other_NX = _normed(other_NX, scale_N, weight_NX, has_norm_N)
+        cos_X, sin_X = _angles(rope_ptr, tl.load(position_ptr + token), column_X, HALF)
+        turned_NX = (x_NX * cos_X[None, :] + other_NX * sin_X[None, :]).to(raw_NX.dtype).to(tl.float32)
+        x_NX = tl.where((is_q_N | is_k_N)[:, None] & (column_X < 2 * HALF)[None, :], turned_NX, x_NX)
+    q_place_N = (token * N_HEADS + head_N) * HEAD_DIM
+    q_NX = (x_NX * q_factor).to(raw_NX.dtype)
+    tl.store(q_ptr + q_place_N[:, None] + column_X[None, :], q_NX, mask=there_NX & is_q_N[:, None])
+    kept_NX = there_NX & (head_N >= N_HEADS)[:, None]
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    _keep(cache_ptr, value_offset, slot, head_N - N_HEADS, column_X, x_NX, kept_NX, N_KV_HEADS, HEAD_DIM)
+
+
+def split_heads(
+    qkv_TX: Tensor,
+    spec: HeadsSpec,
+    positions_T: Tensor,
+    rope_PC: Tensor | None,
+    layer_cache: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    """See Kernels.split_heads."""
+    assert qkv_TX.is_contiguous() and layer_cache.is_contiguous() and (rope_PC is None or rope_PC.is_contiguous())
+    assert rope_PC is None or rope_PC.shape[1] == spec.turned_dim
+    n_tokens, n_heads = len(qkv_TX), spec.n_heads + 2 * spec.n_kv_heads
+    q_THC = torch.empty(n_tokens, spec.n_heads, spec.head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
+    heads_kernel[(n_tokens, triton.cdiv(n_heads, HEADS))](
+        qkv_TX,
+        qkv_TX if spec.q_norm is None else spec.q_norm,
+        qkv_TX if spec.k_norm is None else spec.k_norm,
+        positions_T,
+        qkv_TX if rope_PC is None else rope_PC,
+        slots_T,
+        q_THC,
+        layer_cache,
+        layer_cache.stride(0),
+        spec.eps,
+        spec.q_factor,
+        N_HEADS=spec.n_heads,
+        N_KV_HEADS=spec.n_kv_heads,
+        HEAD_DIM=spec.head_dim,
+        PADDED=padded_dim(spec.head_dim),
+        HALF=0 if rope_PC is None else spec.turned_dim // 2,
+        HAS_Q_NORM=spec.q_norm is not None,
+        HAS_K_NORM=spec.k_norm is not None,
+        HEADS=HEADS,
+        **ROW_LAUNCH.options,
+    )
+    return q_THC
+
+
+# Shape legend: app/engine/gpu/kernels/interface.py.
+
+
+@triton.jit(do_not_specialize=["n_rows", "stride"])
+def look_up_kernel(
+    rows_ptr, table_ptr, length_ptr, token_ptr, out_ptr, n_rows, stride,
+    NOBODY: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """Some rows; token, position, slot and tile's row of each lie `stride` apart."""
+    place_S = tl.program_id(0) * STATES + tl.arange(0, STATES)
+    there_S = place_S < n_rows
+    row_S = tl.load(rows_ptr + place_S, mask=there_S, other=NOBODY)
+    position_S = tl.load(length_ptr + row_S)
+    block_S = tl.load(table_ptr + row_S.to(tl.int64) * TABLE + position_S // BLOCK)
+    tl.store(out_ptr + place_S, tl.load(token_ptr + row_S), mask=there_S)
+    tl.store(out_ptr + stride + place_S, position_S, mask=there_S)
+    tl.store(out_ptr + 2 * stride + place_S, block_S * BLOCK + position_S % BLOCK, mask=there_S)
+    tl.store(out_ptr + 3 * stride + place_S, tl.where(row_S == NOBODY, -1, row_S), mask=there_S)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def advance_kernel(
+    rows_ptr, lengths_ptr, tokens_ptr, length_ptr, token_ptr, n_rows, NOBODY: tl.constexpr, STATES: tl.constexpr
+):
+    """Some rows; nobody's is not written to."""
+    place_S = tl.program_id(0) * STATES + tl.arange(0, STATES)
+    row_S = tl.load(rows_ptr + place_S, mask=place_S < n_rows, other=NOBODY)
+    there_S = row_S != NOBODY
+    token_S = tl.load(tokens_ptr + place_S, mask=there_S, other=0)
+    tl.store(length_ptr + row_S, tl.load(lengths_ptr + place_S, mask=there_S, other=0), mask=there_S)
+    tl.store(token_ptr + row_S, tl.maximum(token_S, 0), mask=there_S)
+
+
+def look_up(rows_S: Tensor, state: RowState) -> Places:
+    """See Kernels.look_up."""
+    assert state.block_table_RB.is_contiguous()
+    n_rows = len(rows_S)
+    out_XS = rows_S.new_empty(len(Places._fields), -(-n_rows // ALIGNED) * ALIGNED)
+    look_up_kernel[(triton.cdiv(n_rows, STATES),)](
+        rows_S, state.block_table_RB, state.kv_length_R, state.last_token_R, out_XS, n_rows, out_XS.stride(0),
+        NOBODY=len(state.kv_length_R) - 1, TABLE=state.block_table_RB.shape[1], BLOCK=state.block_size, STATES=STATES,
+        **ROW_LAUNCH.options,
+    )  # fmt: skip
+    return Places(*out_XS[:, :n_rows].unbind())
+
+
+def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState) -> None:
+    """See Kernels.advance."""
+    n_rows = len(rows_S)
+    advance_kernel[(triton.cdiv(n_rows, STATES),)](
+        rows_S, lengths_S, tokens_S, state.kv_length_R, state.last_token_R, n_rows,
+        NOBODY=len(state.kv_length_R) - 1, STATES=STATES, **ROW_LAUNCH.options,
+    )  # fmt: skip
 
 
 class TritonKernels:

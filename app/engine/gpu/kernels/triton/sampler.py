@@ -1,4 +1,4 @@
-"""Draws on a GPU: three Triton kernels for a step, whatever the rows ask for. Nothing waits for the device.
+"""Triton sampler: penalties, the draw, and log-probabilities, three kernels a step. Nothing waits for the device.
 
 What is drawn is what ../static_sampler.py draws; docs/sampling.md is the law of both. Where rounding decides they may
 part: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. Bits of a row depend
@@ -13,13 +13,393 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels import sampling_layout as layout
+from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
-from app.engine.gpu.kernels.triton.draw import draw
-from app.engine.gpu.kernels.triton.logprobs import score
-from app.engine.gpu.kernels.triton.penalties import adjust
+from app.engine.gpu.kernels.triton.filters import (
+    BY_LOGPROB,
+    NO_KEY,
+    NOTHING,
+    TOP_P,
+    edge,
+    keep_best,
+    least_of_groups,
+    logprob,
+    look,
+    ordered,
+    power,
+    weigh,
+)
+
+# A row's tiles are programs of their own, so that a single row still keeps a GPU busy. Knows no filters.
+#
+# Shape legend: S sampled rows, V vocabulary, B tokens of a tile, G groups of a tile's tokens: the k-th best of the
+# groups' maxima is at most the k-th best logit, where a search for it may begin.
+
+FLAGS = tl.constexpr(layout.FLAGS)
+GREEDY = tl.constexpr(layout.GREEDY)
+LOGPROBS = tl.constexpr(layout.LOGPROBS)
+WORDS = tl.constexpr(layout.WORDS)
+_BIASES = tl.constexpr(layout.BIASES)
+_BIAS_IDS = tl.constexpr(layout.BIAS_IDS)
+_FREQUENCY = tl.constexpr(layout.FREQUENCY)
+_MAX_STOPS = tl.constexpr(layout.MAX_STOPS)
+_MIN_TOKENS = tl.constexpr(layout.MIN_TOKENS)
+_N_BIASES = tl.constexpr(layout.N_BIASES)
+_N_PROMPT = tl.constexpr(layout.N_PROMPT)
+_N_STOPS = tl.constexpr(layout.N_STOPS)
+_PRESENCE = tl.constexpr(layout.PRESENCE)
+_REPETITION = tl.constexpr(layout.REPETITION)
+_STOPS = tl.constexpr(layout.STOPS)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def adjust(
+    logits_ptr,
+    stride,
+    rows_ptr,
+    positions_ptr,
+    words_ptr,
+    numbers_ptr,
+    counts_ptr,
+    x_ptr,
+    best_ptr,
+    best_id_ptr,
+    raw_best_ptr,
+    raw_sum_ptr,
+    groups_ptr,
+    raw_groups_ptr,
+    V,
+    tiles,
+    COUNTED: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+):
+    """x [S, tiles B] the adjusted logits; of each tile the best, its lowest id (-1: not all finite), and of the groups.
+
+    Of the raw logits, where log-probabilities are asked for, the best, the sum of e^(x - best), and the groups' best.
+    COUNTED is the flag of rows with penalties; 0 where there are no counts.
+    """
+    s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows_ptr + s).to(tl.int64)
+    words_ptr, numbers_ptr = words_ptr + row * WORDS, numbers_ptr + row * (WORDS // 2)
+    flags = tl.load(words_ptr + FLAGS)
+    ids = tile * B + tl.arange(0, B)
+    inside = ids < V
+    raw = tl.load(logits_ptr + s * stride + ids, mask=inside, other=0.0).to(tl.float32)
+    is_bad = tl.max((inside & ~(tl.abs(raw) <= _LARGEST)).to(tl.int32), 0) > 0
+    at = s * tiles + tile
+    groups = at * G + tl.arange(0, G)
+    if tl.load(words_ptr + LOGPROBS) >= 0:
+        _sum_up(raw, inside, raw_best_ptr + at, raw_sum_ptr + at, raw_groups_ptr + groups, B, G)
+    x = _biased(raw, ids, words_ptr, numbers_ptr)
+    if (flags & COUNTED) > 0:
+        x = _penalised(x, tl.load(counts_ptr + row * V + ids, mask=inside, other=0), numbers_ptr)
+    x = tl.where(inside, x, _NOTHING)
+    if tl.load(positions_ptr + s) - tl.load(words_ptr + _N_PROMPT) < tl.load(words_ptr + _MIN_TOKENS):
+        x = _endless(x, ids, words_ptr, V)
+    best = tl.max(x, 0)
+    tl.store(best_ptr + at, best)
+    tl.store(best_id_ptr + at, tl.where(is_bad, -1, tl.min(tl.where(x == best, ids, V), 0)))
+    if (flags & GREEDY) == 0:
+        tl.store(x_ptr + at * B + tl.arange(0, B), x)
+        tl.store(groups_ptr + groups, tl.max(tl.reshape(x, [B // G, G]), 0))
+
+
+@triton.jit
+def _sum_up(raw, inside, best_ptr, sum_ptr, groups_ptr, B: tl.constexpr, G: tl.constexpr):
+    """For log-probabilities. Where a logit is not finite they are not told, so it may count as anything."""
+    raw = tl.where(inside, tl.where(tl.abs(raw) <= _LARGEST, raw, 0.0), _NOTHING)
+    best = tl.max(raw, 0)
+    tl.store(best_ptr, best)
+    tl.store(sum_ptr, tl.sum(power(raw - best).to(tl.float64), 0))
+    tl.store(groups_ptr, tl.max(tl.reshape(raw, [B // G, G]), 0))
+
+
+@triton.jit
+def _held(x):
+    """float32, without infinities."""
+    return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST).to(tl.float32)
+
+
+@triton.jit
+def _biased(x, ids, words_ptr, numbers_ptr):
+    for i in range(tl.load(words_ptr + _N_BIASES)):
+        bias = tl.load(numbers_ptr + _BIASES // 2 + i)
+        x = tl.where(ids == tl.load(words_ptr + _BIAS_IDS + i), _held(x.to(tl.float64) + bias), x)
+    return x
+
+
+@triton.jit
+def _penalised(x, counts, numbers_ptr):
+    r = tl.load(numbers_ptr + _REPETITION)
+    wide = x.to(tl.float64)
+    x = tl.where(counts > 0, _held(tl.where(x > 0, wide / r, wide * r)), x)
+    generated = counts >> 1
+    penalty = tl.load(numbers_ptr + _FREQUENCY) * generated.to(tl.float64) + tl.load(numbers_ptr + _PRESENCE)
+    return tl.where(generated > 0, _held(x.to(tl.float64) - penalty), x)
+
+
+@triton.jit
+def _endless(x, ids, words_ptr, V):
+    """Without the tokens that end the text; where nothing else is left they stay (such a row is a single tile)."""
+    is_end = ids < 0
+    for i in range(tl.load(words_ptr + _N_STOPS)):
+        is_end |= ids == tl.load(words_ptr + _STOPS + i)
+    has_more = (V > _MAX_STOPS) | (tl.max(((ids < V) & ~is_end).to(tl.int32), 0) > 0)
+    return tl.where(is_end & has_more, _NOTHING, x)
+
+
+# Knows no filters: these are the model's own. Shape legend: S sampled rows, T tiles of a row, B tokens of a tile,
+# G groups of a tile, C tokens of the room, K tokens to report, L listed ones.
+
+_LIST = tl.constexpr(32)
+"""Room for the tokens to report, and as much again for those that tie with the last of them."""
+_FAR = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def score(
+    logits_ptr,
+    stride,
+    rows_ptr,
+    words_ptr,
+    tokens_ptr,
+    raw_best_ptr,
+    raw_sum_ptr,
+    groups_ptr,
+    room_ptr,
+    room_w_ptr,
+    logprob_ptr,
+    top_ids_ptr,
+    top_logprobs_ptr,
+    V,
+    tiles,
+    K: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """logprob [S], and top_ids and top_logprobs [S, K] of rows that want more than the token's own."""
+    s = tl.program_id(0).to(tl.int64)
+    asked = tl.load(words_ptr + tl.load(rows_ptr + s).to(tl.int64) * WORDS + LOGPROBS)
+    token = tl.load(tokens_ptr + s)
+    if (asked >= 0) & (token >= 0):
+        at_T = tl.arange(0, T)
+        best_T = tl.load(raw_best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NOTHING)
+        sum_T = tl.load(raw_sum_ptr + s * tiles + at_T, mask=at_T < tiles, other=0.0)
+        best = tl.max(best_T, 0).to(tl.float64)
+        log_sum = tl.log(tl.sum(sum_T * tl.exp(tl.maximum(best_T.to(tl.float64) - best, -1000.0)), 0))
+        logits_ptr += s * stride
+        tl.store(logprob_ptr + s, logprob(tl.load(logits_ptr + token).to(tl.float32), best, log_sum))
+        if asked > 0:
+            room_ptr, room_w_ptr, groups_ptr = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, groups_ptr + s * tiles * G
+            most = tl.minimum(V, K)
+            least = _least(logits_ptr, groups_ptr, tiles * G, V, best, log_sum, most, room_ptr, room_w_ptr, B, G * T, C)
+            _list(logits_ptr, V, best, log_sum, least, room_ptr, B)
+            _report(logits_ptr, best, log_sum, most, room_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
+
+
+@triton.jit
+def _least(
+    x_ptr,
+    groups_ptr,
+    n_groups,
+    V,
+    best,
+    log_sum,
+    most,
+    room_ptr,
+    room_w_ptr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The key of the last token to report."""
+    kind: tl.constexpr = BY_LOGPROB
+    high = ordered(logprob(best, best, log_sum)).to(tl.int64) + 1
+    low = least_of_groups(kind, groups_ptr, n_groups, best, log_sum, high, most, N)
+    least = edge(kind, x_ptr, x_ptr, V, 0.0, 1.0, best, log_sum, low, high, most, room_ptr, room_w_ptr, B, C)
+    tl.debug_barrier()
+    return least.to(tl.int32)
+
+
+@triton.jit
+def _list(x_ptr, V, best, log_sum, least, room_ptr, B: tl.constexpr):
+    """Ids above the edge, and behind the first 32 places the first ids at the edge; -1 in unused places."""
+    places = tl.arange(0, 2 * _LIST)
+    tl.store(room_ptr + places, places * 0 - 1)
+    tl.debug_barrier()
+    above, equal = 0, 0
+    for start in range(0, V, B):
+        ids = start + tl.arange(0, B)
+        key, _ = look(BY_LOGPROB, x_ptr, x_ptr, ids, V, 0.0, 1.0, best, log_sum)
+        is_above, is_equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
+        more, same = tl.sum(is_above, 0), tl.sum(is_equal, 0)
+        if more > 0:
+            tl.store(room_ptr + above + tl.cumsum(is_above, 0) - 1, ids, mask=is_above > 0)
+        if (same > 0) & (equal < _LIST):
+            place = equal + tl.cumsum(is_equal, 0) - 1
+            tl.store(room_ptr + _LIST + place, ids, mask=(is_equal > 0) & (place < _LIST))
+        above += more
+        equal += same
+    tl.debug_barrier()
+
+
+@triton.jit
+def _report(x_ptr, best, log_sum, most, room_ptr, top_ids_ptr, top_logprobs_ptr, K: tl.constexpr):
+    """The listed in order: the most likely first, the lower id among equals; -1 and -inf behind a small vocabulary."""
+    id_L = tl.load(room_ptr + tl.arange(0, 2 * _LIST))
+    value_L = logprob(tl.load(x_ptr + id_L, mask=id_L >= 0, other=0.0).to(tl.float32), best, log_sum)
+    key_L = tl.where(id_L >= 0, ordered(value_L), NO_KEY)
+    is_before_LL = (key_L[:, None] > key_L[None, :]) | (
+        (key_L[:, None] == key_L[None, :]) & (id_L[:, None] < id_L[None, :])
+    )
+    rank_L = tl.sum(is_before_LL.to(tl.int32), 0)
+    is_told_L = (id_L >= 0) & (rank_L < most)
+    tl.store(top_ids_ptr + rank_L, id_L, mask=is_told_L)
+    tl.store(top_logprobs_ptr + rank_L, value_L, mask=is_told_L)
+    places = tl.arange(0, _LIST)
+    tl.store(top_ids_ptr + places, places * 0 - 1, mask=(places >= most) & (places < K))
+    tl.store(top_logprobs_ptr + places, NOTHING, mask=(places >= most) & (places < K))
+
+
+# Knows no biases and no log-probabilities. Shape legend: S sampled rows, T tiles of a row, B tokens of a tile, G groups
+# of a tile, C tokens of the room.
+
+_CHOICE = tl.constexpr(layout.CHOICE)
+_SEED = tl.constexpr(layout.SEED)
+_TOP_K = tl.constexpr(layout.TOP_K)
+_MASK32 = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def draw(
+    rows_ptr,
+    positions_ptr,
+    words_ptr,
+    numbers_ptr,
+    counts_ptr,
+    x_ptr,
+    w_ptr,
+    best_ptr,
+    best_id_ptr,
+    groups_ptr,
+    sums_ptr,
+    room_ptr,
+    room_w_ptr,
+    tokens_ptr,
+    V,
+    tiles,
+    COUNTED: tl.constexpr,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """tokens [S]: -1 where the logits were not finite. Counts what was drawn for rows that ask for it."""
+    s = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + s).to(tl.int64)
+    words_ptr += row * WORDS
+    flags = tl.load(words_ptr + FLAGS)
+    at_T = tl.arange(0, T)
+    best_T = tl.load(best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NOTHING)
+    id_T = tl.load(best_id_ptr + s * tiles + at_T, mask=at_T < tiles, other=V)
+    best = tl.max(best_T, 0)
+    is_finite = tl.min(id_T, 0) >= 0
+    token = tl.where(is_finite, tl.min(tl.where(best_T == best, id_T, V), 0), -1)
+    if is_finite & ((flags & GREEDY) == 0):
+        number = _uniform(words_ptr, tl.load(positions_ptr + s))
+        x_ptr, w_ptr, sums_ptr = x_ptr + s * tiles * B, w_ptr + s * tiles * B, sums_ptr + s * tiles
+        groups_ptr, numbers_ptr = groups_ptr + s * tiles * G, numbers_ptr + row * (WORDS // 2)
+        room_ptr, room_w_ptr, k = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, tl.load(words_ptr + _TOP_K)
+        token = _drawn(
+            x_ptr, w_ptr, numbers_ptr, groups_ptr, sums_ptr, room_ptr, room_w_ptr, best, k, number, V, tiles, B, G, T, C
+        )
+    if is_finite & ((flags & COUNTED) > 0):
+        counts_ptr += row * V + token
+        tl.store(counts_ptr, tl.load(counts_ptr) + 2)
+    tl.store(tokens_ptr + s, token)
+
+
+@triton.jit
+def _drawn(
+    x_ptr,
+    w_ptr,
+    numbers_ptr,
+    groups_ptr,
+    sums_ptr,
+    room_ptr,
+    room_w_ptr,
+    best,
+    k,
+    number,
+    V,
+    tiles,
+    B: tl.constexpr,
+    G: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """One row that is not greedy; the pointers are those of the row."""
+    size = V
+    if (k > 0) & (k < V):
+        size = keep_best(x_ptr, groups_ptr, tiles * G, best, k, V, room_ptr, room_w_ptr, B, G * T, C)
+    is_few = size < V
+    if is_few:
+        x_ptr = room_w_ptr + C
+    weigh(x_ptr, w_ptr, numbers_ptr, best, size, room_ptr, room_w_ptr, B, C)
+    # top_p 0 is the best token alone, the lowest id among equals.
+    number = tl.where(tl.load(numbers_ptr + TOP_P) > 0, number, 0.0)
+    place = _place(w_ptr, sums_ptr, number, size, B, T)
+    return tl.load(room_ptr + C + place, mask=is_few, other=place)
+
+
+@triton.jit
+def _place(w_ptr, sums_ptr, number, size, B: tl.constexpr, T: tl.constexpr):
+    """Where the sum of the weights first exceeds the number times the whole sum."""
+    tiles = tl.cdiv(size, B)
+    for tile in range(tiles):
+        ids = tile * B + tl.arange(0, B)
+        tl.store(sums_ptr + tile, tl.sum(tl.load(w_ptr + ids, mask=ids < size, other=0.0).to(tl.float64), 0))
+    tl.debug_barrier()
+    at_T = tl.arange(0, T)
+    sum_T = tl.load(sums_ptr + at_T, mask=at_T < tiles, other=0.0)
+    until_T = tl.cumsum(sum_T, 0)
+    target = number * tl.max(until_T, 0)
+    tile = _first_above(until_T, target, sum_T, at_T)
+    target -= tl.sum(tl.where(at_T == tile, until_T - sum_T, 0.0), 0)
+    ids = tile * B + tl.arange(0, B)
+    weight = tl.load(w_ptr + ids, mask=ids < size, other=0.0).to(tl.float64)
+    return _first_above(tl.cumsum(weight, 0), target, weight, ids)
+
+
+@triton.jit
+def _first_above(sums, target, weights, ids):
+    """Of those with a weight. Rounding may reach the last sum; then the last that adds to it."""
+    first = tl.min(tl.where((sums > target) & (weights > 0), ids, _FAR), 0)
+    return tl.minimum(first, tl.max(tl.where(weights > 0, ids, 0), 0))
+
+
+@triton.jit
+def _uniform(words_ptr, position):
+    """The number in [0, 1) of (seed, choice, position): app/engine/sampling/philox.py, with words that wrap."""
+    k0 = tl.load(words_ptr + _SEED).to(tl.uint64) & _MASK32
+    k1 = tl.load(words_ptr + _SEED + 1).to(tl.uint64) & _MASK32
+    c0, c1 = position.to(tl.uint64) & _MASK32, position.to(tl.uint64) >> 32
+    c2 = tl.load(words_ptr + _CHOICE).to(tl.uint64)
+    c3 = c2 * 0
+    for _ in tl.static_range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK32, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return ((c0 >> 5) * 67108864 + (c1 >> 6)).to(tl.float64) * 1.1102230246251565e-16
+
 
 WARPS = 8
 """Of each program."""

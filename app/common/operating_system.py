@@ -1,8 +1,11 @@
-"""How many CPU cores this process may use: its affinity and its cgroup's limit (versions 1 and 2). No torch."""
+"""What the operating system tells this process and does for it: CPU cores, the terminal, the end of the parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,3 +50,25 @@ def _quota(folder: Path) -> float | None:
         period_microseconds = int((folder / "cpu.cfs_period_us").read_text())
         return None if microseconds < 0 else microseconds / period_microseconds
     return None
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when its parent ends, even while it hangs or computes.
+
+    Strictly when the *thread* ends that started it: ours are started from the event loop, which runs in the main
+    thread. Of a parent that was gone before this call only the end of the pipe tells; elsewhere than on Linux always.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def has_terminal() -> bool:
+    """Whether there is one, and somebody at its other end."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True

@@ -1,11 +1,4 @@
-"""Numbers of eight bits with an exponent (e4m3) and one scale for each row: what `--quantize fp8` multiplies with.
-
-A row's largest number becomes 448 or -448, the largest that e4m3 has. A row of activations is scaled by nothing but
-itself, so what stands beside it in a step changes nothing of it. On a GPU the product is torch's scaled one; on a CPU
-the same rounded numbers are widened again: so tests and the measurement of quality compute. Knows no layers.
-
-Shape legend: T tokens of the step, K columns, N rows of the weight.
-"""
+"""Products with weights of eight bits in plain torch: whole numbers (int8) and e4m3 (fp8), one scale for each row."""
 
 from __future__ import annotations
 
@@ -16,11 +9,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.engine.quantization.int8_weights import Quantized
+
+# The kernel whose twin it is: app/engine/gpu/kernels/triton/quantized_products.py. Shape legend: T tokens of the step,
+# K columns, N rows of the weight.
+
+Int8Product = Callable[[Tensor, Quantized, Tensor | None], Tensor]
+"""(x [T, K], weight, bias [N] or None) -> [T, N] in x's number format, summed in float32."""
+_PIECE = 1 << 22
+"""Numbers of a weight that are widened at once."""
+
+
+def dequantised_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
+    """The product with the weight widened piece by piece; the whole is never there.
+
+    The numbers are exact in bfloat16 as they stand, and scales come last: as in the kernel.
+    """
+    rows = max(1, _PIECE // weight.numbers.shape[1])
+    pieces = zip(weight.numbers.split(rows), weight.scales.split(rows), strict=True)
+    parts = [F.linear(x_TK.float(), numbers.float()) * scales for numbers, scales in pieces]
+    out_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return (out_TN if bias_N is None else out_TN + bias_N.float()).to(x_TK.dtype)
+
+
+# A row's largest number becomes 448 or -448, the largest that e4m3 has. A row of activations is scaled by nothing but
+# itself, so what stands beside it in a step changes nothing of it. On a GPU the product is torch's scaled one; on a CPU
+# the same rounded numbers are widened again: so tests and the measurement of quality compute. Knows no layers.
+#
+# Shape legend: T tokens of the step, K columns, N rows of the weight.
+
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 UNIT = 16
 """The GPU's product takes matrices whose rows and columns are multiples of it."""
-_PIECE = 1 << 22
 """Numbers of a weight in float32 at once."""
 
 
