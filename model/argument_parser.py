@@ -1,4 +1,4 @@
-"""A command line that says what is wrong with it in one line."""
+"""Argument parser that reports an error in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of one decoder, switch by switch."""
+"""ModelConfig: the architecture of one decoder."""
 
 from __future__ import annotations
 

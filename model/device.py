@@ -1,4 +1,4 @@
-"""Which device and which number format a machine should use. Used by training and by the engine's runner."""
+"""Selects the device and the number format, for training and for the engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """File access for weights directories: bounded reads, atomic writes, reads through descriptors opened earlier.
 
-A directory of weights comes from anywhere. What is read from it is a regular file of the directory itself, JSON is
-small and says everything once, and whatever is wrong is told in one line.
+A weights directory is untrusted input. Only regular files of the directory itself are read, JSON must be small and
+without duplicate keys, and every error is reported in one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shapes with a name, for training from scratch. Knows only ModelConfig."""
+"""Presets: named model configurations for training from scratch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from model.config import ConfigError, ModelConfig
 
 Arch = Literal["llama", "gpt", "textbook"]
 ARCHS: tuple[Arch, ...] = get_args(Arch)
-"""Layouts that every size comes in."""
+"""Layouts that are available in every size."""
 
 
 def preset(name: str, arch: Arch | None = None) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Compiles every kernel for sm_90 without a GPU, and prints what became of it as JSON: a program of its own.
+"""Program that compiles every kernel for sm_90 without a GPU and prints the results as JSON.
 
 In a process with TRITON_INTERPRET=1 nothing is compiled, so the tests start this one without it.
 """
@@ -137,7 +137,7 @@ def rows() -> dict[str, Any]:
     """Of 256 sequences of up to 32,768 positions."""
     types = {f"{name}_ptr": "*i32" for name in ("rows", "lengths", "tokens", "token", "out")}
     look_up, advance = (
-        compiled(kernel, ROW_LAUNCH.options, "i32", types, NOBODY=256, STATES=STATES, **sizes)
+        compiled(kernel, ROW_LAUNCH.options, "i32", types, PADDING_ROW=256, STATES=STATES, **sizes)
         for kernel, sizes in ((look_up_kernel, {"TABLE": 512, "BLOCK": 64}), (advance_kernel, {}))
     )
     return {"rows looked up": look_up, "rows advanced": advance}

@@ -1,16 +1,16 @@
-"""Everything that can go wrong with a request, as one tree. Pure.
+"""Errors of a request, as one tree.
 
 EngineError
-  InvalidRequest            the caller must change the request
+  InvalidRequest            the client must change the request
     ContextLengthExceeded   the prompt is longer than the model's context
-  Unavailable               the caller may try again after `retry_after` seconds
+  Unavailable               the client may retry after `retry_after` seconds
     QueueFull               too many requests wait already
-    NotReady                the engine is still loading, or comes back after a crash
+    NotReady                the engine is loading, or restarting after a crash
     WaitedTooLong           the queue did not move fast enough for this request
-    QuotaUsedUp             the caller's own quota does not allow more now
-  DeadlineExceeded          the request's time was over before its first token
-  EngineFailed              our fault: the engine died or could not go on with this request
-  (stream.Cancelled         the request was ended from outside; no error for anybody)
+    QuotaUsedUp             the tenant's rate limit does not allow more now
+  DeadlineExceeded          the request's deadline passed before its first token
+  EngineFailed              our fault: the engine crashed or could not continue this request
+  (stream.Cancelled         the request was cancelled; not reported as an error)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The event loop: uvloop where installed, a timer that is mostly postponed, long work in slices of a millisecond."""
+"""Event loop: uvloop if installed, a lazy timer, and long work in time slices of a millisecond."""
 
 from __future__ import annotations
 

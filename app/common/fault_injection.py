@@ -1,4 +1,4 @@
-"""Named places where tests make things fail. Inert unless INKSTREAM_FAULTS names a folder when a process starts.
+"""Named fault-injection points for tests, inert unless INKSTREAM_FAULTS names a folder when a process starts.
 
 A fault is armed while the folder holds a file of its point's name: JSON with `do` (see _DEEDS), and if need be
 `match` (only where this text is in the detail), `after` (so many times nothing happens first), `times` (it is disarmed

@@ -1,4 +1,4 @@
-"""Messages between API process and engine process: length-prefixed msgpack, and the engine's reader. No torch.
+"""Messages between API process and engine process: length-prefixed msgpack, and the engine's reader.
 
 Down: WorkerConfig once, then Submit, Cancel. Up: Phase while loading, Ready or Fatal, then StepReports.
 Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.ValidationError.
@@ -22,7 +22,7 @@ _HEADER_BYTES = _LENGTH.size
 
 
 class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
-    """Everything the engine process is told at its start."""
+    """Configuration of the engine process, sent once at its start."""
 
     weights: str
     files: Mapping[str, str] = {}
@@ -38,7 +38,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
     """Steps of constant shapes, and a proof at the start that no row hangs on its neighbours."""
     threads: int = 0
     replica: int = 0
-    """Which of the engines of a fleet it is, from 0; on a GPU also which GPU is its own."""
+    """Index of this engine in the pool, from 0; on GPUs also the index of its GPU."""
     replicas: int = 1
     loading_beside: int = 0
     """Engines that take their caches' memory from the same machine at the same time."""
@@ -68,7 +68,7 @@ class Submit(Struct, frozen=True, tag="submit"):
 
 
 class Cancel(Struct, frozen=True, tag="cancel"):
-    """Nobody waits for this request any more."""
+    """Cancels a request."""
 
     request_id: str
 
@@ -169,7 +169,7 @@ class FrameReceiver:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody is at the other end, whatever is still to be read."""
+        """Whether the peer has closed the pipe; frames may still be buffered."""
         return any(event & select.POLLHUP for _, event in self._poll.poll(0))
 
     def receive(self, wait_seconds: float) -> list[Down]:

@@ -1,6 +1,6 @@
 """The one module that imports llguidance: token bytes to a vocabulary, a grammar to a matcher, and their limits.
 
-The package is an extra (`guided`) and may be missing; here, and nowhere else, it is imported where it is there.
+The package is an optional dependency (`guided`); this is the only module that imports it, if it is installed.
 """
 
 from __future__ import annotations

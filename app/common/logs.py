@@ -1,7 +1,7 @@
 """Logging of both processes: one event a line, as text or JSON, written by a thread so that loggers never block.
 
-Nothing that a client sent may come into a log by the way: control characters are written as escapes, and of an
-exception the line tells its type and where it was raised, not its message, which often quotes what somebody sent.
+Client data must not leak into a log: control characters are escaped, and an exception is logged by its type and where
+it was raised, without its message, which often quotes client data.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal
 
-# A pipe takes 64 KiB; if nobody reads it, the next line would hold the event loop, or the engine, for ever.
+# A pipe buffers 64 KiB; without a reader, the next line would block the event loop, or the engine, forever.
 
 MOST_LINES = 4096
-"""That may wait; what comes then is dropped and counted."""
+"""Lines that may wait; further lines are dropped and counted."""
 _LAST_SECONDS = 1.0
 _TOLD_SECONDS = 1.0
 _log = logging.getLogger("inkstream")
@@ -40,7 +40,7 @@ class AsyncLogHandler(logging.Handler):
     def __init__(self, descriptor: int, encoding: str) -> None:
         super().__init__()
         self.dropped = 0
-        """Lines that nobody will read."""
+        """Number of dropped lines."""
         self._descriptor = descriptor
         self._encoding = encoding
         self._waiting: SimpleQueue[bytes | threading.Event] = SimpleQueue()
@@ -64,7 +64,7 @@ class AsyncLogHandler(logging.Handler):
         self._waiting.put(f"{line}\n".encode(self._encoding, "backslashreplace"))
 
     def flush(self) -> None:
-        """At the end, of a process or of what may still be told: waits until all is written, for a second at most."""
+        """Waits until all lines are written, for a second at most; called before the process ends."""
         done = threading.Event()
         self._waiting.put(done)
         self._is_stuck = not done.wait(0 if self._is_stuck else _LAST_SECONDS)
@@ -92,17 +92,17 @@ class AsyncLogHandler(logging.Handler):
             while line:
                 try:
                     line = line[os.write(self._descriptor, line) :]
-                except BlockingIOError:  # whoever started us made it so
+                except BlockingIOError:  # the parent process made the pipe non-blocking
                     select.select([], [self._descriptor], [])
         except OSError:  # the reader has gone, or the disk is full
             self.dropped += 1
 
 
 def impatient(descriptor: int) -> int:
-    """The same pipe as a descriptor that loses what does not fit instead of waiting; else `descriptor` itself.
+    """A non-blocking descriptor of the same pipe, which loses what does not fit; else `descriptor` itself.
 
-    For what is written where no thread can help: when native code crashes or hangs. The flag belongs to whoever shares
-    the pipe, so it is opened a second time.
+    For output where no writer thread can help: when native code crashes or hangs. All processes that share the pipe
+    share its flags, so it is opened a second time.
     """
     try:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -119,7 +119,7 @@ Format = Literal["text", "json"]
 
 
 def set_up(level: str, how: Format) -> None:
-    """All loggers of this process to standard error, and so what nobody catches. `level` as in the settings."""
+    """Routes all loggers and uncaught exceptions of this process to stderr. `level` as in the settings."""
     handler = _handler()
     handler.setFormatter(_Json() if how == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -129,7 +129,7 @@ def set_up(level: str, how: Format) -> None:
 
 
 def tell(line: str) -> None:
-    """A line for whoever started us, as it is and behind what was logged; waits for its reader a second at most."""
+    """Writes an unformatted line for the operator after pending log lines; blocks for a second at most."""
     writers = _writers()
     for writer in writers:
         writer.put(line)
@@ -139,13 +139,13 @@ def tell(line: str) -> None:
 
 
 def flush() -> None:
-    """What was logged is written, if anybody reads it: a second at most."""
+    """Waits until pending log lines are written, for a second at most."""
     for writer in _writers():
         writer.flush()
 
 
 def dropped() -> int:
-    """Lines of this process that nobody will read."""
+    """Number of log lines that this process dropped."""
     return sum(writer.dropped for writer in _writers())
 
 

@@ -1,4 +1,4 @@
-"""What the operating system tells this process and does for it: CPU cores, the terminal, the end of the parent."""
+"""Operating system interface: CPU cores, the terminal, the parent-death signal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def die_with_parent() -> None:
 
 
 def has_terminal() -> bool:
-    """Whether there is one, and somebody at its other end."""
+    """Whether this process has a controlling terminal that is still open."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
     except OSError:

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, checked on construction, and the defaults of generation_config.json. No torch."""
+"""Sampling parameters of a request, checked on construction, and the defaults of generation_config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PENALTY = "{}_penalty must be from -2 to 2"
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """How a request's tokens are drawn. Raises ValueError outside the ranges, whoever builds it."""
+    """Sampling parameters of a request. The constructor raises ValueError for values out of range."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -38,7 +38,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     choice: int = 0
     """Which of the n continuations of a prompt this is: each draws its own numbers from the one seed."""
     logprobs: int | None = None
-    """How many of the most likely tokens to report beside the chosen one."""
+    """How many of the most likely tokens to report with the sampled one."""
 
     def __post_init__(self) -> None:
         require(isfinite(self.temperature) and 0 <= self.temperature <= 10, "temperature must be from 0 to 10")

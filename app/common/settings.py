@@ -1,4 +1,4 @@
-"""Every knob of the service, once: flags, environment variables and the README's table come from here."""
+"""Settings of the service: the source of flags, environment variables and the README's table."""
 
 from __future__ import annotations
 

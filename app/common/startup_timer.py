@@ -1,7 +1,7 @@
-"""How long each part of an engine's start takes. Pure: no clock of its own, no process.
+"""Times the phases of an engine's start.
 
-starting --first phase--> loading weights --> ... --ready--> done. What else the engine says meanwhile belongs to the
-phase in which it is said.
+starting --first phase--> loading weights --> ... --ready--> done. Other events of the engine
+count towards the phase in which they arrive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The nouns of the engine. Pure: no torch, no asyncio, no text.
+"""Data types of the engine: requests, events, sequences, batch plans.
 
 Frozen structs cross the pipe between the API process and the engine process (msgpack); Sequence, Chunk and BatchPlan
 stay in the engine process.
@@ -132,7 +132,7 @@ class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report
     num_computed: int = 0
     """Of all running requests: changes with every step that computes something."""
     work: tuple[tuple[str, float], ...] = ()
-    """(request id, seconds): CPU time that grammars took beside the steps, since it was reported last."""
+    """(request id, seconds): CPU time of grammars outside the steps since the last report."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

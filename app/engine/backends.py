@@ -1,4 +1,4 @@
-"""The ways to compute steps: native kernels, torch, Triton on a GPU. Each from weights to a runner; no pipe."""
+"""Backends that compute steps: native kernels, torch, Triton on a GPU; each builds a runner from weights."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ChosenBackend(NamedTuple):
     numerics: str
     reason: str
     peaks: Callable[[], MemoryPeaks] | None = None
-    """Measures what steps take beside weights and cache; raises ValueError. None on a CPU, where nobody asks."""
+    """Measures the memory of steps besides weights and cache; raises ValueError. None on a CPU, where it is unused."""
 
 
 def choose_way(

@@ -1,4 +1,4 @@
-"""An engine out of a configuration: weights, memory, kernels, warm-up."""
+"""Builds an engine from a configuration: weights, memory, kernels, warm-up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from model.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("inkstream")
 _SHARED_PROMPT_TOKENS = 64
-"""Of a step on a CPU while keys are told apart, unless --tokens-per-step is given. Eight long prompts of one key made
+"""Of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of one key made
 another key's first token wait 51 ms with 256, 13 ms with 64. Prompts are read as fast with the default weights, and 0
 to 13 % slower with 130 million parameters (2026-11-23)."""
 
@@ -194,7 +194,7 @@ def _blocks(
     peaks: Callable[[], MemoryPeaks] | None,
     announce: Callable[[str], None],
 ) -> int:
-    """Blocks of the cache; why so many is told in the log. peaks: of Chosen. Raises ValueError."""
+    """Number of cache blocks; logs the reason. peaks: of ChosenBackend. Raises ValueError."""
     if peaks is None:
         blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.loading_beside)
     else:

@@ -1,7 +1,4 @@
-"""The engine process: `python -m app.engine.worker FD`, started by app/engine_client/client.py.
-
-The only file that brings together the engine and the pipe.
-"""
+"""Entry point of the engine process: `python -m app.engine.worker FD`, started by app/engine_client/client.py."""
 
 from __future__ import annotations
 
@@ -21,4 +18,4 @@ if __name__ == "__main__":
     gc.enable()
     code = run(int(sys.argv[1]), assemble)
     logging.shutdown()
-    os._exit(code)  # taking torch apart again helps nobody, and a guide that is being compiled would be waited for
+    os._exit(code)  # skip torch's teardown, and do not wait for a grammar that is still compiling

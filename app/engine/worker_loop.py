@@ -1,6 +1,6 @@
-"""Main loop of the engine process: receive, step, report, until the pipe closes. No torch.
+"""Main loop of the engine process: receive, step, report, until the pipe closes.
 
-The end of the pipe means that the API process is gone, and this process goes with it.
+A closed pipe means that the API process has exited, so this process exits too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(descriptor: int, assemble: Assemble) -> int:
     send = _Sender(pipe)
     try:
         config = _first_frame(inbox)
-        if inbox.is_closed:  # whoever died before die_with_parent() was called
+        if inbox.is_closed:  # the parent died before die_with_parent() was called
             return 0
         logs.set_up(config.log_level, config.log_format)
         keep_triton_cache(Path(config.cache_dir) if config.cache_dir else None, os.environ)

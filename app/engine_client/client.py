@@ -1,8 +1,8 @@
-"""Client of one engine: submit, stream, cancel, and continue after a crash. asyncio, no torch.
+"""Client of one engine: submit, stream, cancel, and continue after a crash.
 
-A crash is a pause: the prompt and the delivered tokens of every open request are kept here, and go to the next engine
-process (supervisor.py) in the order and with the care that crash_recovery.py tells. Where there are several engines
-(app/engine_client/engine_pool.py), those that cannot have killed it go to another one.
+A crash is a pause: the client keeps the prompt and the delivered tokens of every open request, and submits them to the
+next engine process (supervisor.py) in the order that crash_recovery.py decides. With several engines
+(app/engine_client/engine_pool.py), requests that cannot have caused the crash go to another one.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class EngineClient:
         self.counters = Counters()
         self._past = Counters()  # of the processes before this one
         self.replayed = 0
-        """Requests that went to another engine process because theirs had crashed, each as often as that happened."""
+        """Requests that were resubmitted to another engine process after a crash, counted each time."""
         self.n_holds = 0
-        """Times that a stream was held because its reader took nothing."""
+        """Times that a stream was suspended because its reader did not keep up."""
         self._place, self._places = config.replica, config.max_running
         self.supervisor = Supervisor(config, self, silence_seconds=silence_seconds, command=command)
         self._streams: dict[str, TokenStream] = {}  # by the ids of their requests
-        self._held: dict[str, TokenStream] = {}  # likewise: the engine does not know them until their readers have read
+        self._held: dict[str, TokenStream] = {}  # likewise: suspended, not submitted again until their readers catch up
         self._quarantine = CrashRecovery()
         self._probe = CanaryRequest()
 
@@ -80,7 +80,7 @@ class EngineClient:
 
     @property
     def load(self) -> int:
-        """Sequences that it has not finished, but for those whose readers take nothing."""
+        """Unfinished sequences, except those of suspended streams."""
         return len(self._streams)
 
     @property
@@ -90,7 +90,7 @@ class EngineClient:
 
     @property
     def lasting(self) -> Counters:
-        """What only grows, in all its processes: a sum over engines that fell would be taken for a reset."""
+        """Monotonic counters over all its processes: a sum over engines that drops would look like a counter reset."""
         one, two = self._past, self.counters
         preemptions, violations = one.preemptions + two.preemptions, one.block_violations + two.block_violations
         return Counters(preemptions=preemptions, block_violations=violations)
@@ -118,7 +118,7 @@ class EngineClient:
 
     @property
     def is_probing(self) -> bool:
-        """Whether all that the engine has is a text for nobody; for the supervisor."""
+        """Whether the engine runs only the canary request; for the supervisor."""
         return self._probe.is_open
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
@@ -138,7 +138,7 @@ class EngineClient:
         self._enter(stream, stream.renew())
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """Nobody wants these any more; for their stream."""
+        """Cancels requests that their stream no longer needs."""
         self.part_with(request_ids)
         for request_id in request_ids:
             self.queue.leave(request_id)
@@ -245,7 +245,7 @@ class EngineClient:
         self._send_next()
 
     def _send_next(self) -> None:
-        """Sends whoever may go now."""
+        """Sends the requests that may be sent now."""
         if self.ready is None:
             return
         self._quarantine.look(self._progress)

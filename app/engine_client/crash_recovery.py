@@ -1,11 +1,11 @@
-"""After an engine crash: which requests are suspects, the canary request, and when restarting is given up.
+"""Crash recovery: which requests are suspects, the canary request, and when restarting is given up.
 
-held --next()--> sent --taken--> queued --begun--> begun        a crash: everybody is held again
+held --next()--> sent --taken--> queued --begun--> begun        a crash: all requests are held again
 
-In flight is what the engine holds and has not just put into its queue: a crash may be its fault. After a crash those
-that were in flight go first, and each waits until the one before has proven itself: it has made two steps of progress
-(a token after its prompt was read, and one after that) or has ended. So the next crash has one suspect without proof.
-Whoever was in flight in two crashes in a row without proof between them is refused.
+A request is in flight if the engine has it and not merely in its queue: it may have caused a crash. After a crash the
+requests that were in flight are sent first, each only after the previous one is cleared: it has made two steps of
+progress (a token after its prompt was read, and one after that) or has ended. So the next crash has a single suspect. A
+request that was in flight in two crashes in a row, without being cleared in between, is refused.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ MOST_PARDONS = 8
 
 
 class RestartPolicy:
-    """Counts crashes in a row, between which no engine has delivered anything to anybody.
+    """Counts consecutive crashes between which no engine delivered anything to a client.
 
-    A request at whose door a crash can be laid costs a second one before it is refused (crash_recovery.py). That one
-    is not counted, and where the next engine then answers our own probe (app/engine_client/crash_recovery.py),
-    neither is the one before: bad requests do not end the service, an engine that can do nothing at all does. So does
-    one that answers nothing but probes: eight requests in ten minutes are forgiven where nobody else got anything,
-    the ninth is not.
+    A request that crashes the engine causes a second crash before it is refused. That second crash is not counted, and
+    if the next engine then answers the canary request, neither is the first: bad requests do not end the service, but
+    an engine that can do nothing at all does. So does an engine that answers only canary requests: eight refused
+    requests in ten minutes are forgiven if no other client got anything, the ninth is not.
     """
 
     def __init__(self) -> None:
         self._crashes: list[float] = []
         self._pardons: list[float] = []
         self._may_pardon = True
-        """Whether an engine has done anything since the last one."""
+        """Whether an engine has delivered anything since the last pardon."""
 
     def record(self, now: float, *, delivered: bool, explained: bool, proven: bool = False) -> bool:
         """Whether this crash is one too many. `delivered`: tokens or scores, in more than one step since the last.
 
-        explained: a request is refused, since this was its second crash. proven: the engine had answered the probe.
+        explained: a request is refused for its second crash. proven: the engine answered the canary request.
         """
         if delivered:
             self._pardons = []
@@ -61,7 +60,7 @@ PROOF = 2
 MOST_STRIKES = 2
 
 Progress = Callable[[str], int]
-"""What a request has got so far: a number that grows."""
+"""Progress of a request so far, a monotonic number."""
 
 
 class _Stage(Enum):
@@ -73,7 +72,7 @@ class _Stage(Enum):
 
 @dataclass(slots=True)
 class _Case:
-    """One open request. Owned by Quarantine."""
+    """One open request. Owned by CrashRecovery."""
 
     stage: _Stage = _Stage.HELD
     strikes: int = 0
@@ -81,11 +80,11 @@ class _Case:
     before: int = 0
     """Its progress when it was sent."""
     leader: str | None = None
-    """Whose prompt it shares, and who alone tells the prompt's scores: never sent after it."""
+    """The request whose prompt it shares, and which alone reports the prompt's scores: always sent before it."""
 
 
 class CrashRecovery:
-    """Knows every open request, in the order in which they came."""
+    """Tracks every open request, in order of arrival."""
 
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
@@ -100,39 +99,39 @@ class CrashRecovery:
 
     @property
     def n_suspects(self) -> int:
-        """How many have still to prove themselves."""
+        """Number of suspects that are not cleared yet."""
         return len(self._suspects) + (self._trial is not None)
 
     @property
     def is_careful(self) -> bool:
-        """Whether somebody is held, or on trial."""
+        """Whether a request is held or on trial."""
         return bool(self._suspects or self._others) or self._trial is not None
 
     def are_innocent(self, names: Iterable[str]) -> bool:
-        """Whether all of them are held, and only because others are suspects or there is no engine."""
+        """Whether all of them are held only because of other suspects, or because no engine is running."""
         return all(name in self._others for name in names)
 
     def are_queued(self, names: Iterable[str]) -> bool:
-        """Whether the engine has all of them in its queue, and no crash was the fault of any."""
+        """Whether all of them wait in the engine's queue and none is a suspect."""
         cases = (self._cases[name] for name in names)
         return all(case.stage is _Stage.QUEUED and not case.strikes for case in cases)
 
     def hold(self, name: str, leader: str | None = None, strikes: int = 0) -> None:
-        """A newcomer, behind all others; behind its leader, if it has one. With `strikes` it is a suspect still."""
+        """Adds a request behind all others and behind its leader. With `strikes` it is still a suspect."""
         self._cases[name] = _Case(leader=leader, strikes=strikes)
         (self._suspects if strikes else self._others)[name] = None
 
     def try_first(self, name: str) -> None:
-        """A newcomer before all others, who wait until it has proven itself."""
+        """Adds a request before all others, which wait until it is cleared."""
         self._cases[name] = _Case()
         self._suspects = {name: None, **self._suspects}
 
     def strikes(self, name: str) -> int:
-        """How many crashes in a row it was in flight in; what hold() is told when it comes again by another name."""
+        """Consecutive crashes that it was in flight in; for hold() when it is submitted again under another id."""
         return self._cases[name].strikes if name in self._cases else 0
 
     def next(self, progress: Progress) -> str | None:
-        """Who is to be sent now, and counts as sent; None where nobody may go."""
+        """Returns the request to send now and marks it as sent; None if no request may be sent."""
         if self._trial is not None:
             return None
         held = self._suspects or self._others
@@ -145,15 +144,15 @@ class CrashRecovery:
         return name
 
     def taken(self, name: str) -> None:
-        """The engine has put it into its queue; no error for one that has left."""
+        """The engine has queued it; a request that has left is ignored."""
         self._move(name, _Stage.QUEUED)
 
     def begun(self, name: str) -> None:
-        """The engine computes it; no error for one that has left."""
+        """The engine computes it; a request that has left is ignored."""
         self._move(name, _Stage.BEGUN)
 
     def leave(self, name: str) -> None:
-        """It has ended, or nobody wants it any more."""
+        """Forgets a request that has ended or was cancelled."""
         self._cases.pop(name, None)
         self._suspects.pop(name, None)
         self._others.pop(name, None)
@@ -161,13 +160,13 @@ class CrashRecovery:
             self._trial = None
 
     def look(self, progress: Progress) -> bool:
-        """Whether the next one may go: nobody is on trial, or whoever is has proven itself."""
+        """Whether the next request may be sent: none is on trial, or the one on trial is cleared."""
         if self._trial is not None and self._has_proof(self._trial, progress):
             self._trial = None
         return self._trial is None
 
     def crash(self, progress: Progress) -> list[str]:
-        """The engine is gone: everybody is held, but for those to be refused, who are named and must leave."""
+        """Holds all requests after a crash; returns those to refuse, which the caller must remove with leave()."""
         for name, case in self._cases.items():
             if case.stage in (_Stage.SENT, _Stage.BEGUN):
                 case.strikes = 1 if self._has_proof(name, progress) else case.strikes + 1
@@ -188,15 +187,15 @@ class CrashRecovery:
 
 # owed --an engine is ready--> asked --two tokens--> answered        a crash before that: owed still
 #
-# It goes first and alone. What crashes with it has no request to blame; what answers it is no engine to give up,
-# although nobody else may have had a token since: a service where nothing but bad requests come must not end by them.
+# The canary request is sent first and alone. If the engine crashes on it, no client's request is to blame; if it is
+# answered, the engine works, even if no client has got a token since: bad requests alone must not end the service.
 
 NAME = "the probe"
-"""No caller's request is called so: there is a space in it."""
+"""No client's request has this id, since it contains a space."""
 
 
 class CanaryRequest:
-    """Owned by the client of one engine."""
+    """Canary request that confirms a restarted engine works. Owned by the client of one engine."""
 
     def __init__(self) -> None:
         self._is_owed = False
@@ -204,7 +203,7 @@ class CanaryRequest:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine has it, and nothing else."""
+        """Whether the engine runs it, and nothing else."""
         return self._stream is not None and self._stream.is_open
 
     def owe(self) -> None:
@@ -212,7 +211,7 @@ class CanaryRequest:
         self._is_owed = True
 
     def begin(self, ready: Ready, source: TokenSource) -> TokenStream | None:
-        """For an engine that takes requests; None where it owes nothing."""
+        """Starts the canary on a ready engine; None if none is owed."""
         if not self._is_owed:
             return None
         request = Request(
@@ -225,7 +224,7 @@ class CanaryRequest:
         return self._stream
 
     def end(self) -> list[str]:
-        """The engine is gone; what it has left open."""
+        """After a crash; returns the ids that were still open."""
         self._is_owed |= self.is_open
         left, self._stream = self._stream.open_ids if self._stream else [], None
         return left

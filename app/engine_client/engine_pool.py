@@ -1,12 +1,12 @@
-"""One or several engines behind one interface, with the router that prefers the engine that holds a prompt's prefix.
+"""Engine pool: one or several engines behind one interface, with a router that prefers engines with a cached prefix.
 
 loading --all have loaded the same--> serving --the last is gone--> gone
        +------------ one is gone ------------------------------------------^
 
-Whoever waits for one while another has places goes there. It serves as long as one of them does. After a crash of one,
-what only waited there goes to the others at once; what it may have died of waits for its next process and meets no
-requests of another engine. Only one that crashes again and again is given up, and then all that it had goes to the
-others. asyncio, no torch, no pipe.
+Requests that wait for one engine while another has free slots move there. The pool serves as long as one engine does.
+After a crash, requests that only waited move to the other engines at once; suspects wait for the next process of their
+engine, so they cannot crash another one. Only an engine that keeps crashing is given up, and then all of its requests
+move to the others.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from app.engine_client.client import EngineClient
 from app.engine_client.supervisor import EngineGone, FilesOfWeights, as_in_directory
 from app.engine_client.token_stream import TokenStream
 
-# An engine that has the prompt's first blocks in its prefix cache need not compute them. What each of them has is not
-# asked but remembered: the chained hashes of the blocks that were sent there, as many as its cache has blocks, the
-# least recently used ones forgotten first, as the cache itself does.
+# An engine that has the prompt's first blocks in its prefix cache need not compute them. The router does not query the
+# engines but remembers what it sent: the chained hashes of the blocks, as many as the cache has blocks, with
+# least-recently-used eviction like the cache itself.
 #
 # The bound on what an engine may have to do is that of "Consistent Hashing with Bounded Loads" (Mirrokni, Thorup and
-# Zadimoghaddam, SODA 2018): _BOUND times the mean, rounded up. A beginning that everybody shares fills one engine up to
-# that, then a second one has it, too.
+# Zadimoghaddam, SODA 2018): _BOUND times the mean, rounded up. A prefix that all requests share fills one engine up to
+# that bound, then a second one caches it, too.
 
 _BOUND = 1.25
 _MOST_HASHES = 4096
@@ -43,8 +43,8 @@ _MOST_HASHES = 4096
 def block_hashes(requests: Iterable[Request], block_size: int) -> list[int]:
     """Names of the full blocks of all prompts, each beginning before what follows it.
 
-    A name says all tokens up to the end of its block, and the caller's salt, without which nothing is shared. Two
-    blocks of one name by accident cost a prompt that is computed twice, and nothing else.
+    A hash covers all tokens up to the end of its block, and the cache namespace, which isolates tenants. A hash
+    collision costs a prompt that is computed twice, and nothing else.
     """
     chains = (_chain(request, block_size) for request in requests if request.leader is None)
     return list(dict.fromkeys(islice((name for chain in chains for name in chain), _MOST_HASHES)))
@@ -58,7 +58,7 @@ def _chain(request: Request, block_size: int) -> Iterator[int]:
 
 
 class PrefixRouter:
-    """Remembers what went where. Owned by the event loop."""
+    """Remembers which blocks were sent to which engine. Owned by the event loop."""
 
     def __init__(self, engines: int) -> None:
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
@@ -66,10 +66,10 @@ class PrefixRouter:
         self._turn = 0
 
     def choose(self, hashes: Sequence[int], loads: Mapping[int, int], adding: int) -> int:
-        """One of the engines in `loads`, which tells how many sequences each of them has; `adding` more will come.
+        """Chooses an engine for `adding` sequences. loads: number of sequences of each candidate.
 
-        Of those that the bound leaves: the one that knows most of the blocks, then the one with the least to do, then
-        the one whose last turn is longest ago.
+        Among engines within the bound: the one with most of the blocks, then the least loaded, then the least
+        recently used.
         """
         bound = math.ceil(_BOUND * (sum(loads.values()) + adding) / len(loads))
         least = min(loads.values())
@@ -82,11 +82,11 @@ class PrefixRouter:
         return sum(name in known for name in hashes)
 
     def note(self, engine: int, hashes: Sequence[int], most: int) -> None:
-        """They went there, where `most` blocks are kept."""
+        """Records that these blocks were sent to an engine whose cache has `most` blocks."""
         self._turn += 1
         self._turns[engine] = self._turn
         known = self._known[engine]
-        # The last ones first: a block is always forgotten before the one that it goes on from.
+        # In reverse order: a block is always evicted before its predecessor.
         for name in reversed(hashes):
             known[name] = None
             known.move_to_end(name)
@@ -94,23 +94,23 @@ class PrefixRouter:
             known.popitem(last=False)
 
     def forget(self, engine: int) -> None:
-        """It has lost its cache."""
+        """Forgets the blocks of an engine that has lost its cache."""
         self._known[engine].clear()
 
 
 _log = logging.getLogger("inkstream")
 _SAME = ("weights_version", "numerics", "context", "vocab_size", "block_size")
-"""What all engines must agree in, since an answer may go on with any of them."""
+"""Fields in which all engines must agree, since an answer may continue on any of them."""
 
 _MOST_MOVES = 8
-"""At once, from engines that have a queue to one that has none: what is looked at does not keep the event loop busy."""
+"""Streams moved at once from engines with a queue to one without: bounds the time on the event loop."""
 
 
 class EnginePool:
     """Owns the engines."""
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
-        """All of one queue, and each told its place in this order."""
+        """All engines share one queue, and each has its index in this order as its `replica`."""
         self.engines = tuple(engines)
         self.queue = engines[0].queue
         self._router = PrefixRouter(len(engines))
@@ -128,11 +128,11 @@ class EnginePool:
 
     @property
     def phase(self) -> str:
-        """What is being done, for people."""
+        """What the pool is doing, for people."""
         if self.ready:
             return "ready"
         waited_for = [engine.supervisor for engine in self.engines if not engine.ready]
-        # What ended one for good is told only once that is true of all.
+        # Report why an engine was given up only once all engines are.
         return min(waited_for, key=lambda one: one.is_gone).phase if waited_for else "loading"
 
     @property
@@ -210,7 +210,7 @@ class EnginePool:
                     self._send_away(engine, engine.innocent)
 
     def on_room(self, place: int) -> None:
-        """An engine has places that nobody there waits for: whoever waits for others begins here; for its client."""
+        """An engine has free slots: moves requests there that wait for other engines; for its client."""
         taker = self.engines[place]
         givers = [engine for engine in self.engines if engine is not taker and engine.ready and engine.counters.waiting]
         if not (givers and taker.has_room(1, "")):
@@ -220,12 +220,12 @@ class EnginePool:
                 self._move(stream, taker)
 
     def on_crash(self, place: int) -> None:
-        """The process of an engine is gone; for its client."""
+        """The process of an engine has ended; for its client."""
         self._router.forget(place)
         self._send_away(self.engines[place], self.engines[place].innocent)
 
     def on_gone(self, place: int, reason: EngineGone) -> None:
-        """An engine does not come back; for its client."""
+        """An engine will not be restarted; for its client."""
         engine = self.engines[place]
         if not self._loaded.is_set() or all(one.supervisor.is_gone for one in self.engines):
             self._end(reason)
@@ -244,14 +244,14 @@ class EnginePool:
         return ready.blocks_total if ready else 0
 
     def _other_than(self, engine: EngineClient) -> EngineClient | None:
-        """Who can go on with what this engine cannot: one that takes requests, or, once it is gone, one that will."""
+        """An engine to take over requests: one that is ready, or, if this one is given up, one that will be."""
         others = [one for one in self.engines if one is not engine and not one.supervisor.is_gone]
         ready = [one for one in others if one.ready]
         may = ready or (others if engine.supervisor.is_gone else [])
         return min(may, key=lambda one: (one.n_suspects > 0, one.load), default=None)
 
     def _move(self, stream: TokenStream, taker: EngineClient) -> None:
-        """By new names, so that nothing is taken for theirs that the other engine says before it hears of this."""
+        """Moves a stream under new request ids, so that late events of the old engine are not attributed to it."""
         names = stream.open_ids
         giver = next(engine for engine in self.engines if engine is stream.source)
         giver.part_with(names)
@@ -284,7 +284,7 @@ class EnginePool:
 
 
 def _in_turn(engines: Iterable[EngineClient]) -> list[TokenStream]:
-    """The first of each caller in each engine that wait for their first token, by their places in the queue."""
+    """Streams that wait for their first token, the first of each tenant and engine, by queue position."""
     firsts: defaultdict[tuple[EngineClient, str], list[tuple[int, TokenStream]]] = defaultdict(list)
     for engine in engines:
         for stream in engine.waiting:
@@ -296,5 +296,5 @@ def _in_turn(engines: Iterable[EngineClient]) -> list[TokenStream]:
 
 
 def _difference(facts: Sequence[Ready]) -> str:
-    """The first thing in which they do not agree; empty where they do."""
+    """The first field that differs; empty if all agree."""
     return next((name for name in _SAME if len({getattr(one, name) for one in facts}) > 1), "")

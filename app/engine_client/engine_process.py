@@ -1,4 +1,4 @@
-"""One engine process and its pipe: spawn, frames in and out, end. asyncio, no torch, no requests."""
+"""One engine process and its pipe: spawn, send and receive frames, terminate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from app.common.ipc import Down, FrameDecoder, Up, decode_up, encode_frame
 
-# -P and our own path: a folder called app in the working directory is somebody else's.
+# -P and an explicit path: a folder called app in the working directory must not be imported.
 WORKER = (sys.executable, "-P", "-m", "app.engine.worker")
 _ROOT = Path(__file__).parents[2]
 

@@ -1,8 +1,8 @@
-"""Fair queue in front of the engines, and its measured throughput. No pipe, no clock.
+"""Fair queue in front of the engines, and its measured throughput.
 
-There is one, however many engines there are (engine_pool.py): who comes first is told as if they took from it together.
-What is still being tokenised counts as waiting. Callers (requests of one salt) take turns, as in the engine's own
-queue, and where they are told apart none of them fills the queue alone.
+There is one queue for all engines (engine_pool.py): positions are computed as if the engines took from it together.
+Requests that are still being tokenized count as waiting. Tenants (requests of one cache namespace) take turns, as in
+the engine's own queue, and with API keys no tenant can fill the queue alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from app.common.errors import QueueFull
 from app.common.types import Request, RequestStarted
 from app.engine_client.queue_limits import QueueDemand, QueueLimits, QueueState, check_queue
 
-# A queue that is empty now and then says nothing: whoever comes is let in at once. So only the time counts between two
-# reports of which the first told of a backlog, and what left the queue in it; both fade, over half a minute of such
-# time.
+# An empty queue says nothing about throughput, since requests are admitted at once. So the estimate counts only the
+# time after reports with a backlog, and the work that left the queue in that time; both decay over half a minute.
 
 _FADING = 30.0
 _FIRST, _FIRST_INTERVAL = 2, 0.1
-"""Requests, and seconds between two of them, that are taken to have left before anything is known."""
+"""Prior of the estimate: requests, and seconds between two of them, before anything is measured."""
 _ENOUGH = 8
 
 
@@ -36,11 +35,11 @@ class ThroughputEstimate:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something waited when the last report came: new requests do not begin at once."""
+        """Whether requests waited at the last report: new ones do not start at once."""
         return self._backlog_since is not None
 
     def note(self, left: float, now: float, *, has_backlog: bool) -> None:
-        """So much work has left the queue since the last time, and something still waits, or not."""
+        """Records the work that left the queue since the last call, and whether requests still wait."""
         if self._backlog_since is not None:
             seconds = max(0.0, now - self._backlog_since)
             fading = math.exp(-seconds / _FADING)
@@ -51,14 +50,14 @@ class ThroughputEstimate:
     def seconds_for(self, work: float, one: float, now: float) -> float:
         """How long `work` takes to leave the queue, where a request is about `one`.
 
-        A few are taken to have left quickly, which counts for less and less: the first ones are waited for without a
-        measurement, and an engine that stands still gets slower with each second, not endlessly slow.
+        A prior assumes that a few requests left quickly, with a weight that decays: so there is an estimate before the
+        first measurement, and the estimate for a stalled engine grows with each second but stays finite.
         """
         first = _FIRST * max(0.05, 1 - self._seconds / _FADING)
         return work * (self._measured(now) + first * _FIRST_INTERVAL) / (self._work + first * one)
 
     def is_sure(self, one: float, seconds: float, now: float) -> bool:
-        """Whether enough was seen to refuse somebody for it: some have left, or nobody has for so many seconds."""
+        """Whether the estimate justifies a refusal: enough requests have left, or none has for so many seconds."""
         return self.has_backlog and (self._work >= _ENOUGH * one or self._measured(now) >= seconds)
 
     def _measured(self, now: float) -> float:
@@ -73,11 +72,11 @@ _PROMPT_TOKENS_PER_STEP = 8
 
 @dataclass(slots=True)
 class _Lane:
-    """One caller's part of the queue; owned by the line."""
+    """One tenant's part of the queue; owned by FairQueue."""
 
     tokens: int = 0
     being_read: int = 0
-    """Requests whose texts are being tokenised."""
+    """Requests whose prompts are being tokenized."""
     arrivals: list[int] = field(default_factory=list)
     """Of those that wait in the engine, the oldest first."""
 
@@ -95,25 +94,25 @@ class _Place:
 
 
 class FairQueue:
-    """Requests that were submitted and have not begun, and those that soon will be submitted."""
+    """Requests that were submitted and have not started, and those that are about to be submitted."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self._places: dict[str, _Place] = {}
-        self._lanes: dict[str, _Lane] = {}  # by salt; whose turn is next stands first
+        self._lanes: dict[str, _Lane] = {}  # by cache namespace, in the order of their turns
         self._arrivals = 0
         self._work = 0.0
         self._pace = ThroughputEstimate()
         self._behind: set[int] = set()
-        """Engines that have somebody waiting."""
+        """Engines with waiting requests."""
 
     def retry_after(self, now: float) -> int:
-        """Whole seconds after which a refused request has a chance: when those that wait now will have begun."""
+        """Whole seconds until the requests that wait now have started; the Retry-After of a refused request."""
         return math.ceil(min(_MAX_RETRY_SECONDS, max(1.0, self.eta_seconds(len(self._places), now))))
 
     @contextmanager
     def reserved(self, salt: str, requests: int, tokens: int, now: float, patience: float = math.inf) -> Iterator[None]:
-        """Room for requests whose texts are being read, about `tokens` long together.
+        """Reserves capacity for requests that are being tokenized, about `tokens` long in total.
 
         Raises QueueFull, also where they would wait longer than `patience`; InvalidRequest where they never fit.
         """
@@ -141,7 +140,7 @@ class FairQueue:
             self._check(requests[0].salt, QueueDemand(len(requests), sum(map(_tokens, requests))), now)
 
     def join(self, request: Request) -> None:
-        """One more at the end of its caller's; a request that waits already keeps its place."""
+        """Appends a request to its tenant's lane; a request that waits already keeps its position."""
         if request.id in self._places:
             return
         self._arrivals += 1
@@ -153,7 +152,7 @@ class FairQueue:
         self._places[request.id] = _Place(request.salt, self._arrivals, tokens, work)
 
     def begin(self, started: Sequence[RequestStarted], now: float, *, has_backlog: bool, engine: int = 0) -> None:
-        """An engine's report: these leave the queue because it has begun with them, and others wait for it, or not."""
+        """Handles an engine's report: removes started requests, and records whether others still wait for it."""
         work = 0.0
         for one in started:
             if place := self._places.get(one.request_id):
@@ -165,11 +164,11 @@ class FairQueue:
         self._pace.note(work, now, has_backlog=bool(self._behind))
 
     def stand_down(self, engine: int) -> None:
-        """Whoever waited for this engine waits for others."""
+        """Forgets the backlog of an engine whose requests have moved to others."""
         self._behind.discard(engine)
 
     def leave(self, request_id: str) -> None:
-        """A request is gone, whether it waited or not."""
+        """Removes a request; one that does not wait is ignored."""
         if place := self._places.pop(request_id, None):
             lane = self._lanes[place.salt]
             del lane.arrivals[bisect_left(lane.arrivals, place.arrival)]
@@ -178,27 +177,27 @@ class FairQueue:
             self._forget_if_empty(place.salt, lane)
 
     def rename(self, request_id: str, name: str) -> None:
-        """A request that waits keeps its place by another name; no error for one that does not wait."""
+        """Changes the id of a waiting request, which keeps its position; one that does not wait is ignored."""
         if place := self._places.pop(request_id, None):
             self._places[name] = place
 
     def position(self, request_id: str) -> int | None:
-        """Requests that will begin before this one, or None where it does not wait."""
+        """Requests that will start before this one; None if it does not wait."""
         if (place := self._places.get(request_id)) is None:
             return None
         return self._position(place.salt, bisect_left(self._lanes[place.salt].arrivals, place.arrival))
 
     def eta_seconds(self, position: int, now: float) -> float:
-        """How long a request at this place of the queue is likely to wait."""
+        """Estimated wait of a request at this queue position."""
         return self._pace.seconds_for((position + 1) * self._one, self._one, now)
 
     @property
     def _one(self) -> float:
-        """The work that a request of this queue is."""
+        """Average work of a request in this queue."""
         return max(1.0, self._work / len(self._places)) if self._places else 1.0
 
     def _position(self, salt: str, before: int) -> int:
-        """Of a request with so many of its own caller's before it: others have a turn for each of these."""
+        """Position of a request with `before` requests of its own tenant ahead: others take a turn for each."""
         position, others_first = before, 1
         for other, lane in self._lanes.items():
             if other == salt:

@@ -1,4 +1,4 @@
-"""Does this request fit, and is there room in the queue? Decided before the engine hears of it. Pure."""
+"""Queue limits: whether a request fits the model and the queue, checked before it is submitted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class QueueDemand(NamedTuple):
 
 
 class QueueState(NamedTuple):
-    """What waits: of everybody, or of one caller."""
+    """What waits, in total or of one tenant."""
 
     requests: int
     tokens: int
@@ -52,11 +52,11 @@ def check_queue(
     adding: QueueDemand,
     retry_after: Callable[[], int],
 ) -> None:
-    """Raises QueueFull where what is added would break a bound; `own` is what its caller has there already.
+    """Raises QueueFull if the added requests exceed a limit; `own` is what their tenant has in the queue already.
 
-    Where callers are told apart (`own`), one may take seven times what is left: seven eighths of a queue alone, and
-    the more there are the less each, so that there is room for whoever comes next.
-    Raises InvalidRequest where there are so many requests that they never fit.
+    With API keys (`own`), one tenant may take seven times what is left: seven eighths of the queue if it is alone, and
+    less the more tenants there are, so that there is always capacity for the next one.
+    Raises InvalidRequest if there are so many requests that they never fit.
     """
     if adding.requests > limits.max_requests:
         raise InvalidRequest(
@@ -69,7 +69,7 @@ def check_queue(
         raise _full(f"{line.requests} requests wait already", retry_after())
     if line.requests and adding.tokens > free_tokens:
         raise _full(f"the queue is full ({line.tokens} prompt tokens wait)", retry_after())
-    # Without anything of its own there, a caller may always come.
+    # A tenant without waiting requests may always queue.
     if own is None or not own.requests:
         return
     if own.requests + adding.requests > _SHARE * free or own.tokens + adding.tokens > _SHARE * free_tokens:

@@ -1,4 +1,4 @@
-"""Supervises one engine process after another: starts it, watches it, kills it when it hangs. asyncio, no torch.
+"""Supervisor: starts the engine process, watches it, kills it when it hangs, and restarts it.
 
 loading --Ready--> ready --ended, silent or stuck--> loading ... one crash too many
 (app/engine_client/crash_recovery.py): gone for good
@@ -30,22 +30,22 @@ class EngineGone(Exception):
 
 
 class PoolEvents(Protocol):
-    """Knows the other engines. `place` is which engine it is that tells."""
+    """Events of one engine for the engine pool. `place` is the index of the engine."""
 
     def on_ready(self, place: int) -> None:
         """It takes requests."""
         ...
 
     def on_room(self, place: int) -> None:
-        """It has ended something, or has nothing to do: it may have places that nobody there waits for."""
+        """It has finished requests or is idle: it may have free slots without requests waiting for them."""
         ...
 
     def on_crash(self, place: int) -> None:
-        """Its process is gone and another one will come."""
+        """Its process has ended and will be restarted."""
         ...
 
     def on_gone(self, place: int, reason: EngineGone) -> None:
-        """No process will come any more."""
+        """It will not be restarted."""
         ...
 
 
@@ -64,7 +64,7 @@ async def as_in_directory() -> Mapping[str, str]:
 
 
 class Listener(Protocol):
-    """Whoever has requests in the engine: app/engine_client/client.py."""
+    """The owner of the requests in the engine: app/engine_client/client.py."""
 
     @property
     def owes_progress(self) -> bool:
@@ -73,7 +73,7 @@ class Listener(Protocol):
 
     @property
     def is_probing(self) -> bool:
-        """Whether what the engine delivers is for nobody."""
+        """Whether the engine runs only the canary request."""
         ...
 
     def on_report(self, report: StepReport) -> None:
@@ -85,11 +85,11 @@ class Listener(Protocol):
         ...
 
     def on_crash(self) -> bool:
-        """There is none any more. Whether a request was found that is to blame."""
+        """The engine has crashed. Returns whether a request was blamed for it."""
         ...
 
     def on_gone(self, reason: EngineGone) -> None:
-        """There never is one again."""
+        """The engine will not be restarted."""
         ...
 
 
@@ -117,7 +117,7 @@ class Supervisor:
         self._last_progress = time.monotonic()
         self._num_computed = 0
         self._deliveries = self._proofs = 0
-        """Steps of this engine that gave somebody a token or a score; and those that gave the probe one."""
+        """Steps of this engine that delivered a token or a score to a client, and to the canary request."""
         self._crash_loop = RestartPolicy()
         self._start_clock = StartupTimer(time.monotonic())
         self._tasks: list[asyncio.Task[None]] = []
@@ -178,7 +178,7 @@ class Supervisor:
                     _log.exception("the engine process could not be run")
                     await asyncio.sleep(0.1)
                 self._record_crash()
-        except Exception:  # nobody waits for this task: without it the service would hang
+        except Exception:  # this task is never awaited: unhandled, the error would hang the service
             _log.exception("the engine cannot be started again")
             self.give_up(EngineGone("the engine cannot be started again: the log says why", 1))
 

@@ -1,4 +1,4 @@
-"""What the engine says about the sequences of one answer, as the event loop sees it. asyncio, no torch, no pipe.
+"""Token stream: the engine's events for the sequences of one answer, on the event loop.
 
 open --last item--> ended        pause: the engine drops what has not ended; client.resume() submits it again
                                  hold: the same, because its reader takes nothing; goes on once it has taken what waits
@@ -35,47 +35,47 @@ class Arrival(NamedTuple):
     at: float
     """Monotonic seconds, by the clock of the engine's step."""
     choice: int
-    """Place of the sequence in the stream."""
+    """Index of the sequence in the stream."""
     item: Item
 
 
 class TokenSource(Protocol):
-    """Whoever has the engine: app/engine_client/client.py."""
+    """The engine client that produces the tokens: app/engine_client/client.py."""
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """The engine is to forget these; no error for those that it does not know."""
+        """Cancels these requests; unknown ids are ignored."""
         ...
 
     def position(self, request_id: str) -> int | None:
-        """How many requests wait in front of this one; None where it does not wait."""
+        """How many requests wait ahead of this one; None if it does not wait."""
         ...
 
     def hold(self, stream: TokenStream) -> None:
-        """Drops what the stream has open, until go_on()."""
+        """Cancels the open requests of the stream until go_on()."""
         ...
 
     def go_on(self, stream: TokenStream) -> None:
-        """Submits again what a held stream has open."""
+        """Submits the open requests of a suspended stream again."""
         ...
 
 
 class TokenStream:
     """Owned by the event loop. Closing it early is the only cancellation, and never waits.
 
-    The buffer is bounded: where more than MOST_WAITING waits and nobody is in receive(), the stream is held. A reader
-    who waits is never held, however much comes at once because the event loop was busy.
+    The buffer is bounded: if more than MOST_WAITING is buffered and no reader awaits receive(), the stream is
+    suspended. While a reader waits, it never is, however much arrives at once because the event loop was busy.
     """
 
     def __init__(self, requests: Sequence[Request], source: TokenSource) -> None:
         self.requests = tuple(requests)
         self.strikes = 0
-        """Crashes in a row that it was in flight in when it was dropped; the client's side."""
+        """Consecutive crashes that it was in flight in when it was dropped; for the engine client."""
         self.holds = 0
-        """How often it was held."""
+        """How often it was suspended."""
         self.work_seconds = 0.0
-        """CPU time that its grammars took beside the engine's steps."""
+        """CPU time of its grammars outside the engine's steps."""
         self.source = source
-        """Who has the engine that it runs on; another one once it goes on there."""
+        """Client of the engine that it runs on; changes when the stream moves to another engine."""
         self._open = {request.id: index for index, request in enumerate(requests)}
         self._begun = False
         self._attempts = 1
@@ -85,18 +85,18 @@ class TokenStream:
         self._weight = 0
         """Of the arrivals: their tokens and top log-probabilities."""
         self.is_held = False
-        """Whether the engine has dropped it because its reader takes nothing."""
+        """Whether it is suspended because its reader does not keep up."""
         self._is_awaited = False
         self._arrived = asyncio.Event()
 
     @property
     def queue_position(self) -> int | None:
-        """How many requests wait in front of this stream's first; None once one of its own runs, or all ended."""
+        """How many requests wait ahead of this stream's first; None once one of its requests runs, or all ended."""
         return None if self._begun or not self._open else self.source.position(next(iter(self._open)))
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine owes it anything."""
+        """Whether any sequence has not ended."""
         return bool(self._open)
 
     @property
@@ -106,7 +106,7 @@ class TokenStream:
 
     @property
     def open_requests(self) -> list[Request]:
-        """The same as requests, as they were submitted first."""
+        """The original requests that have not ended."""
         return [self.requests[index] for index in self._open.values()]
 
     async def receive(self) -> list[Arrival]:
@@ -130,21 +130,21 @@ class TokenStream:
         self._arrived.set()
 
     def leave(self, index: int) -> None:
-        """Nobody needs more of this sequence. Leaving twice, or after its end, is no error."""
+        """Cancels one sequence. A second call, or one after its end, does nothing."""
         request_id = next((name for name, place in self._open.items() if place == index), None)
         if request_id is not None:
             del self._open[request_id]
             self.source.drop([request_id])
 
     def close(self) -> None:
-        """Nobody listens any more: the engine drops every sequence that has not ended."""
+        """Cancels every sequence that has not ended, after its reader has left."""
         names = list(self._open)
         self._open.clear()
         if names:
             self.source.drop(names)
 
     def cancel(self) -> None:
-        """Ends the stream for its reader, too."""
+        """Like close(), but ends the stream with an error for its reader, too."""
         names = list(self._open)
         self.fail(Cancelled("the request was cancelled"), 0.0)
         if names:
@@ -157,18 +157,18 @@ class TokenStream:
             self.source.drop(list(self._open))
 
     def renew(self) -> list[Request]:
-        """The sequences that have not ended, as requests that go on from where they stand; the client's side.
+        """The sequences that have not ended, as requests that continue from their last token; for the engine client.
 
-        They get new ids, so that nothing is taken for theirs that the engine sent before it heard of the pause.
+        They get new ids, so that events that the engine sent before it was paused are not attributed to them.
         """
         self._attempts += 1
-        # One that was held has waited for its turn already, and neither its patience nor its news begin anew.
+        # A suspended stream has waited for its turn already: neither its queue timeout nor its Started event repeats.
         self._begun, self.is_held = self.is_held, False
         self._open = {f"{self.requests[index].id}~{self._attempts}": index for index in self._open.values()}
         return [self.request(name) for name in self._open]
 
     def request(self, request_id: str) -> Request:
-        """An open sequence as an engine is told of it that knows nothing of it; the client's side."""
+        """An open sequence as a request for an engine that has no state of it; for the engine client."""
         index = self._open[request_id]
         request, generated = self.requests[index], tuple(self._generated[index])
         if request_id == request.id and (generated, self._scored[index]) == (request.generated, request.scored):
@@ -178,7 +178,7 @@ class TokenStream:
             id=request_id,
             generated=generated,
             scored=self._scored[index],
-            # What has begun to write needs nobody; what has not still waits for the prompt's scores.
+            # Once it has generated tokens it needs no leader; before that it still waits for the prompt's scores.
             leader=None if generated else self._name_now(request.leader),
         )
 
@@ -188,7 +188,7 @@ class TokenStream:
         return len(self._generated[index]) + self._scored[index]
 
     def push(self, request_id: str, at: float, item: Item) -> None:
-        """Hands an item to the reader; the client's side. Items of a sequence that has ended are dropped."""
+        """Delivers an item to the reader; for the engine client. Items of an ended sequence are dropped."""
         index = self._open.get(request_id)
         if index is None:
             return
@@ -213,12 +213,12 @@ class TokenStream:
         self._arrived.set()
 
     def fail(self, error: EngineError, at: float) -> None:
-        """Ends every open sequence with an error; the client's side."""
+        """Ends every open sequence with an error; for the engine client."""
         for request_id in list(self._open):
             self.push(request_id, at, error)
 
     def _hold(self) -> None:
-        """The reader takes nothing: no more is made for it until it has taken what waits."""
+        """Suspends the stream until its reader has taken what is buffered."""
         if self._open and not (self._is_awaited or self.is_held or is_armed("stream.unbounded")):
             self.is_held = True
             self.holds += 1

@@ -1,7 +1,7 @@
 """Loads and saves weights directories: config.json, model.safetensors or shards, generation_config.json. Strict.
 
-Nothing in the directory is ever executed or unpickled, and no memory is taken on the
-word of a config.json: what it asks for is held against the headers of the files first.
+Nothing in the directory is ever executed or unpickled, and the sizes of a config.json are checked against the headers
+of the files before memory is allocated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FiniteCheck:
         self._answers: list[Tensor] = []
 
     def note(self, path: Path, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` as it is; whether it is finite is told by require()."""
+        """`tensor` as it is; require() reports whether it is finite."""
         self._tensors.append((path, name, tensor.dtype))
         # Unlike isfinite over all of it, this makes no copy as large as the tensor.
         self._answers.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
@@ -67,7 +67,7 @@ _ABSURD = 16
 
 
 def check_sizes(path: Path, config: ModelConfig, stock: TensorIndex) -> None:
-    """Refuses what the files cannot hold by far; the rest is told tensor by tensor. Raises CheckpointError."""
+    """Refuses what the files cannot hold by far; the rest is checked tensor by tensor. Raises CheckpointError."""
     layers, n_tensors = config.n_layers + config.n_encoder_layers, len(stock.tensors)
     if layers > n_tensors:
         raise CheckpointError(f"{path}: asks for {layers} layers, {stock.source.name} has only {n_tensors} tensors")

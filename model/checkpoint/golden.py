@@ -1,8 +1,8 @@
-"""golden.json: what a model said of a short text when it was written, for whoever loads it to compare. No tokenizer.
+"""golden.json: log-probabilities of a short prompt at export, to compare with after loading.
 
 It holds the natural logarithms of the probability of each token of a prompt but the first, given those before it,
 computed in float32 on the CPU. A file of weights that is whole but wrong (another layout of heads, a lost scaling, a
-transposed matrix) loads without complaint, and says something else.
+transposed matrix) loads without an error, but gives other values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks which files a weights directory has, explains what is missing, and reads its chat template. No torch."""
+"""Checks which files a weights directory has, explains what is missing, and reads its chat template."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """manifest.json: which files belong together, each by its SHA-256.
 
-A directory of weights is replaced one file at a time. Where a manifest is there, the set is whole or it is not, whoever
-writes it: copied files, a training run that was killed between two of them, a download that stopped.
+A weights directory is replaced one file at a time. A manifest shows whether the set is complete, however it was
+written: by a copy, by a training run that was killed between two files, or by a download that stopped.
 """
 
 from __future__ import annotations

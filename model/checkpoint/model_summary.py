@@ -1,4 +1,4 @@
-"""A model in the words of the field, line by line: its shape, its size, its memory."""
+"""Model summary, line by line: shape, size, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which families there are, which one a config.json names, and which one can tell a ModelConfig. No files here."""
+"""Registry of model families: by the model_type of a config.json, and by what a ModelConfig can be written as."""
 
 from __future__ import annotations
 

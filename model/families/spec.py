@@ -1,4 +1,4 @@
-"""The vocabulary of a family: what its config.json says, and which tensors of its files make up ours. No files here."""
+"""Specification of a model family: how to read its config.json, and how to map its tensors to ours."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FamilySpec:
 
 
 def _assembled(piece: TensorMapping, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
-    """A tensor of several parts is made once and filled part by part: never more than one part is there beside it."""
+    """A tensor of several parts is made once and filled part by part: at most one part is in memory besides it."""
     if len(piece.theirs) == 1:
         return piece.load(get(piece.theirs[0][0])).contiguous()
     rows = [shape[0] for _, shape in piece.theirs]

@@ -1,6 +1,6 @@
-"""How tokens reach one another, where nothing is cached: training, the encoder, the readable reference.
+"""Attention without a cache: training, the encoder, the reference implementation.
 
-The paged ways are app/engine/memory/kv_cache.py. Shape legend: T tokens, H query heads, K kv heads, G = H / K, C
+Paged attention is in app/engine/memory/kv_cache.py. Shape legend: T tokens, H query heads, K kv heads, G = H / K, C
 head_dim, B sequences, N tokens of each, S tokens of each source.
 """
 

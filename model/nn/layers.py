@@ -1,6 +1,6 @@
 """The smallest parts of a block: linear layers, norms, activations, rotary and sinusoidal positions.
 
-Parameters are made empty: what stands in them comes from a file or from Decoder.initialise.
+Parameters are allocated uninitialized: a file or Decoder.initialise fills them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def in_rows(function: Callable[[Tensor], Tensor], x_TF: Tensor) -> Tensor:
     or with 3 threads and F 512, rows of silu and gelu differed in a bit from batch to batch. So each call is too small
     to be shared out, its rows are whole vectors, and they are contiguous: for others there is yet another gelu.
     """
-    if torch.is_grad_enabled() or not x_TF.is_cpu:  # in training nobody compares bits
+    if torch.is_grad_enabled() or not x_TF.is_cpu:  # training needs no bitwise reproducibility
         return function(x_TF)
     n_columns = x_TF.shape[-1]
     rest = -n_columns % _NO_REST

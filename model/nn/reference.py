@@ -1,4 +1,4 @@
-"""Generation that recomputes everything for every token: slow, obviously right, the oracle of the engine's tests."""
+"""Reference implementation of generation: slow, without a cache, the oracle of the engine's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tokenizer.json says of the text in its tokens: their exact bytes, and whether text can get lost. Knows no ids.
+"""Exact bytes of the tokens of a tokenizer.json, and whether text can get lost.
 
 Three ways of writing text into pieces are known:
     byte-level      "\\u0120fox"     every character stands for one byte (GPT-2, llama 3, Qwen)
@@ -50,7 +50,7 @@ class Pieces:
 
 
 def pieces_of(raw: dict[str, Any]) -> Pieces:
-    """Reads the decoder. Raises ValueError where the bytes of a token could not be told exactly."""
+    """Reads the decoder. Raises ValueError if the exact bytes of a token cannot be determined."""
     model, decoder = raw["model"], raw["decoder"]
     if model["type"] not in _MODELS:
         raise ValueError(f"{model['type']} tokenizers are not supported, {_SUPPORTED}")

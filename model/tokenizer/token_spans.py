@@ -1,4 +1,4 @@
-"""Where in a text its tokens stand."""
+"""Character spans of the tokens of a text."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Tokenizer:
     """A loaded tokenizer. Immutable, safe to share between threads."""
 
     def __init__(self, rust: RustTokenizer, eos_token: str | None = None, bos_token: str | None = None) -> None:
-        """Takes `rust` over. Raises ValueError for a kind of tokenizer whose bytes could not be told exactly."""
+        """Takes `rust` over. Raises ValueError for a tokenizer whose exact bytes cannot be determined."""
         raw = json.loads(rust.to_str())
         self._pieces = pieces_of(raw)
         self.unproven: Unproven = find_unproven(raw)
@@ -126,7 +126,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json, and the names of special tokens from the files beside it. Raises TokenizerError."""
+        """Reads tokenizer.json, and the names of special tokens from the files next to it. Raises TokenizerError."""
         return cls.reader(directory)()
 
     @classmethod

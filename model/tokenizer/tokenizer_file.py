@@ -1,6 +1,6 @@
-"""tokenizer.json, read with suspicion: what the tokenizers library would take memory for is checked first.
+"""Validates tokenizer.json before the tokenizers library reads it.
 
-The library trusts its file: an id of two thousand million makes it reserve a table of that size, and the process ends.
+The library trusts its file: an id of two billion makes it reserve a table of that size, and the process is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m model.train. Imports nothing heavy before Ctrl+C is taken care of; the command stands in command.py."""
+"""Entry point of `python -m model.train`: handles Ctrl+C before the heavy imports of command.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of model.train.command."""
     # Ctrl+C while torch is imported makes a traceback of whatever stands there. There is nothing to tidy up yet.
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
+    if before is signal.default_int_handler:  # else the parent process ignores it
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from model.train.setup.options import parse
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parse(arguments)  # a wrong flag is told at once: torch takes seconds to import
+    options = parse(arguments)  # reports a wrong flag at once: torch takes seconds to import
     gc.disable()  # imports leave next to no garbage, and looking for it took a third of their time
     from model.train.command import run
 

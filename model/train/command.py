@@ -1,4 +1,4 @@
-"""The command line around one run: exit codes, and what is said at an end that is none."""
+"""Command of one training run: exit codes, and error messages for runs that fail or are interrupted."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _failed(error: object, code: int) -> int:
 
 
 def _let_go_of_stdout() -> None:
-    """Where whoever read it has gone, the interpreter must not try to flush it at its end."""
+    """Redirects stdout if its reader has closed it: the interpreter would fail to flush it at exit."""
     try:
         if sys.stdout:
             sys.stdout.flush()

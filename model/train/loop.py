@@ -1,7 +1,6 @@
-"""The training loop: from step to step, with what is measured and saved on the way.
+"""The training loop: steps, evaluation, snapshots.
 
-What happens within a step stands in step/trainer.py, what the steps see in setup/dataset.py, what a person sees in
-reporting/report.py.
+A step itself is in step/trainer.py, its data in setup/dataset.py, output for the user in reporting/report.py.
 """
 
 from __future__ import annotations

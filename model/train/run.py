@@ -1,6 +1,6 @@
-"""One training run, from its options to its weights directory: makes the parts, goes on or starts, writes the result.
+"""One training run, from its options to its weights directory: sets up, starts or resumes, writes the result.
 
-The training loop itself stands in loop.py.
+The training loop itself is in loop.py.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class Run:
             self._finish(report)
 
     def _must_resume(self) -> bool:
-        """Whether to go on with a run. Raises DataError where there is one and nobody said what to do with it."""
+        """Whether to resume a run. Raises DataError if there is one and neither --resume nor --overwrite is given."""
         options, found = self.options, newest_snapshot(self.work) is not None
         if found and not (options.resume or options.overwrite):
             raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
         return found and bool(options.resume)
 
     def _must_fit(self) -> None:
-        """Before any of it is made: a system that runs out of memory ends whom it likes. Raises ValueErrors."""
+        """Checks memory before allocating: the out-of-memory killer may end any process. Raises ValueErrors."""
         options = self.options
         with torch.device("meta"):
             need = sizes(Decoder(self.shape), options.optimizer, ema=options.ema, export_dtype=options.export_dtype)

@@ -1,6 +1,6 @@
-"""The state of an unfinished training run on disk: weights, optimiser, position. Newest good one wins.
+"""The state of an unfinished training run on disk: weights, optimiser, position. The newest valid one is used.
 
-A snapshot is a folder, complete before it gets its name, so that a crash at any moment leaves the one before.
+A snapshot is a folder that is renamed once complete, so that a crash at any moment leaves the previous one.
 """
 
 from __future__ import annotations

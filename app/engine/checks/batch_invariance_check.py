@@ -1,7 +1,7 @@
-"""Whether an answer hangs on what is computed beside it: `--deterministic` tries it on this device before it serves.
+"""Batch-invariance check: `--deterministic` verifies at the start that a request's logits ignore concurrent requests.
 
-A few short prompts are computed alone, together, in another order, in small pieces and in a crowd. Every
-log-probability must be the same to the last bit, and so every token.
+A few short prompts are computed alone, together, in another order, in small chunks and in a large batch. Every
+log-probability must be bitwise equal, and so every token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CROWD = 32
 
 
 class BatchVarianceError(ValueError):
-    """An answer was another one beside other requests; the message says which."""
+    """Concurrent requests changed an answer; the message says which one."""
 
 
 @dataclass(frozen=True, slots=True)

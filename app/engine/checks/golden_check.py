@@ -1,8 +1,8 @@
 """Tries an engine before its first request: finite logits on trial prompts, and the log-probabilities of golden.json.
 
-The trial runs everything that requests run: cache, kernels, rounded weights. A transposed matrix, a lost scaling or
-another layout of heads loads without complaint and answers nonsense; exploding weights load likewise and answer nothing
-at all. `inkstream check`, the start and a reload all run these two functions.
+The trial uses everything that requests use: cache, kernels, rounded weights. A transposed matrix, a lost scaling or
+another layout of heads loads without an error and produces nonsense; weights that overflow also load, and produce no
+tokens at all. `inkstream check`, the start and a reload all run these two functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the engine process shows of itself beside its reports: that it still loads, and where it hangs. No torch."""
+"""Watchdog of the engine process: heartbeats while it loads, and stack traces when it hangs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _PATIENCE = 0.8
-"""Of the silence after which the process is killed: where it hangs is written before that."""
+"""Fraction of the silence limit after which the stack traces are written, before the process is killed."""
 
 
 class HangTrace:
-    """Writes to a descriptor (standard error's) what every thread does when nobody has called alive() for long.
+    """Dumps the stacks of all threads to a file descriptor (stderr) if alive() is not called for too long.
 
-    It needs no GIL, so it also shows who holds it. Setting the timer anew starts a thread, so not every call does.
+    The dump does not need the GIL, so it also shows which thread holds it. Resetting the timer starts a thread, so not
+    every call does that.
     """
 
     def __init__(self, silence_seconds: float, descriptor: int = 2) -> None:
@@ -23,7 +24,7 @@ class HangTrace:
         self._next = 0.0
 
     def alive(self, now: float) -> None:
-        """The loop goes round; any number of times a second."""
+        """Resets the timer; may be called any number of times a second."""
         if now >= self._next:
             self._next = now + self._seconds / 4
             faulthandler.dump_traceback_later(self._seconds, file=self._descriptor)
@@ -31,14 +32,14 @@ class HangTrace:
 
 @contextmanager
 def heartbeat(beat: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Calls `beat` from a thread of its own now and then, while something else takes its time."""
+    """Calls `beat` every `seconds` from a background thread within the block."""
     over = threading.Event()
 
     def run() -> None:
         while not over.wait(seconds):
             try:
                 beat()
-            except OSError:  # the pipe is closed: whoever writes next from the main thread says so
+            except OSError:  # the pipe is closed: the main thread reports that on its next write
                 return
 
     thread = threading.Thread(target=run, daemon=True)

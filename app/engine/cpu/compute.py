@@ -1,7 +1,7 @@
-"""A decoder and its KV cache in the native kernels: what the runner asks for, in two calls a step.
+"""Native executor: a decoder and its KV cache in the C++ kernels, called twice a step.
 
-The torch twin, oracle and fallback is app/engine/execution/runner.py. Both keep the law of rows, each with bits
-of its own.
+The reference implementation and fallback in torch is app/engine/execution/runner.py. Both are batch-invariant, but
+their results differ in the last bits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Threads:
 
 
 class NativeCompute:
-    """Weights are packed at the start; the decoder is not needed any more afterwards.
+    """Packs the weights at construction; the decoder is not needed afterwards.
 
     The cache holds [layer, 2, block, kv_head, 16 slots x head_dim], within a block as source/attend.h says; the last
-    block is nobody's.
+    block is padding.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NativeCompute:
         finalize(self, library.close, self._machine)
         self._logits = torch.empty(0, program.logits_columns)
         self.seconds: array[float] | None = None
-        """Where each operation of `program` adds the time it takes, if anybody wants to know."""
+        """Where each operation of `program` adds its time, for profiling."""
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
         """One step; rows stand in the order of the plan."""

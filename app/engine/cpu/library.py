@@ -1,6 +1,6 @@
 """ctypes binding of the compiled kernels: structures, functions, buffers, and memory with large pages.
 
-Every structure mirrors one of source/interface.h; ink_sizes() tells whether both sides mean the same.
+Every structure mirrors one of source/interface.h; ink_sizes() verifies that both sides agree.
 """
 
 from __future__ import annotations

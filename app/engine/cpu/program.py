@@ -54,7 +54,7 @@ def head_numbers(config: ModelConfig) -> int:
 
 
 class Program:
-    """Packed weights and operations of one decoder. Whoever runs it keeps it alive: the kernels hold its addresses."""
+    """Packed weights and operations of one decoder. The caller must keep it alive: the kernels hold its addresses."""
 
     def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
         assert not decoder.config.n_encoder_layers, "app/engine/cpu/toolchain/backend_selection.py lets none through"

@@ -1,9 +1,7 @@
-"""The native twin of app/engine/sampling/sampler.py: rows of logits in, drawn tokens out.
+"""Native sampler: app/engine/sampling/sampler.py in one call of C++ (source/draw.h).
 
-One call of C++ (source/draw.h) does it all.
-
-What does not change between the steps of a request is packed once, and kept for as long as it draws in every step. The
-twins may differ in the last bits of a sum, so a process keeps to one of them.
+Data that does not change between the steps of a request is packed once, and kept for as long as the request samples in
+every step. The two samplers may differ in the last bits of a sum, so a process uses only one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step of the engine: plan, run, commit. No threads, no asyncio, no pipe.
+"""One step of the engine: plan, run, commit.
 
 Where the runner can launch a step and collect it later, the engine is one step ahead: the next step is planned and
 launched while the device computes this one, which is collected and committed after that.
@@ -73,7 +73,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether step() would do anything: also while a step is in flight that nobody waits for any more."""
+        """Whether step() would do anything, also while the sequences of a step in flight have all ended."""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
@@ -81,7 +81,7 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request; no step that is launched from now on computes it, and what is in flight is not told."""
+        """Drops a request; steps launched from now on leave it out, those in flight go on unchanged."""
         self.scheduler.cancel(request_id)
 
     def step(self, announce: Announce = lambda _started: None) -> StepReport:
@@ -102,7 +102,7 @@ class Engine:
         return report
 
     def rest(self) -> None:
-        """For whoever has no work for now: time to look whether all is in order."""
+        """Runs the idle-time checks; called when there is no work."""
         self._audit.when_idle()
 
     def _plan(self) -> BatchPlan:

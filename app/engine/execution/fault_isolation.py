@@ -1,7 +1,7 @@
-"""A step in which something was raised, once more row by row: only the request at fault fails. Pure, knows no tensors.
+"""Fault isolation: retries a failed step row by row, so that only the request at fault fails.
 
-By the law of rows a chunk gives alone what it gives beside others, and computing it twice changes nothing: keys and
-values are written to the same places, and a guide that has moved on too early is built again from the tokens.
+By batch invariance a chunk gives the same result alone as in a batch, and computing it twice changes nothing: keys and
+values are written to the same slots, and a grammar state that advanced too early is rebuilt from the tokens.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Runs(Protocol):
 
 
 Flight = Any
-"""What a device makes of a launched step until it is collected; nobody else looks into it."""
+"""Opaque handle of a launched step until it is collected."""
 
 
 class RunsAhead(Protocol):
-    """What a device can do beside run(): take a step while the one before is still being computed.
+    """Optional ability of a runner: to launch a step while the previous one is still being computed.
 
     Steps are computed in the order of their launches, and collected in that order. A chunk of the second may read the
-    token that the first draws, behind the last of Sequence.tokens: it lies on the device; where that is no token, since
-    the logits were not finite, any will do, for nobody looks at what comes of it. That goes for all rows of a sequence
-    that has ended. run() is only called while nothing is in flight.
+    token that the first draws, behind the last of Sequence.tokens: it lies on the device; if the logits
+    were not finite, any value will do, since the result is discarded. The same goes for all rows of a sequence that
+    has ended. run() is only called while nothing is in flight.
     """
 
     def launchable(self, plan: BatchPlan) -> bool:
-        """Whether it needs nothing of the host on its way: no guide, no scores."""
+        """Whether the step needs nothing from the host while it runs: no grammar, no scores."""
         ...
 
     def launch(self, plan: BatchPlan) -> Flight:
@@ -53,12 +53,12 @@ class RunsAhead(Protocol):
         ...
 
     def collect(self, flight: Flight) -> StepResult:
-        """Waits for the oldest flight. Whatever is raised here is nobody's request: it ends the process."""
+        """Waits for the oldest flight. An error here is not caused by a single request: it ends the process."""
         ...
 
 
 class FaultIsolation:
-    """Runs steps. Raises only what no single request is to blame for: that ends the process."""
+    """Runs steps. Raises only errors that no single request caused: those end the process."""
 
     def __init__(
         self, runner: Runs, ahead: RunsAhead | None = None, *, release: Callable[[], None] = lambda: None
@@ -131,12 +131,12 @@ class FaultIsolation:
     def _prove(self, example: Request) -> None:
         """Raises where not even a sequence of one token can be computed: then no request is at fault."""
         request = Request(id="proof", prompt=(0,), max_tokens=1, source=example.source[:1])
-        sequence = Sequence(request=request, tokens=[0], arrival=0)  # without blocks: it writes where nobody reads
+        sequence = Sequence(request=request, tokens=[0], arrival=0)  # without blocks: it writes to the padding block
         self._runner.run(BatchPlan((Chunk(sequence, 0, 1),)))
 
 
 def _alone(chunk: Chunk, plan: BatchPlan) -> BatchPlan:
-    """The chunk with what must be done to its own blocks first. Nobody else's may be cleared: they are written to."""
+    """The chunk with the preparation of its own blocks only: clearing other sequences' blocks would lose their data."""
     own = {*chunk.sequence.blocks}
     clear = tuple(block for block in plan.clear if block in own)
     copies = tuple(pair for pair in plan.copies if pair[1] in own)

@@ -69,7 +69,7 @@ class TorchExecutor:
         return self._decoder.head(self._hidden_TD[torch.tensor(padded, device=self._hidden_TD.device)])[: len(rows)]
 
     def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, positions and blocks [T], padded to what the law of rows asks for."""
+        """Tokens, positions and blocks [T], padded as batch invariance requires."""
         size, padding = self._cache.block_size, self._cache.padding_block
         tokens: list[int] = []
         positions: list[int] = []
@@ -94,7 +94,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class Sampler(Protocol):
-    """app/engine/sampling/sampler.py, or its native twin."""
+    """app/engine/sampling/sampler.py, or its native counterpart."""
 
     def sample(self, logits_SV: Tensor, rows: Items[SamplingInput], /) -> list[SampledToken]:
         """One token for each row of logits."""

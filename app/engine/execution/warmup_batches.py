@@ -1,6 +1,6 @@
 """Artificial sequences and grammars for warm-up steps and memory measurements.
 
-They have no blocks: what they write lands where nobody reads.
+They have no blocks: they write to the padding block.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] =
 
 
 def largest_step(limits: StepLimits, context: int) -> BatchPlan:
-    """The step that takes the most memory of all that a device draws in by itself: a plan to measure by.
+    """The step with the largest memory need among those that the device samples itself, for measurements.
 
     As many rows as may run, all of which draw, at the end of their context, and as many tokens as a step may have. The
-    first alone has penalties, for which all its tokens are told: those of all rows at once, of 131,072 each, would fill
+    first alone has penalties, for which all tokens are uploaded: those of all rows at once, of 131,072 each, would fill
     memory that no real step fills.
     """
     return _spread(limits, context, [_COUNTED, *[_USUAL] * (limits.max_running - 1)], ())
 
 
 def costliest_step(limits: StepLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
-    """The same where the host draws, and requests ask for all that there is: guides, and filters that sort whole rows.
+    """The same where the host samples, and requests use every option: grammars, and filters that sort whole rows.
 
     The first one's prompt is scored, too. Of many, the last one asks for nothing: then the rows of the others are
     copied, which takes more than one row does.
@@ -71,7 +71,7 @@ def costliest_step(limits: StepLimits, context: int, *, source: tuple[int, ...] 
 
 
 def _spread(limits: StepLimits, context: int, asked: Items[dict[str, Any]], source: tuple[int, ...]) -> BatchPlan:
-    """One sequence for each of those who ask; the first ones get as many tokens as may be."""
+    """One sequence for each of `asked`; the first ones get as many tokens as possible."""
     tokens, spare, chunks = [0] * context, limits.tokens_per_step, []
     for place, asks in enumerate(asked):
         length = max(1, min(context, spare - (len(asked) - place - 1)))
@@ -81,14 +81,14 @@ def _spread(limits: StepLimits, context: int, asked: Items[dict[str, Any]], sour
 
 
 def _sequence(place: int, tokens: list[int], source: tuple[int, ...], **asks: Any) -> Sequence:
-    """`tokens` is one list for all, which nobody adds to; the last one was drawn, as far as the first can tell."""
+    """`tokens` is one unmodified list shared by all; the first sequence counts its last token as generated."""
     prompt = (0,) if place else tuple(tokens[:-1] or tokens)
     request = Request(id=f"dummy {place}", prompt=prompt, max_tokens=1, source=source, **asks)
     return Sequence(request=request, tokens=tokens, arrival=0)
 
 
 class PermissiveGrammars:
-    """A `TracksGrammars` of app/engine/execution/runner.py, whose masks take what any guide's take."""
+    """A `TracksGrammars` of app/engine/execution/runner.py, whose masks cost as much as any grammar's."""
 
     def __init__(self, vocab_size: int) -> None:
         self._allowed_W = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)

@@ -86,7 +86,7 @@ class PagedDecoder:
 
 
 class _Step(NamedTuple):
-    """What attention is told of a step."""
+    """Inputs of attention for a step."""
 
     cache: Tensor
     positions_T: Tensor

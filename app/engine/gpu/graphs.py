@@ -1,7 +1,7 @@
-"""Decode steps captured beforehand, by number of rows and by length of the longest sequence.
+"""CUDA graphs of decode steps, by number of rows and by length of the longest sequence.
 
-A small model's step would wait for the host's launches, so the whole of it, with head and draw, is one graph. Where
-nothing is captured the same step runs operation by operation.
+A small model's step is bound by kernel launches, so the whole step, with LM head and sampling, is one graph. Without a
+captured graph the same step runs operation by operation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CudaCapture:
 
     And one stream: cuBLAS keeps a workspace (tens of MiB) for each stream that it was ever called on, and torch would
     hand out another stream of its 32 for every capture. So none of them may go before the last: torch gives back the
-    workspace of its stream with a graph, whoever else was captured there (pytorch issue 193402).
+    workspace of its stream with a graph, even if other graphs were captured there (pytorch issue 193402).
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class DecodeGraphs:
         return len(self.buckets) * len(self._levels)
 
     def capture(self, capture: Capture) -> None:
-        """All of them, on rows that are nobody's; once."""
+        """Captures all graphs, once, on the padding row."""
         assert not self.replays, "with the first to be replaced those captured before it would lose their workspace"
-        self.steps.rows_S.fill_(self.steps.rows.nobody)
+        self.steps.rows_S.fill_(self.steps.rows.padding_row)
         for count in reversed(self.buckets):
             for splits in reversed(self._levels):
                 self.replays[count, splits] = capture(partial(self.steps.decode, count, splits))

@@ -1,8 +1,8 @@
 """Matrix products of a network on a GPU, with the weight as it is, in int8 or in fp8.
 
-Each owns its numbers. Nothing is read back from the device and no shape hangs on a value, so a CUDA graph can hold
-them. Rows do not see one another; but which tile a library picks hangs on how many there are, so that on a GPU the last
-bits of a row may depend on their number (see --deterministic), except in int8, whose kernel sums in one order.
+Each owns its weights. Nothing is read back from the device and no shape depends on a value, so a CUDA graph can capture
+them. Rows are independent; but a library chooses its tile by their number, so on a GPU the last bits of a row may
+depend on it (see --deterministic), except in int8, whose kernel sums in a fixed order.
 
 Shape legend: T tokens of the step, K columns, N rows of the weight.
 """
@@ -32,7 +32,7 @@ def make_linear(
     *,
     kernels: RoundedKernels = TWINS,
 ) -> Linear:
-    """x [T, K] -> x W^T + b [T, N], for a weight [N, K] that nobody else needs: where it is rounded, it is freed.
+    """x [T, K] -> x W^T + b [T, N], for a weight [N, K] that it takes ownership of: quantizing frees the original.
 
     An fp8 product whose sizes do not allow it (see fits_fp8) stays as it is. kernels: see rounded_kernels().
     """
@@ -42,7 +42,7 @@ def make_linear(
         linear = Fp8Linear(weight, bias, kernels.fp8_rows)
     else:
         return Bf16Linear(weight, bias)
-    weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)  # one number, in which nobody finds sense
+    weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)  # one NaN
     return linear
 
 
@@ -70,7 +70,7 @@ def check_quantize(
 
 
 class Bf16Linear:
-    """The weight in the number format that it came in: bfloat16 on a GPU, unless told otherwise."""
+    """The weight in the number format that it came in: bfloat16 on a GPU by default."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight_NK = weight.detach()

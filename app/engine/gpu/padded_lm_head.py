@@ -1,8 +1,7 @@
-"""The product with the head, whose matrix gets rows of zeros where the vocabulary is an odd number of them.
+"""Product with the LM head, whose matrix is padded with zero rows to an aligned vocabulary size.
 
-cuBLAS writes the logits of a row behind those of the one before, and takes its slow kernels where rows do not begin at
-whole 16 bytes: with 50,257 tokens, or 32,001. With whole rows they are quick, and what stands between two rows is
-nobody's.
+cuBLAS writes the rows of logits contiguously, and falls back to slow kernels where rows are not aligned to 16 bytes:
+with 50,257 tokens, or 32,001. With padded rows it is fast, and the padding between two rows is ignored.
 
 Shape legend: S rows that want logits, D width, V vocabulary, W the next whole number from V on.
 """

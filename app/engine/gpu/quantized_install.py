@@ -1,4 +1,4 @@
-"""Puts rounded products behind the matrices of a decoder, which stays what it was.
+"""Replaces the matrix products of a decoder with quantized ones.
 
 Embeddings stay as they are, and so does a head that shares their matrix: it is read as an embedding too.
 """

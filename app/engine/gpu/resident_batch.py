@@ -1,8 +1,8 @@
 """State of running sequences on the device, the upload of a step, and the layout of its tokens and attention tiles.
 
 A sequence has a row from the first step that it is launched in until another one needs it. Between two steps the host
-tells the device only what changed: sequences that are new to it, blocks that were added, tokens drawn elsewhere. All of
-it is ordered by the one stream of the device, so that a row may be given away while a step with it still runs.
+uploads only changes: new sequences, added blocks, tokens sampled elsewhere. All of
+it is ordered by the one stream of the device, so that a row may be reassigned while a step that uses it still runs.
 
 Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X flattened.
 """
@@ -40,15 +40,15 @@ class Layout:
     end_rows: array[int] = field(default_factory=lambda: array("i"))
 
     def sections(self) -> tuple[array[int], ...]:
-        """In the order of `Told`'s fields in app/engine/gpu/step.py."""
+        """In the order of the fields of `StepInputs` in app/engine/gpu/step.py."""
         tiles = (self.tile_rows, self.tile_starts, self.tile_positions, self.tile_lengths)
         return (self.tokens, self.token_rows, self.positions, *tiles, self.ends, self.end_rows)
 
 
 def lay_out(
-    chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, nobody: int, tokens: int, draws: int
+    chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, padding_row: int, tokens: int, draws: int
 ) -> Layout:
-    """`tokens` and `draws`: to how many both are padded, with what is `nobody`'s."""
+    """Lays out the tokens and tiles of a step, padded to `tokens` tokens and `draws` samples of `padding_row`."""
     layout = Layout()
     for chunk, row in zip(chunks, rows, strict=True):
         start, stop, known = chunk.start, chunk.stop, chunk.sequence.tokens
@@ -67,10 +67,10 @@ def lay_out(
             layout.end_rows.append(row)
     for section, wanted, filler in (
         (layout.tokens, tokens, 0),
-        (layout.token_rows, tokens, nobody),
+        (layout.token_rows, tokens, padding_row),
         (layout.positions, tokens, 0),
         (layout.ends, draws, 0),
-        (layout.end_rows, draws, nobody),
+        (layout.end_rows, draws, padding_row),
     ):
         section.extend([filler] * (wanted - len(section)))
     return layout
@@ -87,22 +87,22 @@ def decode_buckets(most: int) -> tuple[int, ...]:
 
 
 def bucket(count: int, buckets: Items[int]) -> int:
-    """The smallest that has room for `count`."""
+    """The smallest bucket that holds `count`."""
     return next(n for n in buckets if n >= count)
 
 
 class Upload:
-    """Sections of int32 behind one another; nobody waits for their way to the device.
+    """Concatenated sections of int32, copied to the device asynchronously.
 
-    Each begins at a multiple of 16 bytes, as kernels want their pointers.
-    The host's side is pinned memory out of torch's own pool, which gives it to nobody else before the copy is done.
+    Each section begins at a multiple of 16 bytes, as kernels require of their pointers.
+    The host side is pinned memory from torch's caching allocator, which does not reuse it before the copy is done.
     """
 
     def __init__(self) -> None:
         self._numbers = array("i")
 
     def add(self, numbers: Iterable[int]) -> slice:
-        """One more section; where it will lie."""
+        """Appends a section and returns its range in send()'s result."""
         self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
         start = len(self._numbers)
         self._numbers.extend(numbers)
@@ -120,7 +120,7 @@ class Upload:
 
 
 class Download:
-    """Numbers on their way from the device."""
+    """An asynchronous copy from the device."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -132,7 +132,7 @@ class Download:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """On the host, once they are there: the only place where the host waits for the device."""
+        """Waits for the copy: the only place where the host waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers
@@ -140,11 +140,11 @@ class Download:
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """The host's view of a row, as it will be once the launched steps have run. Owned by Rows."""
+    """The host's view of a row, as it will be once the launched steps have run. Owned by ResidentBatch."""
 
     row: int
     blocks: list[int]
-    """The sequence's own list: a sequence that gave way and came back has another one."""
+    """The sequence's own list: a sequence that was preempted and readmitted has another one."""
     n_blocks: int = 0
     length: int = 0
     """Tokens whose keys and values are in the cache."""
@@ -168,10 +168,10 @@ class ResidentChanges:
 
 
 class ResidentBatch:
-    """`count` sequences at once; the last row is nobody's: padding computes with it."""
+    """Device state of up to `count` sequences; the last row is for padding."""
 
     def __init__(self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable) -> None:
-        self.nobody = count
+        self.padding_row = count
         self.context = context
         self.block_size = block_size
         self.table = table
@@ -185,7 +185,7 @@ class ResidentBatch:
 
     @property
     def state(self) -> RowState:
-        """What a decode step reads and leaves."""
+        """State that a decode step reads and updates."""
         return RowState(self.block_table_RB, self.kv_length_R, self.last_token_R, self.block_size)
 
     def knows(self, sequence: Sequence) -> bool:
@@ -193,7 +193,7 @@ class ResidentBatch:
         return sequence in self._known
 
     def enter(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentChanges]:
-        """The row of each chunk's sequence, and what the device must be told first."""
+        """The row of each chunk's sequence, and the changes to upload first."""
         changes = ResidentChanges()
         missing = sum(chunk.sequence not in self._known for chunk in chunks)
         if missing > len(self._free):
@@ -202,7 +202,7 @@ class ResidentBatch:
         return rows, changes
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """What the device knows of them is not true any more, as after a step that it did not sample."""
+        """Frees the rows of sequences whose device state is stale, as after a step that the host sampled."""
         for sequence in sequences:
             if known := self._known.pop(sequence, None):
                 self._free.append(known.row)
@@ -225,7 +225,7 @@ class ResidentBatch:
         return [upload.add(section) for section in sections]
 
     def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
-        """What tell() told, done on the device."""
+        """Applies the uploaded changes on the device."""
         loaded, told, history, owners, generated, places, blocks, *rest = (numbers_X[section] for section in sections)
         if len(loaded):
             self.table.load(loaded, told.view(len(loaded), -1), history, owners, generated)
@@ -236,10 +236,10 @@ class ResidentBatch:
                 target_R.index_copy_(0, rows_N.long(), values_N)
 
     def _make_room(self, count: int, present: set[Sequence]) -> None:
-        """Rows for `count` newcomers: of those who do not run, then of anybody who is not in this step.
+        """Frees rows for `count` new sequences: of those that do not run, then of any that is not in this step.
 
-        The latter only where nobody's sequence comes beside as many as may run
-        (app/engine/execution/fault_isolation.py): nothing is in flight then, and who loses its row is told anew.
+        The latter happens only when the trial sequence of app/engine/execution/fault_isolation.py runs in addition to
+        the maximum: no step is in flight then, and a sequence that lost its row is uploaded again.
         """
         others = [old for old in self._known if old not in present]
         self.forget(old for old in others if old.ended or not old.blocks)
@@ -268,7 +268,7 @@ class ResidentBatch:
     def _load(self, sequence: Sequence, known: _Known | None, changes: ResidentChanges) -> _Known:
         row = known.row if known else self._free.pop()
         known = self._known[sequence] = _Known(row=row, blocks=sequence.blocks)
-        if not sequence.blocks:  # what it writes lands where nobody reads
+        if not sequence.blocks:  # what it writes goes to the padding block
             first = row * self.block_table_RB.shape[1]
             changes.table_places.extend(range(first, first + self.block_table_RB.shape[1]))
             changes.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])

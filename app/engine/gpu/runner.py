@@ -1,7 +1,7 @@
-"""A batch plan to a step on the device and, later, its tokens: launched without waiting, collected when it is through.
+"""GPU runner: launches the step of a batch plan without waiting, and collects its tokens later.
 
-Steps that need something of the host between forward and draw (a guide's mask, scores of a prompt, parameters that no
-row has room for) are computed in run(), with app/engine/execution/runner.py.
+Steps that need the host between forward pass and sampling (a grammar's mask, scores of a prompt, parameters that do not
+fit into a row) are computed in run(), with app/engine/execution/runner.py.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class DeviceFlight:
 
     drawing: tuple[Sequence, ...]
     numbers: Download
-    """Also where nothing is drawn: who did not wait for pieces of a prompt would launch all of a long one at once, and
-    whoever comes meanwhile would stand behind it."""
+    """Also where nothing is sampled: without waiting for the chunks of a prompt, all of a long prompt would be launched
+    at once, and new requests would queue behind it."""
 
 
 class DeviceRunner:
@@ -77,14 +77,14 @@ class DeviceRunner:
             return self.collect(self.launch(plan))
         try:
             result = self._host.run(plan)
-            Download(self._steps.rows_S).wait()  # where nothing was drawn, nobody has waited
+            Download(self._steps.rows_S).wait()  # where nothing was sampled, nothing has synchronized yet
             return result
-        finally:  # what was drawn, the device has not heard of
+        finally:  # the device does not have the sampled tokens
             self._rows.forget(chunk.sequence for chunk in plan.chunks)
 
     @torch.inference_mode()
     def launch(self, plan: BatchPlan) -> DeviceFlight:
-        """Never waits. Where it raises, rows that took part are told anew: their next chunk is not behind the last."""
+        """Never waits. If it raises, the plan's rows are uploaded again: their next chunk does not follow the last."""
         fault("engine.launch", plan)
         drawing = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
         self._start(plan)
@@ -122,7 +122,7 @@ class DeviceRunner:
             return
         rows, sending = _Sending.of(self._steps, plan)
         count = self.graphs.bucket(len(rows))
-        place = sending.upload.add([*rows, *[self._rows.nobody] * (count - len(rows))])
+        place = sending.upload.add([*rows, *[self._rows.padding_row] * (count - len(rows))])
         numbers_X = sending.send()
         self._steps.rows_S[:count].copy_(numbers_X[place])
         self.graphs.run(count, splits(max(chunk.stop for chunk in plan.chunks)))
@@ -163,7 +163,7 @@ class _Sending:
 
     @classmethod
     def of(cls, steps: StepProgram, plan: BatchPlan) -> tuple[list[int], _Sending]:
-        """The rows of the plan's chunks, and what the device must be told of them."""
+        """The rows of the plan's chunks, and what to upload for them."""
         upload = Upload()
         rows, changes = steps.rows.enter(plan.chunks)
         return rows, cls(steps, plan, steps.rows.tell(changes, upload), upload)
@@ -184,7 +184,7 @@ def _sent(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepIn
         plan.chunks,
         rows,
         tile_tokens=shapes.tile_tokens,
-        nobody=graphs.steps.rows.nobody,
+        padding_row=graphs.steps.rows.padding_row,
         tokens=shapes.padded(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
         draws=graphs.bucket(n_draws) if n_draws else 0,
     )

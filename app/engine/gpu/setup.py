@@ -1,7 +1,7 @@
 """Assembles an engine on a GPU, in the order in which memory has to be measured and allocated.
 
-First the largest step is measured on a cache of no blocks, then the cache is made of what is left, then decode steps
-are captured. Any device will do, which is how it is tested.
+First the largest step is measured with an empty cache, then the cache is allocated from what is left, then decode steps
+are captured. It runs on any device, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def device_runner(
     sampler: Sampler | None = None,
     guides: TracksGrammars | None = None,
 ) -> DeviceRunner:
-    """With a cache of `blocks` blocks, and one more that is nobody's."""
+    """Builds the runner with a cache of `blocks` blocks and one padding block."""
     config, most, like = decoder.config, wishes.max_running, decoder.embedding
     table = SamplingTable(most + 1, config.vocab_size, like.device)
     table.with_counts()  # graphs must know where they lie
@@ -76,7 +76,7 @@ def device_runner(
 
 
 _GRAPH_BYTES = 4 << 20
-"""Taken for what CUDA keeps of each graph beside its tensors. An assumption: no GPU has been asked yet."""
+"""Assumed CUDA memory per graph besides its tensors; not measured on a GPU yet."""
 
 
 class GpuParts:
@@ -142,7 +142,7 @@ class GpuParts:
 
     @property
     def _partial_bytes(self) -> int:
-        """Most that attention holds beside its output."""
+        """Most workspace of attention besides its output."""
         return PARTIAL_BYTES if self._room.context > SPLIT else 0
 
     def _runner(self, blocks: int, guides: TracksGrammars | None = None) -> DeviceRunner:

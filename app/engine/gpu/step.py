@@ -1,6 +1,6 @@
 """One step on the device: forward pass, draw, advancing rows, and the draws packed for one copy to the host.
 
-A decode step takes all that it needs from what lies on the device already, so that it can be captured once and replayed
+A decode step reads all of its inputs from device memory, so that it can be captured once and replayed
 (app/engine/gpu/graphs.py). Shape legend: R rows of resident state, S rows of the step, T tokens of it, X flattened.
 """
 
@@ -74,7 +74,7 @@ class StepProgram:
         self.decoder = decoder
         self.rows = rows
         self.cache = cache
-        self.rows_S = torch.full((most,), rows.nobody, dtype=torch.int32, device=cache.device)
+        self.rows_S = torch.full((most,), rows.padding_row, dtype=torch.int32, device=cache.device)
         """Of a decode step; set before it."""
         self.out = SampleOut.empty(most, cache.device)
         """Of the last step."""

@@ -1,4 +1,4 @@
-"""Where Triton keeps what it has compiled: beside our own kernels, so that one directory is kept. Imports no Triton.
+"""Places Triton's cache of compiled kernels next to our own, so that there is one directory to keep.
 
 Triton reads the variable when it compiles, and its children inherit it.
 """

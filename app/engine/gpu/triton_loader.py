@@ -1,6 +1,6 @@
-"""Triton's kernels, where they are installed, and what computes where they are not.
+"""Loads the Triton kernels, or the fallback if Triton is not installed.
 
-Triton is an extra, so this is the one file that asks for it.
+Triton is an optional dependency, and only this file checks for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LoadedKernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoundedKernels:
-    """What products of rounded matrices are computed with. As they stand: torch's twins, on any device."""
+    """Kernels for products of quantized matrices. The defaults are torch's reference versions, for any device."""
 
     int8_product: Int8Product = dequantised_product
     fp8_rows: Fp8Rows = round_rows
@@ -68,7 +68,7 @@ def check_triton(start: Callable[[], object] = lambda: import_module("triton.run
 
 
 def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
-    """The kernels on a GPU where Triton is installed; else the twins, as in float32, where tensor cores would round."""
+    """The kernels on a GPU where Triton is installed; else the reference versions, also in float32, where tensor cores would round."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return TWINS
     int8, fp8 = (import_module(f"app.engine.gpu.kernels.triton.{kind}") for kind in ("int8", "fp8"))

@@ -1,1 +1,1 @@
-"""Guided decoding in the engine: grammar states, token masks, compilation beside the steps."""
+"""Guided decoding in the engine: grammar states, token masks, background compilation."""

@@ -1,4 +1,4 @@
-"""One text's state in its grammar, and the masks of tokens that may follow it.
+"""Grammar state of one generated text, and the masks of tokens that may follow it.
 
 Shape legend: S rows, W words of 32 bits, one bit for each token of the model and one for the end of the text.
 """

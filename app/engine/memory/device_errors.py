@@ -1,9 +1,9 @@
-"""What an error in a step says of the device: that it is lost, that its memory was too small, or nothing. Pure.
+"""Classifies errors of a step: device lost, out of device memory, or neither.
 
-Some errors of CUDA stay: after an illegal address, a failed assertion in a kernel or a memory error every later call of
-the process fails, too. No request is at fault then, and none can go on but in another process. This file knows torch's
-and Triton's errors by their names, codes and first lines; codes and texts are those of NVIDIA's cudaError_t, and the
-order in which torch tells them is that of c10/cuda/CUDAException.cpp.
+Some CUDA errors are sticky: after an illegal address, a failed assertion in a kernel or a memory error, every later
+call of the process fails, too. No request is at fault then, and requests can continue only in another process. Errors
+of torch and Triton are recognized by their names, codes and first lines; codes and texts are those of NVIDIA's
+cudaError_t, in the order of c10/cuda/CUDAException.cpp in torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _HARMLESS_WORDS = _CAPTURE_WORDS | frozenset(
         "operation not supported",
     }
 )
-"""The same where only a text is told: by Triton, and by torch before it had AcceleratorError."""
+"""The same errors where there is only a text: from Triton, and from torch before it had AcceleratorError."""
 _LIBRARY_WORDS = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
-"""Libraries of NVIDIA fail for either reason: whoever frees memory before the next try finds out (device_memory.py)."""
+"""NVIDIA's libraries fail for either reason: freeing memory before the next attempt shows which (device_memory.py)."""
 _MOST_CHARACTERS = 120
 
 

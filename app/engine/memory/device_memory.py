@@ -1,6 +1,6 @@
-"""What a device's memory holds, what a step takes of it, and what a failed step gives back.
+"""Device memory: what is in use, what a step takes, and what a failed step releases.
 
-The questions are put to torch.cuda, or to what stands in its place in tests.
+The numbers come from torch.cuda, or from a fake in tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class MemoryMeter(Protocol):
     """The part of torch.cuda that is asked here."""
 
     def mem_get_info(self, device: torch.device, /) -> tuple[int, int]:
-        """Bytes that nobody has taken, and bytes that there are."""
+        """Free bytes and total bytes."""
         ...
 
     def memory_allocated(self, device: torch.device, /) -> int:

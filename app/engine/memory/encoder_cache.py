@@ -1,6 +1,6 @@
-"""What an encoder made of the requests' sources, and attention over it. Knows tensors and token ids, no requests.
+"""Encoder cache: keys and values of the requests' sources, and attention over them.
 
-A source is read once: the keys and values that every decoder block makes of it stay in one of as many slots as there
+A source is encoded once: the keys and values that every decoder block makes of it stay in one of as many slots as there
 can be running requests, until others need the slot. A source that lost its slot is read again, to the same bits, since
 each is read alone. Shape legend: S tokens of a source, L its positions in whole tiles, N query tokens, B sequences.
 """

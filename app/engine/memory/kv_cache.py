@@ -1,9 +1,9 @@
-"""The keys and values of all sequences in blocks, and attention over them. Knows tensors and block ids, no requests.
+"""Paged KV cache, and attention over it.
 
 Shape legend: T tokens of the step, H query heads, K kv heads, G = H / K, C head_dim, B sequences of a row group, N
 query tokens of each, R = G * N rows of one kv head, L kv positions of a group (whole tiles of 64), X flattened.
 
-The law of rows (docs/numbers.md): the bits of a row depend on its own tokens only. What it takes, measured on torch
+Batch invariance (docs/numbers.md): the bits of a row depend on its own tokens only. What it takes, measured on torch
 2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours,
 bfloat16 rows in pairs (single ones differ where 1,536 or more numbers are summed); no product so small that torch
 takes another formula for it; and the product with v in pieces of fixed length added in order, since its bits depend on
@@ -33,7 +33,7 @@ numbers differed with 64 columns and 32 rows of a matrix, none with one row more
 
 
 def linear_rows(count: int, dtype: torch.dtype, smallest: int) -> int:
-    """To how many tokens `count` of them must be padded, so that the decoder's matrix products keep the law of rows.
+    """To how many tokens `count` of them must be padded, so that the decoder's matrix products are batch-invariant.
 
     smallest: numbers of the smallest matrix.
     """
@@ -41,7 +41,7 @@ def linear_rows(count: int, dtype: torch.dtype, smallest: int) -> int:
 
 
 class KVCache:
-    """[layer, 2, block, kv_head, slot, head_dim]; the last block is nobody's: padding writes to it and reads from it.
+    """[layer, 2, block, kv_head, slot, head_dim]; the last block is for padding only.
 
     kv_head stands before slot, so that a gather of blocks is at once the operand of the matrix product: 2.7 times
     faster at 32 rows of 256 positions than slot first (which copies again), 1.4 times at one row.

@@ -22,7 +22,7 @@ from model.device import free_memory
 from model.nn.transformer import Decoder
 
 _SPARE_SHARE = 64
-"""A 64th of the memory is nobody's: kernels are loaded when they are first used, and torch leaves gaps."""
+"""A 64th of the memory stays free: kernels are loaded on first use, and torch's allocator fragments."""
 
 
 class PlanRow(NamedTuple):
@@ -86,7 +86,7 @@ class MemoryPlan:
         )
 
     def refusal(self) -> str:
-        """What is left and why, for whoever asked for more."""
+        """Error text for a cache that does not fit: what is left, and why."""
         taken = f"{mib(self.weights)} of weights, {mib(self.activations)} of activations, {mib(self.graphs)} of graphs"
         held = f"; {mib(self.other)} are taken by others" if self.limit < self.share else ""
         source = f"--gpu-memory-utilization {self.utilization:g} of {mib(self.total)}{held}"
@@ -161,7 +161,7 @@ class CacheShape:
         return -(-self.context // self.block_size)
 
     def cache_bytes(self, blocks: int) -> int:
-        """Of a cache with so many blocks: one more is nobody's, and what the encoder read lies beside it."""
+        """Bytes of a cache with so many blocks, including the padding block and the encoder cache."""
         return (blocks + 1) * self.block_bytes + self.source_bytes
 
     def blocks(self, wanted: int, free_bytes: int, engines: int = 1) -> int:
@@ -230,7 +230,7 @@ class CacheShape:
 
 
 class MemoryPeaks(NamedTuple):
-    """Bytes that steps take beside weights and cache."""
+    """Bytes that steps take in addition to weights and cache."""
 
     activations: int = 0
     graphs: int = 0

@@ -98,7 +98,7 @@ def weights(logits_SX: Tensor, best_S1: Tensor, params: Items[SamplingParams]) -
         ranked = logits_SX.sort(dim=-1, descending=True)
     if any(p.top_k for p in params):
         logits_SX = _keep_top_k(logits_SX, [p.top_k for p in params], ranked and ranked.values)
-    # The best goes out first: a tiny temperature must not make infinities of finite logits.
+    # Subtract the maximum first: a tiny temperature must not turn finite logits into infinities.
     scaled_SX = (logits_SX - best_S1) / temperature_S1.to(logits_SX.dtype)
     weights_SX: Tensor = scaled_SX.exp()
     if any(p.typical_p < 1 for p in params):
@@ -180,8 +180,8 @@ def _edge_within(key_SX: Tensor, weights_SX: Tensor, wanted_S1: Tensor, most: in
     return edge_in_order(order.values, wanted_S1, weights_SX.gather(1, order.indices))
 
 
-# By the inverse of the cumulative distribution, in the order of the vocabulary, without a look at a value: so it also
-# runs where nobody may wait for the device.
+# By the inverse of the cumulative distribution, in the order of the vocabulary, without reading a value back: so it
+# also runs where waiting for the device is not allowed.
 #
 # Shape legend: S rows, X tokens to choose from, B blocks of them.
 

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, choice, position): no state, no order, no device. Plain integers.
+"""Philox random numbers, a pure function of (seed, choice, position), in plain Python integers.
 
 Philox 4x32-10 is computed for many counters at once: each sits in a lane of 64 bits of one long integer. A product of
 two words of 32 bits fills a lane and never leaves it, so one multiplication serves all lanes (6 us a row became 1 us at

@@ -1,4 +1,4 @@
-"""What a runner makes of a step: drawn tokens and scores. Pure: no torch, and nothing of it crosses the pipe."""
+"""Result of a step: sampled tokens and prompt scores."""
 
 from __future__ import annotations
 

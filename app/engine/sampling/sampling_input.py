@@ -1,4 +1,4 @@
-"""What the sampler is told of one row of logits."""
+"""Sampling input of one row of logits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plans steps: waiting queue, paged blocks, prefix cache, steps in flight. No torch, no clock."""
+"""Plans steps: waiting queue, paged blocks, prefix cache, steps in flight."""

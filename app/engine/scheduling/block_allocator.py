@@ -1,4 +1,4 @@
-"""Which blocks a sequence gets: found in the prefix cache, shared with its leader, or fresh. Pure: block ids only.
+"""Block allocator: blocks of a sequence from the prefix cache, shared with its leader, or newly allocated.
 
 A fork (a sequence with a leader) starts with the leader's whole prompt but its last token, which is computed again for
 its row of logits. With blocks of 4 and a prompt of 10 tokens:
@@ -74,18 +74,18 @@ class BlockAllocator:
         sequence.num_computed = sequence.num_published = 0
 
     def spoil(self, sequence: Sequence) -> None:
-        """The sequence's blocks may hold numbers that are not finite: nobody must find them again."""
+        """Removes the sequence's blocks, which may hold non-finite values, from the prefix cache."""
         self.pool.forget(sequence.blocks)
         self._dirty |= set(sequence.blocks)
 
     def take_preparations(self) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """What the next step must begin with: blocks to clear, then (from, to) to copy. Told once."""
+        """Returns and resets what the next step must do first: blocks to clear, then (from, to) pairs to copy."""
         clear, copies = tuple(self._clear), tuple(self._copies)
         self._clear, self._copies = [], []
         return clear, copies
 
     def _full(self, leader: Sequence) -> int:
-        """Blocks of its prompt that nobody writes to any more, the last token's block not among them."""
+        """Number of complete, read-only prompt blocks, without the block of the last prompt token."""
         return (len(leader.request.prompt) - 1) // self.pool.block_size
 
     def _take_over_rest(self, sequence: Sequence, leader: Sequence) -> None:

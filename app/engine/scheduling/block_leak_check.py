@@ -1,7 +1,7 @@
-"""Looks after the cache's blocks in production: what tests raise is counted and logged there. Pure.
+"""Checks the accounting of cache blocks in production; violations are counted and logged.
 
-A look at every block after every step would cost more than a small model's step: it is taken every so many steps, and
-once when the work is done.
+Checking every block after every step would cost more than a small model's step, so it runs every so many steps, and
+once when the engine becomes idle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which cache blocks are free, shared, or kept for their content. Pure: block ids only, no tensor.
+"""Block pool: which cache blocks are free, shared, or cached for their content.
 
     free --allocate--> active --release--> free            a block whose content has no name
                          |  ^  --release--> cached          a published block: content kept, evicted oldest first

@@ -1,8 +1,8 @@
-"""Steps that were begun and are not committed yet, and the blocks that stay where they are until then. Pure.
+"""Tracks steps that were launched but not committed, and defers the release of blocks that they may still use.
 
-A device writes to the blocks of a step, and copies from others, at any time between its launch and its commit. What is
-given back in the meantime (its owner ended, or was cancelled) is given back when the youngest of these steps is
-committed: nobody else gets a block that a step may still use.
+Between a step's launch and its commit, the device may write to the step's blocks and copy from others at any time. When
+a sequence ends or is cancelled in that window, its blocks are released only after the most recent step in flight
+commits, so a block that a step may still use is never reallocated.
 
     begin(n)   begin(n+1)   commit(n): a sequence ends   commit(n+1)
        |            |              | its blocks are held    | its blocks are free
@@ -29,17 +29,17 @@ class StepsInFlight:
 
     @property
     def held(self) -> Iterator[list[int]]:
-        """Blocks that nobody owns any more and that are not given back."""
+        """Blocks without an owner that are not released yet."""
         return (blocks for _, held in self._begun for blocks in held)
 
     def begin(self, plan: BatchPlan) -> None:
-        """Its work is under way, or at least nothing is planned any more that does not come after it."""
+        """Records a launched step, or one behind which every later plan is ordered."""
         for chunk in plan.chunks:
             chunk.sequence.ahead += chunk.stop - chunk.start
         self._begun.append((plan, []))
 
     def land(self, plan: BatchPlan) -> None:
-        """It is done: the oldest of those begun. No error where none was."""
+        """Completes the oldest step in flight and releases its deferred blocks; does nothing if none is in flight."""
         if not self._begun:
             return
         oldest, held = self._begun.popleft()
@@ -50,7 +50,7 @@ class StepsInFlight:
             self._pool.release(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        """Gives blocks back, at once or as soon as no step can use them."""
+        """Releases blocks at once, or as soon as no step in flight can use them."""
         if self._begun:
             self._begun[-1][1].append(blocks)
         else:
@@ -58,6 +58,6 @@ class StepsInFlight:
 
 
 def living(plan: BatchPlan) -> BatchPlan:
-    """What there is to compute of it, now that some may have ended; blocks are made ready for those, too, and held."""
+    """The plan without sequences that have ended; block clears and copies stay, for their blocks are still held."""
     chunks = tuple(chunk for chunk in plan.chunks if not chunk.sequence.ended)
     return BatchPlan(chunks, plan.started, plan.clear, plan.copies)

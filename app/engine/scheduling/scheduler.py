@@ -1,17 +1,18 @@
-"""Who runs in the next step: plan() and commit(). Pure: token ids and block ids, no tensor, no clock.
+"""Scheduler: plans which sequences run in the next step, and commits the results of steps.
 
     waiting --admit--> running --last token--> gone
        ^                  |
        +---- preempt -----+      blocks released (full ones stay cached), tokens kept, recomputed later
 
-A step is a list of chunks under a token budget: decodes first, so that nobody's inter-token time hangs on somebody's
-prompt; then prefills in pieces, small ones where decodes wait for them; then new requests by arrival. Admission takes
-the blocks of all tokens known so far, so only decodes grow, and where no block is left the youngest gives way. A
-sequence that gave way `max_preemptions` times comes back with all the blocks it can ever need and is never chosen
-again: everybody finishes.
+A step is a list of chunks under a token budget: decodes first, so that a long prompt does not delay the next token of
+running sequences; then chunked prefills, in small chunks while decodes wait for them; then new requests by arrival.
+Admission allocates the blocks of all tokens known so far, so only decodes grow, and when no block is left the youngest
+sequence is preempted. A sequence that was preempted `max_preemptions` times is readmitted with all the blocks it can
+ever need and is never preempted again, so every sequence finishes.
 
-plan_ahead() is the step after one that still runs: it counts tokens that nobody here knows yet, takes nobody's blocks,
-and leaves out who certainly ends before. Who ends unforeseen has computed one token too many, which nobody looks at.
+plan_ahead() plans the step after one that is still running. It counts tokens that are not sampled yet, preempts no
+sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
+computed one extra token, which is discarded.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ class Scheduler:
 
         commit() must follow, without begin() or behind it.
         """
-        assert not self._flights, "whoever gives way must not be in a step"
+        assert not self._flights, "a sequence in flight must not be preempted"
         preemptions = self.preemptions
         chunks = self._plan_decodes()
-        # Nobody comes in by the door through which somebody was just shown out.
+        # Admit nothing in a step that preempted.
         return self._fill(chunks, may_admit=self.preemptions == preemptions)
 
     def plan_ahead(self) -> BatchPlan | None:
-        """The step behind those that were begun; None where there is nothing to do, or too few blocks to do it."""
+        """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
         decodes = [s for s in self.running if _is_decode(s) and not self._stays_behind(s)]
         if sum(max(0, self._allocator.missing(s)) for s in decodes) > self.pool.available:
             return None
@@ -112,11 +113,11 @@ class Scheduler:
         return plan if plan.chunks else None
 
     def begin(self, plan: BatchPlan) -> None:
-        """The step is under way: plan_ahead() counts what it will have done. In the order of the plans."""
+        """Marks the step as launched, so that plan_ahead() counts its results; steps begin in the order of planning."""
         self._flights.begin(plan)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
-        """Takes the step's results in, but for those of sequences that have ended in the meantime."""
+        """Applies the step's results, except for sequences that have ended in the meantime."""
         self._flights.land(plan)
         events, scores, failed = [], [], []
         for chunk in plan.chunks:
@@ -150,23 +151,23 @@ class Scheduler:
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
 
     def violations(self) -> list[str]:
-        """What is wrong with the blocks; tests ask after every step."""
+        """Violated invariants of the block accounting; tests check them after every step."""
         owned = (sequence.blocks for sequence in [*self.running, *self.waiting])
         return self.pool.violations(chain(owned, self._flights.held))
 
     def _plan_decodes(self) -> list[Chunk]:
         chunks = []
         for sequence in list(self.running):
-            # An older sequence may have made this one give way.
+            # An older sequence may have preempted this one.
             if _is_decode(sequence) and sequence.blocks and self._grow(sequence):
                 chunks.append(_decode(sequence))
         return chunks
 
     def _stays_behind(self, sequence: Sequence) -> bool:
-        """Whether it has no part in the step that is planned ahead."""
+        """Whether the step that is planned ahead leaves this sequence out."""
         if sequence.ends_in_flight:
             return True
-        # It lets one step go, so that followers find its prompt with nothing on its way into its blocks.
+        # It skips one step, so that its followers share the prompt while no step writes to its blocks.
         ends_prompt = not sequence.has_prompt and sequence.num_unknown
         return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
 
@@ -216,7 +217,7 @@ class Scheduler:
         return budget - left
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Room for the pending token, by preemption where need be; False where `sequence` itself had to give way."""
+        """Allocates a block for the pending token, preempting if need be; False if `sequence` itself was preempted."""
         while self._allocator.missing(sequence) > self.pool.available:
             victim = next(s for s in reversed(self.running) if s.preemptions < self.limits.max_preemptions)
             self._preempt(victim)
@@ -226,10 +227,10 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence its blocks; False where there are too few."""
+        """Allocates the blocks of a waiting sequence; False if too few are free."""
         certain = sequence.preemptions >= self.limits.max_preemptions
         length = sequence.request.max_length if certain else len(sequence.tokens)
-        # One spare block for each running sequence, so that the newcomer does not push out whoever grows next.
+        # Keep one spare block per running sequence, so that growing one does not preempt the newly admitted sequence.
         admitted = self._allocator.admit(sequence, length, spare=0 if certain else len(self.running))
         if admitted:
             sequence.leader = None  # after a preemption it is a sequence like any other
@@ -243,7 +244,7 @@ class Scheduler:
         self.waiting.put_back(sequence)
 
     def _spoilt(self, sequence: Sequence, message: str) -> RequestFailed:
-        """Its end, after which nobody finds what it wrote."""
+        """Ends a sequence with an error and drops its blocks from the prefix cache."""
         self._allocator.spoil(sequence)
         self._end(sequence)
         return RequestFailed(sequence.request.id, message)

@@ -1,4 +1,4 @@
-"""How much one step may hold, and how often a sequence gives way. Pure numbers."""
+"""Limits of one step (tokens, sequences) and of preemptions per sequence."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class StepLimits:
     max_running: int
     max_preemptions: int = 4
     prompt_tokens_beside: int | None = None
-    """Prompt tokens in a step that others wait for; None: as many as fit."""
+    """Prompt tokens in a step with decodes; None: as many as fit."""
     prompt_tokens_shared: int | None = None
-    """Prompt tokens in any step while keys are told apart: another key's first token may wait for that step."""
+    """Prompt tokens in any step while API keys are in use: another key's first token may wait for that step."""
     prompt_tokens_per_decode: int = 4
-    """So many for each who waits are allowed in any case: a step of many decodes is long without them."""
+    """Always allowed for each decode: a step of many decodes is long anyway."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_step < self.max_running:

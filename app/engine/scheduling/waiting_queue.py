@@ -1,4 +1,4 @@
-"""Sequences that wait to be admitted, in order. Pure: knows no blocks and no budget."""
+"""Waiting queue: sequences to be admitted, with a fair order among cache namespaces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from app.common.types import Request, Sequence
 
 
 class WaitingQueue:
-    """Callers (requests of one salt) take turns; among those of one caller, first come, first served.
+    """Round robin among tenants (requests of one cache namespace); first come, first served within a tenant.
 
-    Followers let others pass until their leader's prompt is computed. A leader came before its followers, and stands
-    before them or runs: nobody waits in a circle. Who had to give way comes back before everybody else.
+    Followers are skipped until their leader's prompt is computed. A leader arrives before its followers and is either
+    ahead of them or running, so there is no circular wait. Preempted sequences go to the head of the queue.
 
         turn:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
     """
@@ -21,7 +21,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._returned: deque[Sequence] = deque()
         self._lanes: dict[str, deque[Sequence]] = {}
-        """By salt; whose turn is next stands first, and nobody is here without waiting."""
+        """By cache namespace, in the order of their turns; a namespace without waiting sequences has no entry."""
 
     def __len__(self) -> int:
         return len(self._returned) + sum(map(len, self._lanes.values()))
@@ -33,21 +33,21 @@ class WaitingQueue:
 
     @property
     def has_namespaces(self) -> bool:
-        """Whether requests of keys wait here, which must not hold up those of other keys."""
+        """Whether requests of API keys wait, which must not delay those of other keys."""
         return any(self._lanes)
 
     def append(self, sequence: Sequence) -> None:
-        """A newcomer, at the end of its caller's; a caller who did not wait has its turn after all others."""
+        """Appends a sequence to its tenant's lane; a tenant without a lane takes its turn after all others."""
         self._lanes.setdefault(sequence.request.salt, deque()).append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """One that had to give way, at the head."""
+        """Returns a preempted sequence to the head of the queue."""
         self._returned.appendleft(sequence)
 
     def candidates(self, may_come: Callable[[str], bool] = lambda _salt: True) -> Iterator[Sequence]:
-        """Who may come in, in order. Asked as one goes: whoever is admitted is removed afterwards.
+        """Sequences to admit, in order. Lazy: the caller admits while iterating and removes the admitted ones after.
 
-        may_come: whether a caller may have one more now; asked before each of its turns, and not again after a no.
+        may_come: whether a namespace may admit one more; evaluated before each of its turns until it is False.
         """
         yield from self._returned
         lanes = {salt: (s for s in lane if not _waits_for_leader(s)) for salt, lane in self._lanes.items()}
@@ -60,7 +60,7 @@ class WaitingQueue:
                     yield sequence
 
     def admit(self, sequences: Iterable[Sequence]) -> None:
-        """They came in, and their callers had their turns in this order."""
+        """Removes admitted sequences and moves their tenants behind all others, in this order."""
         for sequence in sequences:
             is_turn = sequence not in self._returned
             self.remove([sequence])
@@ -69,7 +69,7 @@ class WaitingQueue:
                 self._lanes[sequence.request.salt] = lane
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """They do not wait any more."""
+        """Removes sequences from the queue."""
         for sequence in sequences:
             if sequence in self._returned:
                 self._returned.remove(sequence)
@@ -81,13 +81,13 @@ class WaitingQueue:
 
 
 def has_place(salt: str, running: PySequence[Sequence], places: int) -> bool:
-    """Where callers are told apart, none that runs already takes the last eighth of the places: others come at once."""
+    """With API keys, reserves the last eighth of the slots for tenants that have nothing running."""
     is_last = places - len(running) <= places // 8
     return not (is_last and salt and any(sequence.request.salt == salt for sequence in running))
 
 
 def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
-    """Never one whose keys and values would be others than the request's own."""
+    """The leader, if its prompt, source and namespace are equal: else its keys and values would be wrong."""
     if request.leader is None:
         return None
     leader = next((sequence for sequence in older if sequence.request.id == request.leader), None)

@@ -38,13 +38,13 @@ _EVERY_SECONDS = 5.0
 
 
 def say(text: str) -> None:
-    """To stdout. Whoever read there may have gone (| head), or its disk may be full: hours of training go on."""
+    """Prints to stdout. A closed pipe (| head) or a full disk must not end hours of training."""
     with contextlib.suppress(OSError, RuntimeError):
         print(_in_encoding_of(sys.stdout, text), flush=True)
 
 
 def tell(text: str) -> None:
-    """To a terminal that may have gone with the same signal (| tee): the run must be saved all the same."""
+    """Prints to stderr, which the same signal may have closed (| tee): the run must be saved anyway."""
     with contextlib.suppress(OSError, RuntimeError):
         print(_in_encoding_of(sys.stderr, text), file=sys.stderr, flush=True)
 
@@ -58,13 +58,13 @@ def write_extra(path: Path, content: str) -> None:
 
 
 class Ticker:
-    """Says nothing of work that is soon done."""
+    """Prints progress of slow work, and nothing of work that is done soon."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _FIRST_SECONDS
 
     def tick(self, text: str) -> None:
-        """How far the work is; told only when it is time again."""
+        """Reports progress, at most once per interval."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _EVERY_SECONDS

@@ -1,4 +1,4 @@
-"""What can stand behind a flag: kinds of numbers and words, the name of a preset."""
+"""Value types of command-line flags: numbers, words, preset names."""
 
 from __future__ import annotations
 

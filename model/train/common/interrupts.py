@@ -1,4 +1,4 @@
-"""How a run ends before its end: its numbers are none, or a signal asked for it."""
+"""Early ends of a run: the loss diverged, or a signal asked it to stop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from model.train.common.console_messages import tell
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl+C, an end that somebody asked for, and a terminal that was closed."""
+"""Ctrl+C, termination by another process, and a closed terminal."""
 
 
 class Diverged(RuntimeError):
@@ -34,7 +34,7 @@ class Interrupted(RuntimeError):
 
 
 class StopRequest:
-    """Whether somebody asked the run to end."""
+    """Whether a signal asked the run to stop."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -42,7 +42,7 @@ class StopRequest:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Within the block, signals are remembered. One that whoever started us wants ignored stays so."""
+        """Within the block, signals are remembered. Signals that the parent process ignores stay ignored."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         caught = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]
         for number in caught:
@@ -60,6 +60,6 @@ class StopRequest:
 
     def _remember(self, number: int, _frame: object) -> None:
         self.number = self.number or number
-        # The same one again. torchrun adds a SIGTERM of its own to a terminal's SIGINT, which is no second wish.
+        # The same one again. torchrun adds a SIGTERM of its own to a terminal's SIGINT, which is no second request.
         signal.signal(number, signal.SIG_DFL)
         tell("saving, then ending; the same signal again ends at once")

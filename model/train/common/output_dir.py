@@ -1,6 +1,6 @@
-"""The directory that a run writes to: that it can be written, that it is this run's alone, that it has room.
+"""The output directory of a run: checks that it is writable, has enough space, and is locked for this run.
 
-What was made for a run that never began is taken away again.
+Folders that were created for a run that never started are removed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOCK = "lock"
 
 @contextlib.contextmanager
 def held(out: Path, *, overwrite: bool) -> Iterator[None]:
-    """Within the block the directory is ours, and nobody else's who asks in the same way. Raises ValueError."""
+    """Locks the directory against other runs within the block. Raises ValueError."""
     work = out / ".training"
     if any((out / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)) and not work.is_dir() and not overwrite:
         raise ValueError(f"--out {out}: holds a model that no run left there; name another folder, or add --overwrite")

@@ -1,4 +1,4 @@
-"""Short texts drawn from a decoder, to be looked at. Serving samples with app/engine/sampling/sampler.py."""
+"""Short sample texts from a decoder for reports. Serving samples with app/engine/sampling/sampler.py."""
 
 from __future__ import annotations
 

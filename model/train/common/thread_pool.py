@@ -1,8 +1,8 @@
 """Threads that share one piece of work, and how the C library returns freed memory.
 
-torch shares out every single operation and waits for all threads behind each; a training step has thousands. Where
-another program wants one of the cores, each of these waits costs a turn of the system's scheduler (figures in
-PERFORMANCE.md). Here threads meet once a step.
+torch parallelizes every single operation and waits for all threads after each; a training step has thousands. If
+another program uses one of the cores, each of these waits costs a time slice of the system's scheduler (figures in
+PERFORMANCE.md). Here threads synchronize once a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one step learns from, as tensors: tokens in, tokens out, and sources where there is an encoder.
+"""Training batches as tensors: input tokens, target tokens, and sources if there is an encoder.
 
 Windows of running text are equally long; rows that are each a text by itself are padded behind their ends.
 Shape legend: R rows, N tokens of each, S tokens of each source.
@@ -78,7 +78,7 @@ def padded(examples: Sequence[Example]) -> Batch:
 
 
 def of_windows(windows_RN: Tensor) -> Batch:
-    """Every token of a window is to be told from those before it; the first one is given."""
+    """Every token of a window is predicted from those before it; the first one is given."""
     return Batch(inputs_RN=windows_RN[:, :-1], targets_RN=windows_RN[:, 1:])
 
 

@@ -1,4 +1,4 @@
-"""Texts that stand by themselves: lines, and pairs of a source and its target.
+"""Independent examples: lines, and pairs of a source and its target.
 
 A row is never packed with others and starts at position 0.
 """

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-# Knows no documents. Nothing is held but the line at hand: a file may be larger than the memory.
+# Only the current line is in memory: a file may be larger than the memory.
 
 STANDARD_INPUT = Path("-")
 _STARTS = {

@@ -1,6 +1,6 @@
-"""Tokens on disk: written in a stream, complete before the folder gets its name, looked up by what made them.
+"""Token cache on disk: written as a stream, renamed once complete, and looked up by its inputs.
 
-A cache that is there is whole: a killed run or a full disk leaves a folder of another name, which the next one removes.
+An existing cache is complete: a killed run or a full disk leaves a folder of another name, which the next run removes.
 """
 
 from __future__ import annotations

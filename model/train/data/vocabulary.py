@@ -1,4 +1,4 @@
-"""What kind of tokenizer a run trains, and what its end token is called."""
+"""Kind and size of the tokenizer that a run trains, and its end token."""
 
 from __future__ import annotations
 

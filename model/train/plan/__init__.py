@@ -1,1 +1,1 @@
-"""Says before a run what it will take: dataset size, time, memory, disk."""
+"""Estimates of a run before it starts: dataset size, time, memory, disk."""

@@ -142,7 +142,7 @@ def settle_size(options: argparse.Namespace, *, follows: bool = False) -> None:
     if (options.resume or follows) and kept.exists():
         options.preset = kept.read_text().strip()
         return
-    # What is wrong with the other flags is told before the text is read.
+    # Errors in the other flags are reported before the text is read.
     if options.pairs or options.per_line:
         raise ConfigError("--preset auto is for running text; name a preset for lines and pairs")
     if str(STANDARD_INPUT) in (options.data or []):

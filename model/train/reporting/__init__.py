@@ -1,1 +1,1 @@
-"""Tells how a run goes and what came of it: progress, metrics, plots, model card, export."""
+"""Reports of a run: progress, metrics, plots, model card, export."""

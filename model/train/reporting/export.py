@@ -1,4 +1,4 @@
-"""What a finished run leaves behind: weights, tokenizer, sampling defaults and a card, all or nothing."""
+"""Exports a finished run: weights, tokenizer, sampling defaults and a model card, all or nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_result(
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
     family, n_params = parse_object(files["config.json"])["model_type"], decoder.n_params
     card = model_card(decoder.config, n_params, facts, samples, family=family, drawing=drawing, sha256=sha256).encode()
-    # The manifest comes last: until it is there, whoever looks at the directory sees that it is not whole.
+    # Write the manifest last: until it exists, a reader of the directory sees that it is incomplete.
     write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
 
 

@@ -1,4 +1,4 @@
-"""loss.svg: the training loss and the held-out bits per byte over the tokens seen, drawn from the log. Pure text.
+"""loss.svg: the training loss and the held-out bits per byte over the tokens seen, drawn from the log.
 
 Both lines are in bits per byte, so that they can be compared, whatever the tokenizer. Colours follow the reader's light
 or dark setting, on a ground of the picture's own.

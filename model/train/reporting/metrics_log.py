@@ -36,7 +36,7 @@ class TensorBoardLog:
         self._folder = folder
 
     def start(self, step: int) -> None:
-        """What was told of later steps, before a resume, is not shown any more."""
+        """Removes records of later steps, which a resumed run computes again."""
         self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -53,10 +53,10 @@ _RECORDS = 1000
 
 
 class MetricsLog:
-    """What each step tells, as records in memory and in a file, which may fail: that is told once and ends no run."""
+    """Records of each step in memory and in a file; a failed write is reported once and does not end the run."""
 
     def __init__(self, path: Path, outline: Outline, *, start_step: int, board: TensorBoardLog | None) -> None:
-        """start_step: as in read_records(). board: is told the same."""
+        """start_step: as in read_records(). board: receives the same records."""
         self.path, self.board, self._outline = path, board, outline
         self.records = read_records(path, start_step=start_step)
         self._mark = _mark(self.records[-1]["fraction"]) if self.records and self.records[-1]["step"] else -1

@@ -1,4 +1,4 @@
-"""The model card: what a run was and what came out, as the README.md of a weights directory. Knows only its facts."""
+"""The model card: README.md of a weights directory, with what was trained, on what, and with which result."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def model_card(
 
 
 def without_places(names: Sequence[str]) -> list[str]:
-    """Files by their names alone, where these differ: where they lie on a machine is nobody's business."""
+    """File names without their folders if they are unique: local paths do not belong into a published card."""
     short = ["standard input" if name == "-" else Path(name).name or name for name in names]
     return short if len(set(short)) == len(set(names)) else list(names)
 

@@ -27,19 +27,19 @@ class Outline:
     title: str
     """The model in a few words."""
     measured: str
-    """What is measured beside the training loss: "held-out" or "training" text."""
+    """What is measured besides the training loss: "held-out" or "training" text."""
     bytes_per_target: float
     """Of the text, on average: makes bits per byte of nats per target."""
     rates: Mapping[str, float]
     """Full learning rates, by the names that the log gives them."""
     flops_per_token: float = 0.0
     peak_flops: float | None = None
-    """Of the device in a second; None where nobody knows."""
+    """Peak FLOP/s of the device; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What the run tells after each step of the optimiser."""
+    """State of the run after each optimizer step."""
 
     step: int
     """Steps done."""
@@ -60,13 +60,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The same with what only a look back can tell."""
+    """Progress with rates that need earlier steps."""
 
     progress: Progress
     loss: float
     """Smoothed over the last steps."""
     tokens_per_second: float
-    """Of late; 0 where nothing can be told yet."""
+    """Recent rate; 0 before it is known."""
     mfu: float | None
     """Share of the device's peak arithmetic; None where that is not known."""
     held_out: float | None
@@ -102,7 +102,7 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """None before it can be told."""
+        """None before it is known."""
         first, last = self._seen[0], self._seen[-1]
         done, seconds = last.fraction - first.fraction, last.seconds - first.seconds
         return seconds * max(0.0, 1 - last.fraction) / done if done > 0 else None
@@ -186,7 +186,7 @@ class ProgressBar:
         self._streams.clear()
 
     def draw(self, line: Draw) -> None:
-        """Ten times a second at most, and never over an unfinished line of somebody else's."""
+        """Redraws at most ten times a second, and never over an unfinished line of other output."""
         now = time.monotonic()
         if now - self._last < _SECONDS or self._line_is_open or not _is_in_front(self.terminal):
             return

@@ -1,6 +1,6 @@
-"""Everything a person sees of a run: the opening and closing summary, console, log.jsonl, loss.svg, samples.md.
+"""Reports a run to the user: opening and closing summary, console, log.jsonl, loss.svg, samples.md.
 
-The run tells each step and each measurement; what is shown where and when is decided here.
+The run passes in each step and each measurement; this module decides what is shown where and when.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Report:
         report_seconds: float,
         board: TensorBoardLog | None = None,
     ) -> None:
-        """start_step: the step of the snapshot that the run goes on from, or 0. board: is told what the log is."""
+        """start_step: step of the snapshot that the run resumes from, or 0. board: receives the log's records."""
         self.outline, self.board, self.start_step = outline, board, start_step
         self._curve = out / "loss.svg"
         self._journal = MetricsLog(out / "log.jsonl", outline, start_step=start_step, board=board)

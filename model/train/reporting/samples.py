@@ -1,6 +1,6 @@
 """samples.md: the same prompts at several stages of a run, so that one sees the text getting better.
 
-What was drawn is kept beside the snapshots too, from which a run that goes on writes samples.md anew.
+The samples are also stored next to the snapshots, so that a resumed run can rewrite samples.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STAGES = (0.01, 0.05, 0.2, 0.5)
 """Shares of the run; its end is one more."""
 _MOST_TIME = 0.01
 _FIRST_SECONDS = 0.5
-"""What the first drawing is taken to cost, which nobody has measured yet."""
+"""Assumed cost of the first sample, before one is measured."""
 
 
 class Gallery:
@@ -49,7 +49,7 @@ class Gallery:
         return reached and sum(costs) + next_cost <= _MOST_TIME * progress.seconds
 
     def add(self, told: Record, measured: Mapping[str, float], draw: Callable[[], Sequence[Sample]]) -> None:
-        """One more stage. told: a record of the log. measured: bits per byte by what they are of."""
+        """Adds a stage. told: a record of the log. measured: bits per byte by what they are of."""
         began = time.monotonic()
         samples = draw()
         record: dict[str, Any] = {
@@ -61,7 +61,7 @@ class Gallery:
             "prompts": [sample.prompt for sample in samples],
             "texts": [sample.joined for sample in samples],
         }
-        # An end that was reached before is told again.
+        # A stage that was recorded before is replaced.
         self.records = [*(earlier for earlier in self.records if earlier["step"] < told["step"]), record]
         self._write()
 

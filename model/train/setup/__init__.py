@@ -1,1 +1,1 @@
-"""From flags to what a run begins with: options, dataset, initial weights."""
+"""Setup of a run: options, dataset, initial weights."""

@@ -1,6 +1,6 @@
-"""What a run learns from: its tokenizer, the batch of every step, held-out batches, and prompts to look at.
+"""Dataset of a run: tokenizer, training batches, held-out batches, and sample prompts.
 
-Made of running text, read in windows, or of rows that stand by themselves.
+It consists of windows of running text, or of independent examples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Weights that a run begins from instead of random ones: --init DIR.
+"""Fine-tuning: initial weights from a directory (--init DIR) instead of random ones.
 
-The directory is one of ours, or one of a Hugging Face family that we read, with its tokenizer. The result is that
-directory with other weights: the files beside them stay as they are. A run keeps those files in a folder of its own and
-its weights in its snapshots, so that it goes on although the directory is gone.
+The directory is a native one, or one of a supported Hugging Face family, with its tokenizer. The result is that
+directory with new weights and all other files unchanged. A run copies those files and keeps its weights in its
+snapshots, so that it can resume after the directory was deleted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command line of the training script: one table of flags, the defaults of presets, and what they ask for. No torch."""
+"""Command line of the training script: one table of flags, the defaults of presets, and their parsed settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Flag:
     own: Mapping[str, object] = field(default_factory=dict)
     """The default of a preset, or with --init, where it is another; None where it comes from the model."""
     more: str = ""
-    """What the help tells of the default beside that."""
+    """What the help says about the default in addition."""
 
     @property
     def option(self) -> str:
@@ -47,7 +47,7 @@ class Flag:
         return self.name.split()[0].removeprefix("--").replace("-", "_")
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Makes argparse know it. The value is None where nobody gave one."""
+        """Adds the flag to argparse. Its value is None if it is not given."""
         flag, _, value = self.name.partition(" ")
         how: dict[str, Any] = {"help": self._help()}
         if value:
@@ -260,7 +260,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if given.lr is None and not options.init:
             options.lr = TOY_RATE_ALONE if options.preset == "toy" else RATE_ALONE
     options.greedy = whose in ("toy", "cross")  # one answer is right, so serving takes the likeliest token
-    options.lines_from_end = whose != "toy"  # a line's first token is told from an end token; in the toy's notebook not
+    # The first token of a line is predicted from an end token, except in the toy's notebook.
+    options.lines_from_end = whose != "toy"
     return options
 
 
@@ -295,7 +296,7 @@ def vocabulary(options: argparse.Namespace) -> Vocabulary:
     if not end or end.split() != [end] or end == UNKNOWN:
         raise ConfigError(f"--end-token must be one word other than {UNKNOWN}, not {end!r}")
     size = preset(options.preset).vocab_size if options.tokenizer == "bpe" else None
-    # Whoever names a number is told where the text has no room for it; a preset's is only what it would like.
+    # An explicit size that the text cannot fill is an error; a preset's size is only an upper bound.
     fewer = options.vocab_size is None
     return Vocabulary(kind=options.tokenizer, size=options.vocab_size or size, end_token=end, fewer=fewer)
 

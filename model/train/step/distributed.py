@@ -1,4 +1,4 @@
-"""The processes that train together, as torchrun starts them: who one is, and how they add up and agree.
+"""Distributed training under torchrun: ranks, sums over all ranks, and agreement among them.
 
 Every rank holds the whole model and makes the whole batch, which is a pure function of the step; it computes its share
 of the rows. The sums of gradients are then the sums that one process with as many micro-batches has, in another order.
@@ -85,10 +85,10 @@ class ProcessGroup:
             self._together(lambda: store.set(turn, "over"))
 
     def tells(self, words: str) -> bool:
-        """Whether it is for this rank to say what all of them may have to: the first that comes to it says it."""
+        """Whether this rank prints a message that all ranks may have to print: the first one to ask does."""
         try:
             return self._store is None or self._store.add(f"told {words}", 1) == 1
-        except RuntimeError:  # whoever keeps the store has ended, and told why
+        except RuntimeError:  # the process that hosts the store has ended, and reported why
             return False
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
@@ -124,7 +124,7 @@ class ProcessGroup:
 
 
 def join(environment: Mapping[str, str] = os.environ, *, device: str) -> ProcessGroup:
-    """The ranks that torchrun started this process among; one alone where nobody did. device: the flag's value."""
+    """Joins the process group of torchrun, or makes one of a single rank without it. device: the flag's value."""
     size = int(environment.get("WORLD_SIZE", "1"))
     if size == 1:
         return ProcessGroup()

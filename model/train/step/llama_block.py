@@ -1,6 +1,6 @@
 """A block of the llama layout, and its head, with their gradients written out, for training on a CPU.
 
-The passes over memory beside the products were half of the time, so there are few of them: the scale of a norm is
+The passes over memory besides the matrix products took half of the time, so there are few of them: a norm's scale is
 multiplied into the matrix behind it once a step (its gradient comes from that matrix's), positions turn queries and
 keys on their way to where attention wants them, and what autograd would add up in new memory is added in place.
 

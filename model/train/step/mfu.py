@@ -1,4 +1,4 @@
-"""How much of a device's arithmetic training uses: FLOPs of a token, and what the device can."""
+"""Model FLOPs utilization: FLOPs of a token, and peak FLOP/s of the device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def flops_per_token(config: ModelConfig, context: float) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of `device` in `dtype`, or None where nobody knows.
+    """FLOP/s of `device` in `dtype`, or None if it is unknown.
 
     Of a GPU the data sheet's. A CPU's is measured for a tenth of a second: the fastest product of one thread that
     stays in its cache, times the threads. Of all threads together, a busy machine gave a twentieth of that.

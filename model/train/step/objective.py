@@ -81,7 +81,7 @@ def computing_for(asked: Asked, device: str, *, has_encoder: bool = False) -> Lo
     return choose(asked, device, missing=missing, has_encoder=has_encoder)
 
 
-# Knows no network. Shape legend: T tokens, V vocabulary, S tokens of a slice.
+# Shape legend: T tokens, V vocabulary, S tokens of a slice.
 
 _AT_ONCE = 2**18
 """Numbers of a slice: in float32 they stay in a core's own cache."""

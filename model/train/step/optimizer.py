@@ -33,7 +33,7 @@ class Schedule:
     ```
     linear    /-------\\      constant until the last `warm_down` of the run, then straight to 0
     cosine    /--..__        half a cosine over the run, to 0
-    constant  /----------    for runs whose length nobody knows; an average of the weights (--ema) replaces the descent
+    constant  /----------    for runs of unknown length; an average of the weights (--ema) replaces the descent
     ```
     """
 

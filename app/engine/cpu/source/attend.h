@@ -1,8 +1,8 @@
-// Attention over blocks of 16 keys and values. Knows no projections and no scheduler.
+// Paged attention over blocks of 16 keys and values.
 //
 // A block of one kv head: keys [C / step][16][step], so that 16 scores are one vector; values [16 / step][C][step],
 // where step is 2 (pairs) in bfloat16 and 1 in float32. A row adds up its own keys in order, 16 sums side by side, from
-// its window's first block on; keys that it may not see weigh exactly 0 wherever the tile needs them: the law of rows.
+// its window's first block on; masked keys weigh exactly 0 wherever the tile needs them: batch invariance.
 #pragma once
 
 #include "product.h"

@@ -1,6 +1,6 @@
-// Draws a token for each row of logits: the native twin of app/engine/sampling/sampler.py, in the order of docs/sampling.md.
+// Samples a token for each row of logits: app/engine/sampling/sampler.py in C++, in the order of docs/sampling.md.
 //
-// A row is drawn by one thread, in an order of sums that depends on that row alone. All memory is the caller's.
+// One thread samples a row, and the order of its sums depends on that row alone. The caller owns all memory.
 #pragma once
 
 #include "sample.h"
@@ -48,7 +48,7 @@ inline int64_t room_bytes(int64_t vocab) {
     return static_cast<int64_t>(end) + 64;
 }
 
-// Runs work(row, room) for each row, with a room for each thread. Few rows are not worth waking anybody.
+// Runs work(row, room) for each row, with a room for each thread. A few rows are not worth waking threads.
 template <class Work>
 inline void each_row(ink::Pool* pool, char* rooms, int64_t rows, int64_t vocab, const Work& work) {
     const int64_t size = room_bytes(vocab);
@@ -69,7 +69,7 @@ inline void each_row(ink::Pool* pool, char* rooms, int64_t rows, int64_t vocab, 
 
 extern "C" {
 
-// Sizes of the structures above, for whoever fills them in another language.
+// Sizes of the structures above, for callers that fill them from another language.
 int64_t ink_params_bytes() { return sizeof(InkParams); }
 int64_t ink_row_bytes() { return sizeof(InkRow); }
 

@@ -1,4 +1,4 @@
-// Vectors for drawing: loads, maxima, exp, and sums whose order is the same at every width. Knows no row and no parameter.
+// Vector helpers of the sampler: loads, maxima, exp, and sums whose order is the same at every vector width.
 #pragma once
 
 #include <cstdint>

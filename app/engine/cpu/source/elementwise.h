@@ -1,4 +1,4 @@
-// What is computed number by number or row by row: activations, norms, rotary positions. Knows no layers.
+// Elementwise and row-wise operations: activations, norms, rotary positions.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// What Python calls. Nothing here knows Python or torch. An exception (no memory, no thread) ends the process: Python could
-// not go on with half a step.
+// The C interface that Python calls through ctypes. An exception (no memory, no thread) ends the process, since Python
+// could not recover from half a step.
 #include "draw.h"
 #include "steps.h"
 

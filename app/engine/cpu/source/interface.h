@@ -1,4 +1,4 @@
-// What crosses from Python: structures of plain numbers and addresses. app/engine/cpu/library.py mirrors them.
+// Structures of plain numbers and addresses that Python passes in. app/engine/cpu/library.py mirrors them.
 //
 // A decoder is a list of operations over registers, written by app/engine/cpu/program.py.
 #pragma once

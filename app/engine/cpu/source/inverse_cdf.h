@@ -1,4 +1,4 @@
-// Weights of logits, their sums in float64, and the draw by the inverse of the cumulative distribution. Knows no filter.
+// Inverse-CDF sampling: weights of logits, their sums in float64, and the sampled index.
 #pragma once
 
 #include "scratch.h"
@@ -12,7 +12,7 @@ struct Mass {
 
 struct Scale {
     float best, inverse;
-    // The best goes out first: a tiny temperature must not make infinities of finite logits.
+    // Subtract the maximum first: a tiny temperature must not turn finite logits into infinities.
     DRAW_INLINE Floats of(Floats logits) const { return (logits - best) * inverse; }
 };
 

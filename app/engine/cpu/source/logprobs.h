@@ -1,4 +1,4 @@
-// Log-probabilities of the raw logits: the chosen token's, and the most likely tokens. Knows no parameter.
+// Log-probabilities of the raw logits: the sampled token's, and the most likely tokens.
 #pragma once
 
 #include "threshold_search.h"

@@ -1,5 +1,4 @@
-// What changes single logits before a token is drawn: biases, penalties, guides' masks, bans (docs/sampling.md).
-// Knows no weight and no draw.
+// Changes to single logits before sampling: biases, penalties, grammar masks, banned tokens (docs/sampling.md).
 #pragma once
 
 #include "scratch.h"

@@ -1,8 +1,8 @@
-// Matrix products x W^T over packed weights: rows of x share every weight that is read. Knows no layers.
+// Matrix products x W^T over packed weights: rows of x share every weight that is read.
 //
 // Packed: panels of 32 rows of W side by side; within a panel, step by step along k, two vectors of 16 outputs each. A
 // step is one number of x (float32), or a pair of them (bfloat16, int8). Every output is one accumulator that takes its
-// steps in order, however many rows there are: the law of rows (README.md).
+// steps in order, however many rows there are: batch invariance (README.md).
 #pragma once
 
 #include <algorithm>

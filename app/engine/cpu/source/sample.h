@@ -1,5 +1,4 @@
-// One token of a row of logits: temperature -> top_k -> typical_p -> top_p -> min_p -> draw (docs/sampling.md).
-// Knows no bias, mask or history.
+// Samples one token of a row of logits: temperature -> top_k -> typical_p -> top_p -> min_p -> draw (docs/sampling.md).
 #pragma once
 
 #include "penalties.h"

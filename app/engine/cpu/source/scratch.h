@@ -1,4 +1,4 @@
-// A thread's room to draw in, cut from memory that the caller owns, and the row that lies in it. Knows no parameter.
+// A thread's scratch buffer for sampling, carved from memory that the caller owns, and the row stored in it.
 #pragma once
 
 #include <algorithm>

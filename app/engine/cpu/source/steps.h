@@ -1,4 +1,4 @@
-// A decoder as a list of operations over one step's rows, run in one call. Knows no requests and no tokenizer.
+// A decoder as a list of operations over one step's rows, run in one call.
 //
 // Rows of a step stand behind one another, chunk by chunk: a chunk is a piece of one sequence. Registers hold one row of
 // numbers for each of them: the residual stream and projections in float32, what goes into a product in the numbers of

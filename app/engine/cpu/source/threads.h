@@ -1,9 +1,9 @@
-// Threads that share out the tasks of one operation after another. Knows nothing of what a task is.
+// Thread pool that runs the tasks of one operation after another.
 //
-// On a busy machine a thread may lose its core to another process at any time. So tasks are taken one by one, an
-// operation waits only for threads that have come in, and nobody comes in once all tasks are taken: a thread that sleeps
-// delays nobody, one that lost its core delays the others by no more than its task. Between operations threads spin for a
-// moment, then sleep.
+// On a busy machine a thread may lose its core to another process at any time. So threads take tasks one by one, an
+// operation waits only for threads that have joined it, and no thread joins once all tasks are taken: a sleeping thread
+// delays no operation, and a descheduled one delays the others by at most one task. Between operations threads spin
+// briefly, then sleep.
 #pragma once
 
 #include <atomic>
@@ -77,7 +77,7 @@ class Pool {
 
     int share(int thread) const { return int(long(n_tasks_) * thread / threads_); }
 
-    // First its own share, which touches nobody's cache line; then what others have left.
+    // First the thread's own share, whose cache line is uncontended; then what other threads have left.
     void take(int thread) {
         for (int i = 0; i < threads_; i++) {
             const int whose = (thread + i) % threads_, end = share(whose + 1);
@@ -102,14 +102,14 @@ class Pool {
                 seen = refused;  // and not a round that has begun since
                 continue;
             }
-            seen = round_.load(std::memory_order_acquire);  // stays until everybody has left
+            seen = round_.load(std::memory_order_acquire);  // unchanged until all threads have left
             take(thread);
             inside_.fetch_sub(1, std::memory_order_seq_cst);
             if (is_waiting_.load(std::memory_order_seq_cst)) inside_.notify_all();
         }
     }
 
-    // Somebody is late: most likely another process has its core. Sleeping, and not spinning, makes this core free for it.
+    // A thread is late, most likely because another process has its core. Sleeping instead of spinning frees this core.
     void wait_for_the_last() {
         is_waiting_.store(true, std::memory_order_seq_cst);
         for (int count; (count = inside_.load(std::memory_order_seq_cst)) != kClosed;) inside_.wait(count);
@@ -131,7 +131,7 @@ class Pool {
     int n_tasks_ = 0;
     std::atomic<bool> stop_{false}, is_waiting_{false};
     alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> inside_{kClosed};  // threads at work; far below 0 once nobody may come in
+    alignas(64) std::atomic<int> inside_{kClosed};  // threads at work; far below 0 while closed
     alignas(64) std::atomic<int> sleeping_{0};
 };
 

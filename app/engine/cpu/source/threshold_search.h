@@ -1,4 +1,4 @@
-// Which tokens are good enough: the edge of a share without a sort, and the tokens at or above an edge. Knows no filter.
+// Threshold search of the sampling filters: a quantile without a sort, and the tokens at or above a threshold.
 #pragma once
 
 #include "scratch.h"

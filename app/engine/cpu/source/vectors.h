@@ -1,4 +1,4 @@
-// Sixteen float32 side by side, and pairs of bfloat16 under each of them. Knows no matrices.
+// Vector types: sixteen float32 lanes, and pairs of bfloat16 in each lane.
 //
 // Written with the vector extensions of GCC and Clang, which every machine has; where one instruction does it, that one.
 #pragma once

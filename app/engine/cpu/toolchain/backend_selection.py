@@ -1,4 +1,4 @@
-"""Who computes: the native kernels or torch. Asked once when an engine starts; a process keeps one for its life.
+"""Selects the CPU backend, native kernels or torch, once when an engine starts.
 
           the service at its start            the engine, which knows device and model
 torch     -                                   torch

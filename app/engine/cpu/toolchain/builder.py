@@ -1,4 +1,4 @@
-"""Builds the native kernel library with the C++ compiler, or finds the one that was built. No torch."""
+"""Builds the native kernel library with the C++ compiler, or finds one that is already built."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ _TRY_SECONDS = 60.0
 _TRY = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).ink_abi())"
 
 
-def _tell_nobody(compiler: Compiler) -> None:
+def _announce_nothing(compiler: Compiler) -> None:
     del compiler
 
 
@@ -141,7 +141,7 @@ def find(cache_dir: Path | None = None) -> Path | None:
     return find_library(name, [*([cache] if cache else []), PACKAGED])
 
 
-def find_or_build(cache_dir: Path | None = None, announce: Callable[[Compiler], None] = _tell_nobody) -> Path:
+def find_or_build(cache_dir: Path | None = None, announce: Callable[[Compiler], None] = _announce_nothing) -> Path:
     """The library that find() finds, which is built where there is none. Raises BuildError, UnsupportedCpu."""
     level = this_level()
     if found := find(cache_dir):
@@ -171,7 +171,7 @@ def build(
     directory: Path,
     *,
     seconds: float = TIMEOUT_SECONDS,
-    announce: Callable[[Compiler], None] = _tell_nobody,
+    announce: Callable[[Compiler], None] = _announce_nothing,
 ) -> Path:
     """The library of `recipe` in `directory`, compiled if it is not there. Leaves nothing else. Raises BuildError.
 

@@ -1,4 +1,4 @@
-"""Instruction-set level that kernels are compiled for, from what the CPU reports.
+"""Detects the instruction-set level that kernels are compiled for.
 
 A level is a name and the compiler's flags for it. x86-64 has three, so that a library built on one machine runs on
 others of the same level (containers move); elsewhere the only level is the machine's own.

@@ -1,8 +1,8 @@
 """Runs a command that ends with the process that started it: `python -I -S guarded_subprocess.py [--idle] COMMAND...`.
 
-Standard input is the leash: its end, also because the starter was killed, ends the command and everything that the
-command started. A compiler is a driver and its children, so killing the one process would leave the others behind.
---idle gives the command only what nobody else wants of the CPU.
+When standard input closes, also because the parent was killed, the command and everything that it started is killed. A
+compiler is a driver and its children, so killing only the driver would leave the children behind. --idle runs the
+command at idle CPU priority.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def leashed(command: Sequence[str], *, idle: bool = False) -> list[str]:
-    """The command line that runs `command` on a leash."""
+    """The command line that runs `command` under this guard."""
     return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), *(["--idle"] if idle else []), *command]
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     idle = arguments[0] == "--idle"
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
-    # Not ignored, for the command would ignore them too: the leash stays until the command has gone.
+    # Not ignored, since the command would inherit that: the guard stays until the command has ended.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _stay)
     if idle:
@@ -64,7 +64,7 @@ def _be_idle() -> None:
 
 
 def _die_with_parent() -> None:
-    """Even where the leash itself is killed, and can end nobody."""
+    """Ends the command even if the guard itself is killed and cannot end it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -1,7 +1,7 @@
 """Cache of built kernel libraries: their cache key, lookup, storing, cleanup.
 
-A library is a file NAME.so and a note NAME.so.json beside it, which holds its SHA-256 and tells how it was made. What
-is loaded runs with all our rights, so nothing is taken that others could have written or that is not whole.
+A library is a file NAME.so next to a metadata file NAME.so.json, which holds its SHA-256 and its build recipe. A loaded
+library runs with all our privileges, so a library that is incomplete or that another user could write is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABI = 2
 """What ink_abi() of the library must answer; raised whenever an exported function changes."""
 SOURCE = Path(__file__).parents[1] / "source"
 UNIT = "inkstream.cpp"
-"""The one file that is compiled; it includes those beside it."""
+"""The one file that is compiled; it includes those next to it."""
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 _KEY_DIGITS = 24
 
@@ -44,7 +44,7 @@ class BuildRecipe:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All that the compiler is told, but for the files."""
+        """All compiler arguments except the files."""
         return (*FLAGS, *self.level.flags)
 
     @property
@@ -62,7 +62,7 @@ PACKAGED = Path(__file__).parents[1] / "built"
 """Libraries that came with the installation, or the container image."""
 CACHE_VARIABLE = "INKSTREAM_CACHE_DIR"
 KEPT = 4
-"""Libraries of other versions that stay when a new one is put beside them."""
+"""Libraries of other versions that are kept when a new one is stored."""
 _STALE_SECONDS = 3600.0
 
 
@@ -80,18 +80,18 @@ def cache_directory(asked: Path | None, environment: Mapping[str, str] | None = 
 
 
 def find_library(name: str, directories: Sequence[Path]) -> Path | None:
-    """The first library of this name that is whole and that nobody else could have written."""
+    """The first library of this name that is complete and that no other user could have written."""
     paths = (directory / name for directory in directories)
     return next((path for path in paths if is_sound(path)), None)
 
 
 def is_sound(library: Path) -> bool:
-    """Whether the library is there, whole, and was written by this user or by root."""
+    """Whether the library exists, is complete, and was written by this user or by root."""
     return _is_ours(library.parent) and (note := read_note(library)) is not None and _digest(library) == note["sha256"]
 
 
 def read_note(library: Path) -> dict[str, Any] | None:
-    """How a library was made; None where that is not told, or not by us."""
+    """Metadata of a library; None if it is missing or invalid, or another user could have written it."""
     try:
         note = json.loads(_read(_note_path(library)))
     except (OSError, ValueError):
@@ -100,14 +100,14 @@ def read_note(library: Path) -> dict[str, Any] | None:
 
 
 def put_library(built: Path, library: Path, facts: Mapping[str, Any]) -> None:
-    """Moves `built`, which lies on the same disk, to its place; whoever looks meanwhile finds nothing, or all of it."""
+    """Moves `built`, on the same file system, to `library`; concurrent readers see no library or a complete one."""
     note = built.with_suffix(".json")
     content = built.read_bytes()
     note.write_text(json.dumps({"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), **facts}))
     for path in (built, note):
         path.chmod(0o644)
         _sync(path)
-    # The note last: until it is there the library counts for nothing.
+    # The metadata last: until it exists, the library is ignored.
     built.replace(library)
     note.replace(_note_path(library))
     _sync(library.parent)
@@ -115,12 +115,12 @@ def put_library(built: Path, library: Path, facts: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def workplace(directory: Path) -> Iterator[Path]:
-    """A folder inside `directory` for one build, gone afterwards; others who build there wait. Raises BuildError."""
+    """A temporary folder inside `directory` for one build; concurrent builds wait. Raises BuildError."""
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not _is_ours(directory):
             raise BuildError(
-                f"{directory} belongs to somebody else, or can be written by others (chmod go-w helps): "
+                f"{directory} belongs to another user, or can be written by others (chmod go-w helps): "
                 "give another directory with --cache-dir"
             )
         with _lock(directory / ".lock") as is_alone:
@@ -183,7 +183,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Waits for whoever holds it. False where the disk knows no locks, as some network ones."""
+    """Waits for the lock. False if the file system does not support locks, as some network file systems."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:

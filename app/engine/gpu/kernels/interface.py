@@ -1,4 +1,4 @@
-"""What a step does on the device, operation by operation, and the shapes that it is told.
+"""Interface of a step's operations on the device, and their shapes.
 
 Shape legend: T tokens of the step (padded), D width, H query heads, K kv heads, C head_dim, F mlp width, P positions of
 the rotary table, R rows of resident state, B blocks of a row's table, X query tiles (or any flat axis), S sampled rows,
@@ -80,7 +80,7 @@ class AttentionBatch:
 
 
 class RowState(NamedTuple):
-    """Of resident rows, between two steps. All tensors int32, on the device; the last row is nobody's, and stays 0."""
+    """State of resident rows between two steps, int32 on the device; the last row is padding, and stays 0."""
 
     block_table_RB: Tensor
     kv_length_R: Tensor
@@ -99,7 +99,7 @@ class Places(NamedTuple):
     slots_S: Tensor
     """Where its keys and values go, block * block_size + offset."""
     tile_rows_S: Tensor
-    """The row once more, -1 for nobody's."""
+    """The row again, -1 for padding."""
 
 
 class Kernels(Protocol):

@@ -1,6 +1,6 @@
-"""How kernels are cut into programs: every number that may be tuned on a real device, in one place.
+"""Launch configurations of the kernels: every number that may be tuned on a real device.
 
-What the law of rows rests on: attention takes the same rows, positions, warps and stages for prefill and for decode
+Batch invariance relies on this: attention takes the same rows, positions, warps and stages for prefill and for decode
 (matrix units of other shapes add in another order), and no multiplication is fused with an addition, since where that
 happens is up to the compiler of each variant. Attention's stages were measured on an H100 (PERFORMANCE.md); the other
 numbers are reasoned.
@@ -15,7 +15,7 @@ ROWS = 64
 POSITIONS = 64
 """Positions of keys and values at a time; divides SPLIT."""
 PARTIAL_BYTES = 128 << 20
-"""Most that attention holds beside its output, for splits of a sequence that are computed beside one another."""
+"""Most workspace of attention besides its output, for splits of a sequence that are computed in parallel."""
 SHARED_BYTES = 227 << 10
 """Most of a multiprocessor's memory that a program may have on Hopper; 99 to 163 KiB on the kinds before it."""
 HEADS = 8

@@ -33,8 +33,8 @@ def dequantised_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) 
 
 
 # A row's largest number becomes 448 or -448, the largest that e4m3 has. A row of activations is scaled by nothing but
-# itself, so what stands beside it in a step changes nothing of it. On a GPU the product is torch's scaled one; on a CPU
-# the same rounded numbers are widened again: so tests and the measurement of quality compute. Knows no layers.
+# itself, so the other rows of a step do not change it. On a GPU the product is torch's scaled one; on a CPU
+# the same rounded numbers are widened again: so tests and the measurement of quality compute.
 #
 # Shape legend: T tokens of the step, K columns, N rows of the weight.
 

@@ -1,7 +1,7 @@
 """Reference implementation of a step's operations in plain torch, which the Triton kernels are tested against.
 
-Sums are taken in float64 and rounded where interface.py says so: then no order of summation shows in the result, and a
-row comes out the same in any company. Nothing is read on the host, and no shape depends on a number. Shape legend:
+Sums are computed in float64 and rounded where interface.py says so: then the order of summation does not show in the
+result, and a row is the same in any batch. Nothing is read on the host, and no shape depends on a value. Shape legend:
 interface.py.
 """
 
@@ -80,10 +80,10 @@ def _scatter(out_XNHC: Tensor, tokens_XN: Tensor, q_THC: Tensor) -> Tensor:
 
 def look_up(rows_S: Tensor, state: RowState) -> Places:
     """See Kernels.look_up."""
-    index_S, nobody = rows_S.long(), len(state.kv_length_R) - 1
+    index_S, padding_row = rows_S.long(), len(state.kv_length_R) - 1
     positions_S = state.kv_length_R[index_S]
     slots_S = slots(rows_S, positions_S, state)
-    return Places(state.last_token_R[index_S], positions_S, slots_S, rows_S.where(rows_S != nobody, -1))
+    return Places(state.last_token_R[index_S], positions_S, slots_S, rows_S.where(rows_S != padding_row, -1))
 
 
 def slots(rows_T: Tensor, positions_T: Tensor, state: RowState) -> Tensor:
@@ -94,9 +94,9 @@ def slots(rows_T: Tensor, positions_T: Tensor, state: RowState) -> Tensor:
 
 def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState) -> None:
     """See Kernels.advance."""
-    index_S, is_somebody_S = rows_S.long(), rows_S != len(state.kv_length_R) - 1
-    state.kv_length_R.index_copy_(0, index_S, lengths_S.where(is_somebody_S, 0))
-    state.last_token_R.index_copy_(0, index_S, tokens_S.clamp(min=0).where(is_somebody_S, 0))
+    index_S, is_real_S = rows_S.long(), rows_S != len(state.kv_length_R) - 1
+    state.kv_length_R.index_copy_(0, index_S, lengths_S.where(is_real_S, 0))
+    state.last_token_R.index_copy_(0, index_S, tokens_S.clamp(min=0).where(is_real_S, 0))
 
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -169,7 +169,7 @@ def _rms_norm(x_TX: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def _write(cache_XKC: Tensor, slots_T: Tensor, new_TKC: Tensor) -> None:
     """Slot -1 writes nothing, and what is written must not depend on it in shape: it rewrites the last slot.
 
-    That one belongs to the block of nobody, so no other token of the step writes to it.
+    That slot belongs to the padding block, so no other token of the step writes to it.
     """
     slots_T = slots_T.long()
     there_T11 = (slots_T >= 0)[:, None, None]

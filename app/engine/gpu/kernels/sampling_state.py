@@ -1,7 +1,6 @@
 """Sampling parameters and token counts of resident rows on the device, and the layout of one request's parameters.
 
-Knows where words and counts lie, not how a token is drawn of them (static_sampler.py, triton/sampler.py). Nothing here
-waits for the device.
+static_sampler.py and triton/sampler.py sample from them. Nothing here waits for the device.
 
 Shape legend: R resident rows (the last one is of padding: greedy, never counted), W words of a row, V vocabulary,
 N rows that change, X tokens of their histories, S sampled rows of a step.
@@ -127,8 +126,8 @@ class SamplingTable:
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
-        nobody = pack(Request(id="", prompt=(0,), max_tokens=1, params=SamplingParams(temperature=0)), 1)
-        self.words_RW = torch.tensor(nobody, dtype=torch.int32).to(device).repeat(rows, 1)
+        padding = pack(Request(id="", prompt=(0,), max_tokens=1, params=SamplingParams(temperature=0)), 1)
+        self.words_RW = torch.tensor(padding, dtype=torch.int32).to(device).repeat(rows, 1)
         self.counts_RV: Tensor | None = None
         """int32: twice how often the token was generated, plus 1 where the prompt has it. None until with_counts()."""
 
@@ -145,7 +144,7 @@ class SamplingTable:
         return is_counted(request)
 
     def with_counts(self) -> Tensor:
-        """counts_RV, made when it is first asked for. A graph that was captured before knows nothing of it."""
+        """counts_RV, made when it is first asked for. Graphs that were captured before do not use it."""
         if self.counts_RV is None:
             shape = (len(self.words_RW), self.vocab_size)
             self.counts_RV = torch.zeros(shape, dtype=torch.int32, device=self.words_RW.device)

@@ -1,7 +1,7 @@
 """Sampler in plain torch without data-dependent control flow, and Philox random numbers on tensors.
 
-All shapes are static and nothing waits for the device, so it runs inside a CUDA graph, too. Every row pays for every
-filter: triton/sampler.py is the one for speed, and this one says what it must draw. The order is docs/sampling.md's.
+All shapes are static and nothing waits for the device, so it also runs inside a CUDA graph. Every row pays for every
+filter: it is the reference implementation of the fast triton/sampler.py. The order is that of docs/sampling.md.
 
 Shape legend: S sampled rows, V vocabulary, W words of a row, N most likely tokens.
 """
@@ -138,7 +138,7 @@ def _weights(logits_SV: Tensor, best_S1: Tensor, words: _Words) -> Tensor:
     top_k_S1 = words.word(layout.TOP_K)
     last_S1 = top_k_S1.where((top_k_S1 > 0) & (top_k_S1 < vocab), vocab) - 1
     logits_SV = logits_SV.where(logits_SV >= ranked.values.gather(1, last_S1), _NOTHING)
-    # The best goes out first: a tiny temperature must not make infinities of finite logits.
+    # Subtract the maximum first: a tiny temperature must not turn finite logits into infinities.
     scaled_SV = (logits_SV - best_S1) / words.number(layout.TEMPERATURE).float()
     weights_SV = _typical(scaled_SV.exp(), scaled_SV, words.number(layout.TYPICAL_P))
     top_p_S1 = words.number(layout.TOP_P)

@@ -46,7 +46,7 @@ def merged(best_R, sum_R, out_RC, more_best_R, more_sum_R, more_out_RC):
 
 @triton.jit
 def averaged(out_RC, sum_R):
-    """Values by the sum of their weights; a row that saw nothing is nobody's, and no reason to divide by 0."""
+    """Values divided by the sum of their weights; a row without keys is padding, and must not divide by 0."""
     return out_RC / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None]
 
 

@@ -55,7 +55,7 @@ def power(x):
 
 @triton.jit
 def scaled(x, best, temperature):
-    """The best goes out first: a tiny temperature must not make infinities of finite logits."""
+    """Subtracts the maximum first: a tiny temperature must not turn finite logits into infinities."""
     return tl.div_rn(x - best, temperature)
 
 

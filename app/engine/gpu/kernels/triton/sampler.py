@@ -1,8 +1,8 @@
 """Triton sampler: penalties, the draw, and log-probabilities, three kernels a step. Nothing waits for the device.
 
-What is drawn is what ../static_sampler.py draws; docs/sampling.md is the law of both. Where rounding decides they may
-part: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. Bits of a row depend
-on that row alone.
+It samples the same tokens as ../static_sampler.py; docs/sampling.md specifies both. They may differ where rounding
+decides: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. The bits of a row
+depend on that row alone.
 
 Shape legend: S sampled rows, V vocabulary.
 """
@@ -33,7 +33,7 @@ from app.engine.gpu.kernels.triton.filters import (
     weigh,
 )
 
-# A row's tiles are programs of their own, so that a single row still keeps a GPU busy. Knows no filters.
+# A row's tiles are programs of their own, so that a single row still keeps a GPU busy.
 #
 # Shape legend: S sampled rows, V vocabulary, B tokens of a tile, G groups of a tile's tokens: the k-th best of the
 # groups' maxima is at most the k-th best logit, where a search for it may begin.
@@ -154,8 +154,8 @@ def _endless(x, ids, words_ptr, V):
     return tl.where(is_end & has_more, _NOTHING, x)
 
 
-# Knows no filters: these are the model's own. Shape legend: S sampled rows, T tiles of a row, B tokens of a tile,
-# G groups of a tile, C tokens of the room, K tokens to report, L listed ones.
+# Computed from the model's raw logits, before filters. Shape legend: S sampled rows, T tiles of a row, B tokens of a
+# tile, G groups of a tile, C tokens of the room, K tokens to report, L listed ones.
 
 _LIST = tl.constexpr(32)
 """Room for the tokens to report, and as much again for those that tie with the last of them."""
@@ -269,7 +269,7 @@ def _report(x_ptr, best, log_sum, most, room_ptr, top_ids_ptr, top_logprobs_ptr,
     tl.store(top_logprobs_ptr + places, NOTHING, mask=(places >= most) & (places < K))
 
 
-# Knows no biases and no log-probabilities. Shape legend: S sampled rows, T tiles of a row, B tokens of a tile, G groups
+# Shape legend: S sampled rows, T tiles of a row, B tokens of a tile, G groups
 # of a tile, C tokens of the room.
 
 _CHOICE = tl.constexpr(layout.CHOICE)
