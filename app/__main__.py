@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read our output has gone (| head); the interpreter must not try to flush it at its end.
+        # The reader of our output has exited (| head); the interpreter must not try to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -48,40 +48,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Puts /dev/null where one of them is closed: the next file to be opened, our socket, would get its number.
+    """Opens /dev/null in place of closed standard streams: otherwise our socket could get descriptor 0, 1 or 2.
 
-    sys.stdin and sys.stdout stay None, so that a verb can say that it has nothing to read, or nowhere to write.
+    sys.stdin and sys.stdout stay None, so that a verb can report that it has no input or no output.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(number, True)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def _run(verb: str, rest: list[str]) -> int:
-    # Ctrl+C in an import: pydantic and torch make an error of it, with a traceback. There is nothing to tidy up yet.
+    # Ctrl+C during an import: pydantic and torch turn it into a traceback. There is nothing to clean up yet.
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else whoever started us wants it to be ignored
+    if before is signal.default_int_handler:  # otherwise the parent process wants SIGINT ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    # Imports leave next to no garbage; looking for it took an eighth of the API's CPU time at start, and a third of
-    # that of a verb with torch.
+    # Imports leave almost no garbage; collecting took an eighth of the API's CPU time at startup, and a third for a
+    # verb that imports torch.
     gc.disable()
     run = _load(verb)
     gc.freeze()
     gc.enable()
     if run is None:
         return _explain(verb)
-    if verb != "serve":  # the server takes the signal over before there is something to tidy up
+    if verb != "serve":  # the server installs its own handler before there is anything to clean up
         signal.signal(signal.SIGINT, before)
     return run(rest)
 
 
 def _explain(verb: str) -> int:
-    """What to call instead of something that is no verb: the list, where nothing was said or help is wanted."""
+    """Prints the usage, or an error that lists the known verbs."""
     if verb and verb not in ("-h", "--help", "help"):
         known = ", ".join(re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE))
         print(
@@ -93,7 +93,7 @@ def _explain(verb: str) -> int:
 
 
 def _load(verb: str) -> Callable[[list[str]], int] | None:
-    """Each verb is imported when it is asked for: serve must answer before train's torch would be loaded."""
+    """Imports a verb only when it is called, so that serve does not wait for train's torch."""
     match verb:
         case "serve":
             from app.cli.serve import main as run

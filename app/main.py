@@ -1,4 +1,4 @@
-"""The only place where things are wired: settings -> engine -> service -> routes."""
+"""Application factory: wires settings -> engine -> service -> routes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _log = logging.getLogger("inkstream")
 
 
 def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> FastAPI:
-    """The application; its engine starts and ends with its lifespan. `engine` makes others (tests)."""
+    """The application; its engine starts and stops with its lifespan. Tests pass `engine` to substitute a fake."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -102,7 +102,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
 
 
 def _guard(app: FastAPI, settings: Settings) -> None:
-    """What every request passes before a route is looked for; the last one added is the first one passed."""
+    """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
     app.add_middleware(AuthMiddleware, keys=keys, public=public_routes([health.router, static_pages.router]))
     if settings.origins:
@@ -112,7 +112,10 @@ def _guard(app: FastAPI, settings: Settings) -> None:
 
 
 async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
-    """What is in the weights directory now, wherever a link to it leads later. Raises CheckpointError."""
+    """A model instance of the current weights directory, even if a symlink to it is switched later.
+
+    Raises CheckpointError.
+    """
     seen = await asyncio.to_thread(look, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
     snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
@@ -134,16 +137,16 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Engi
 
 
 def _load_template(snapshot: WeightsSnapshot) -> ChatTemplate | None:
-    """Raises CheckpointError also where files are missing."""
+    """Raises CheckpointError if files are missing or invalid."""
     with snapshot.reading():
         check_layout(snapshot.directory)
         return ChatTemplate.load(snapshot.directory)
 
 
 def _folders_for_copies(settings: Settings) -> list[Path]:
-    """Where copies of weights may lie: the cache directory is on a disk, the temporary one may be in memory."""
+    """Folders for copies of weights: the cache directory is on disk, the temporary one may be in memory."""
     folders = [cache_directory(settings.cache_dir)]
-    with contextlib.suppress(OSError):  # there is none that can be written to
+    with contextlib.suppress(OSError):  # no writable temporary directory
         folders.append(Path(tempfile.gettempdir()))
     return [folder for folder in folders if folder]
 
@@ -167,7 +170,7 @@ def _connection_limits(settings: Settings) -> HttpLimits:
 
 
 def make_fleet(settings: Settings) -> EnginePool:
-    """Engine processes with what the settings say of them."""
+    """Builds the pool of engine processes from the settings."""
     cores = available_cores()
     if settings.threads > cores:
         _log.warning(
@@ -199,7 +202,7 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
         deterministic=settings.deterministic,
         library=str(libraries.found) if libraries.found else None,
         cache_dir=str(libraries.cache_dir) if libraries.cache_dir else None,
-        # As many for each: an answer may begin with one engine and end with another.
+        # The same number of threads for each: a request may start on one engine and finish on another.
         threads=max(1, (settings.threads or cores) // settings.replicas),
         replicas=settings.replicas,
         loading_beside=settings.replicas - 1,

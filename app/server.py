@@ -1,4 +1,4 @@
-"""uvicorn with our socket, our signals and our exit codes. Knows the application only as an ASGI app with a service."""
+"""The HTTP server process: uvicorn with our own listening socket, signal handling and exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from model.checkpoint.layout_check import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
 _LAST_SECONDS = 2.0
-"""For clients to take what ends their streams, and for what was ended to notice."""
+"""Seconds after the drain for clients to read the final events and for cancelled work to stop."""
 _log = logging.getLogger("inkstream")
 
 
@@ -44,17 +44,17 @@ class StartError(ValueError):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with our way to end: the listener stays open until every stream has ended or the time is over."""
+    """uvicorn with a graceful drain: the listener stays open until all streams have ended or the timeout expires."""
 
     gone: EngineGone | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: _serve() owns the signals. uvicorn would raise them again after the end."""
+        """Does nothing: _serve() owns the signals. uvicorn would raise them again after shutdown."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The application's lifespan has begun when this returns."""
+        """Returns once the application's lifespan has started."""
         await super().startup(sockets)
         assert isinstance(self.config.app, FastAPI)
         self._service: Service = self.config.app.state.service
@@ -62,7 +62,7 @@ class _Server(uvicorn.Server):
         self._watching = asyncio.create_task(self._watch())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        """Lets open streams end while new requests get 503; then closes everything and ends the lifespan."""
+        """Lets open streams finish while new requests get 503, then closes everything and ends the lifespan."""
         self._watching.cancel()
         for connection in self._open:
             connection.shutdown()
@@ -76,7 +76,7 @@ class _Server(uvicorn.Server):
         await self.lifespan.shutdown()
 
     def begin_drain(self) -> None:
-        """From now on nothing new is begun."""
+        """Stops accepting new requests."""
         self.should_exit = True
         self._service.draining = True
         self._connections.is_draining = True
@@ -87,23 +87,23 @@ class _Server(uvicorn.Server):
 
     @property
     def drain_timeout(self) -> float:
-        """Seconds that open streams get."""
+        """Seconds that open streams have to finish."""
         return self._service.settings.drain_timeout
 
     async def _watch(self) -> None:
-        """When the engine is gone for good, so is the service."""
+        """Stops the service once the engine has failed permanently."""
         self.gone = await self._service.wait_gone()
         self.begin_drain()
 
     async def _drain(self) -> None:
-        tasks = set(self.server_state.tasks)  # later ones are refusals
+        tasks = set(self.server_state.tasks)  # later tasks only send refusals
         if tasks:
             _, tasks = await asyncio.wait(tasks, timeout=self.drain_timeout)
         if tasks:
             _log.warning("the drain time-out is over: %d requests are ended", len(tasks))
             self._service.fail_all(NotReady("the service is shutting down: send it again in a moment", 5))
             await asyncio.wait(tasks, timeout=_LAST_SECONDS)
-        for _ in range(100):  # what was answered last may still be on its way to a client that reads slowly
+        for _ in range(100):  # a slow client may still be reading the last response
             if not any(connection.flow.write_paused for connection in self._open):
                 break
             await asyncio.sleep(_LAST_SECONDS / 100)
@@ -120,26 +120,26 @@ def bind(settings: Settings) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
-    except (socket.gaierror, UnicodeError):  # the latter: no such name could be asked for
+    except (socket.gaierror, UnicodeError):  # UnicodeError: the name cannot be encoded for a DNS query
         raise StartError(f"--host {settings.host}: no address is known for this name") from None
     except OSError as error:
-        reason = os.strerror(error.errno or 0)  # the error's own words name the address a second time
+        reason = os.strerror(error.errno or 0)  # str(error) would repeat the address
         raise StartError(
             f"cannot listen on {settings.host}:{settings.port} ({reason}): choose another --port"
         ) from None
-    # Accepted sockets inherit it. asyncio does not set it on sockets made like this, and Nagle's algorithm held the
-    # second packet of every stream back for 40 ms.
+    # Accepted sockets inherit TCP_NODELAY. asyncio does not set it on sockets created like this, and Nagle's algorithm
+    # delayed the second packet of every stream by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
-        # Else the kernel takes megabytes for a client that does not read, and who has stalled is noticed late.
+        # Otherwise the kernel buffers megabytes for a client that does not read, and stalls are detected late.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     return listener
 
 
 def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = None) -> int:
-    """Runs until a signal or until the engine is gone. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
+    """Runs until a signal or a permanent engine failure. Exit codes: 0 after a signal, 1 failed, 2 bad configuration.
 
-    `engine` makes other engines (benchmarks bring a stand-in).
+    Benchmarks pass `engine` to substitute a fake engine.
     """
     logs.set_up(settings.log_level, logs.chosen(settings.log_format))
     os.environ["RUST_BACKTRACE"] = (
@@ -149,8 +149,8 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
     _check_weights(settings.weights)
     _check_kernels(settings)
     with bind(settings) as listener:
-        # A thread that reads a long text lets the event loop go on after a millisecond, not after five: beside sixteen
-        # texts of a megabyte the slowest in a hundred health checks took 25 to 28 ms instead of 47 to 174 (R8).
+        # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
+        # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
         gone = event_loop.run(_serve(settings, listener, engine))
     if gone is None:
@@ -163,7 +163,7 @@ async def _serve(
     settings: Settings, listener: socket.socket, engine: Callable[[Settings], EnginePool] | None
 ) -> EngineGone | None:
     app = create_app(settings, engine)
-    # What is there now stays: a full collection that looks through it stops every stream for tens of milliseconds.
+    # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
     connection = cast(type[asyncio.Protocol], functools.partial(HttpProtocol, app.state.connections))
     config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=connection, ws="none")
@@ -179,7 +179,7 @@ async def _serve(
 
 
 def _has_keys(settings: Settings) -> bool:
-    """Raises StartError for a file of keys that cannot be used."""
+    """Raises StartError for an unusable keys file."""
     try:
         return bool(settings.keys_file and read_keys(settings.keys_file))
     except KeyFileError as error:
@@ -187,7 +187,7 @@ def _has_keys(settings: Settings) -> bool:
 
 
 def _check_files(settings: Settings) -> None:
-    """Raises StartError where too few files may be open for an engine and its clients."""
+    """Raises StartError if the limit of open files is too low for an engine and its clients."""
     try:
         possible_connections(settings.max_connections)
     except ValueError as error:
@@ -195,7 +195,7 @@ def _check_files(settings: Settings) -> None:
 
 
 def _check_weights(directory: Path) -> None:
-    """What can be seen at once is refused at once; the engine process checks the rest. Raises StartError."""
+    """Fails fast on what can be checked without loading; the engine process checks the rest. Raises StartError."""
     try:
         check_layout(directory)
         read_chat_template(directory)
@@ -204,7 +204,7 @@ def _check_weights(directory: Path) -> None:
 
 
 def _check_kernels(settings: Settings) -> None:
-    """Raises StartError where native kernels are asked for in vain, or could not be kept."""
+    """Raises StartError if native kernels are required but unavailable, or the cache directory is unusable."""
     if settings.cache_dir and settings.cache_dir.exists() and not settings.cache_dir.is_dir():
         raise StartError(f"--cache-dir {settings.cache_dir}: is not a directory")
     try:
@@ -214,7 +214,7 @@ def _check_kernels(settings: Settings) -> None:
 
 
 def _on_hangup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
-    """A terminal that closes ends what runs in it; any other hang-up asks for new weights."""
+    """SIGHUP from a closed terminal stops the service; any other SIGHUP reloads the weights."""
     if had_terminal and not has_terminal():
         _on_signal(server)
     elif reloader := getattr(app.state, "reloader", None):
@@ -222,11 +222,11 @@ def _on_hangup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
 
 
 def _on_signal(server: _Server) -> None:
-    """First: no new requests, open streams go on until the drain time-out. Second: at once."""
+    """The first signal starts the drain: open streams get until the drain timeout. The second stops at once."""
     if server.should_exit:
         logs.flush()
         os._exit(1)
-    if not server.started:  # so early that nothing has begun
+    if not server.started:  # before startup there is nothing to drain
         server.should_exit = True
         return
     server.begin_drain()

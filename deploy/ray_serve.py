@@ -1,7 +1,7 @@
 """The service on a Ray Serve cluster: `serve run deploy.ray_serve:build replicas=2 gpus=1` (docs/ray.md).
 
     Ray's HTTP proxies  ->  Front: app/cluster, loses no request  ->  Engine: the whole service with its engine process
-The only file that imports Ray. What the service is, is said by its own settings: the same INKSTREAM_ variables.
+The only file that imports Ray. The service is configured by its usual settings, the INKSTREAM_ variables.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from app.server import StartError
 
 _log = logging.getLogger("inkstream.relay")
 _LOST = (
-    exceptions.RayActorError,  # killed, or its node was
+    exceptions.RayActorError,  # the replica or its node was killed
     exceptions.NodeDiedError,
     exceptions.WorkerCrashedError,
     exceptions.ObjectLostError,
-    exceptions.TaskCancelledError,  # by Ray, which ends a replica that has drained for too long
+    exceptions.TaskCancelledError,  # cancelled by Ray, which stops a replica that drains for too long
     DeploymentUnavailableError,
 )
 _REFUSALS = 64
-"""Requests beyond those that run and wait: to be told that there is no room, or asked for health."""
+"""Requests beyond the running and queued ones: for refusals and health checks."""
 
 
 class Placement(BaseModel):
-    """Arguments of `serve run deploy.ray_serve:build`: how many of what, and on which machines."""
+    """Arguments of `serve run deploy.ray_serve:build`: replica counts and resources."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,7 +64,7 @@ class EngineReplica:
     """One copy of the service: the application of `inkstream serve`, without its socket."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Ray sends it requests when this returns: its model is loaded then."""
+        """Loads the model; Ray sends requests once this returns."""
         logs.set_up(settings.log_level, logs.chosen(settings.log_format))
         self._app = create_app(settings)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -76,21 +76,21 @@ class EngineReplica:
             await asyncio.sleep(0.1)
 
     async def answer(self, call: Call) -> AsyncGenerator[Part, None]:
-        """One request's answer as it is made; cancelled, the application sees its client leave."""
+        """Streams one request's response; to the application a cancellation is a client disconnect."""
         async with aclosing(asgi_adapter.answer(self._app, call, self._name)) as parts:
             async for part in parts:
                 yield part
 
     async def whole(self, call: Call) -> Whole:
-        """The same at once, for what is asked of every replica."""
+        """The whole response, for broadcasts."""
         return await asgi_adapter.whole(self._app, call, self._name)
 
     async def check_health(self) -> None:
-        """Ray replaces a replica whose service has come to its end; an engine that starts again is none of that."""
+        """Fails once the service has failed permanently, so that Ray replaces it; an engine restart is fine."""
         self._check()
 
     async def __del__(self) -> None:
-        """Ray has waited for what was open."""
+        """Stops the service; Ray has waited for open requests."""
         await self._lifespan.__aexit__(None, None, None)
 
     def _check(self) -> None:
@@ -116,7 +116,7 @@ class FrontReplica:
 
 
 class _Handle:
-    """Replicas as app/cluster knows them, reached through Ray."""
+    """Implements the Replicas protocol of app/cluster on a Ray handle."""
 
     def __init__(self, engine: DeploymentHandle) -> None:
         self._engine = engine
@@ -138,7 +138,7 @@ class _Handle:
 
     async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
         try:
-            # What is public of it tells nothing before the last has answered, and nothing at all where one hangs.
+            # Ray's public API yields nothing before the last replica has answered, and nothing at all if one hangs.
             results = await self._engine.broadcast("whole", call)._fetch_replica_results_async()
         except DeploymentUnavailableError:
             return []
@@ -146,7 +146,7 @@ class _Handle:
 
 
 async def _whole(result: Any) -> Whole:
-    """What one copy answers, as Ray's ReplicaResult gives it. Raises ReplicaLost."""
+    """One replica's response from Ray's ReplicaResult. Raises ReplicaLost."""
     try:
         answer: Whole = await result.get_async()
         return answer
@@ -155,7 +155,7 @@ async def _whole(result: Any) -> Whole:
         task = asyncio.current_task()
         if task and task.cancelling():
             raise
-        raise ReplicaLost from None  # Ray says so of a copy that it ends; nobody here has cancelled anything
+        raise ReplicaLost from None  # Ray raises this for a replica that it stops; this task was not cancelled
     except exceptions.RayError as error:
         _log.warning("a copy did not answer: %s", error)
         raise ReplicaLost from None
@@ -178,16 +178,16 @@ def _application(placement: Placement, settings: Settings) -> serve.Application:
     if not settings.keys_file and not settings.insecure_no_auth:
         raise StartError(
             "a cluster may be reached from other machines and no key protects the service: set INKSTREAM_KEYS_FILE, or "
-            "INKSTREAM_INSECURE_NO_AUTH=true where nobody else can reach it"
+            "INKSTREAM_INSECURE_NO_AUTH=true if only trusted machines can reach it"
         )
     settings = settings.model_copy(update={"weights": settings.weights.absolute()})
-    # The front holds streams for clients that come back, and knows whose pages may read them: nothing is done twice.
+    # The gateway handles stream resumption and CORS, so disable both in the replicas.
     engine = _engine(settings.model_copy(update={"resume_seconds": 0.0, "allow_origin": ""}), placement)
     front = serve.deployment(
         serve.ingress()(FrontReplica),
         name="front",
         num_replicas=placement.fronts,
-        # Without the head there is no cluster: whatever else breaks, the front does not break with it.
+        # Without the head node there is no cluster, so failures of other nodes do not affect the gateway.
         ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         max_ongoing_requests=settings.max_connections,
         graceful_shutdown_timeout_s=_drain_seconds(settings),
@@ -211,7 +211,7 @@ def _engine(settings: Settings, placement: Placement) -> serve.Application:
         EngineReplica,
         name="engine",
         ray_actor_options={"num_cpus": placement.cpus, "num_gpus": placement.gpus},
-        # The service has a queue of its own, and its own words for a full one: Ray's must not be in front of it.
+        # The service has its own queue and its own error for a full one: disable Ray's queue in front of it.
         max_ongoing_requests=running + settings.max_waiting + _REFUSALS,
         graceful_shutdown_timeout_s=_drain_seconds(settings),
         logging_config={"enable_access_log": False},
@@ -221,5 +221,5 @@ def _engine(settings: Settings, placement: Placement) -> serve.Application:
 
 
 def _drain_seconds(settings: Settings) -> float:
-    """What Ray gives open requests when it takes a replica away; a stream that needs longer goes on with another."""
+    """Seconds that Ray gives open requests when it removes a replica; longer streams continue on another replica."""
     return settings.drain_timeout + 5

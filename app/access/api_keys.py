@@ -24,30 +24,30 @@ from app.access.rate_limiter import RateLimits, Tenant
 from model.files import one_line, sync_directory
 
 # The file is JSON, belongs to one user (mode 0600) and holds no key, only the SHA-256 of each. A plain hash is right
-# here: a key is 256 random bits, so there is no list of likely ones to try, which is what a slow hash with a salt is
-# for.
+# here: a key is 256 random bits and cannot be guessed from a dictionary, which is what slow, salted hashes protect
+# against.
 #
-# Containers are handed secrets in another way: the file is somebody else's, mostly root's, and their group may read it
-# (mode 0440 or 0640). That is taken too.
+# Container secrets look different: another user owns the file, mostly root, and the process's group may read it
+# (mode 0440 or 0640). That is accepted too.
 
 PREFIX = "ink-"
-"""Every key begins like this, so that scanners for secrets can find one that was published by mistake."""
+"""Prefix of every key, so that secret scanners can find one that was published by mistake."""
 MOST_KEYS = 1000
-"""Each request is compared with all of them."""
+"""Each request's key is compared with all stored keys."""
 _MOST_BYTES = 1 << 20
 
 _Count = Annotated[int, Meta(ge=0, le=10**12)]
 
 
 class KeyFileError(ValueError):
-    """A file of keys that cannot be used as it is; one line that says what to change."""
+    """The keys file cannot be used; the message is one line that says what to change."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
 
 
 class StoredKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is kept of one key."""
+    """One entry of the keys file."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
     sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -63,7 +63,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 def new_key() -> str:
-    """256 random bits, in letters that fit into a header."""
+    """A key of 256 random bits, in URL-safe characters."""
     return f"{PREFIX}{secrets.token_urlsafe(32)}"
 
 
@@ -76,7 +76,7 @@ def stored(
     concurrency: int = 0,
     days: float | None = None,
 ) -> StoredKey:
-    """What the file keeps of a new key. Raises KeyFileError for a name or a number that cannot be."""
+    """The entry for a new key. Raises KeyFileError for an invalid name or number."""
     now = datetime.now(UTC).replace(microsecond=0)
     made = StoredKey(
         name=name,
@@ -96,7 +96,7 @@ def stored(
 
 
 def read_keys(path: Path) -> tuple[StoredKey, ...]:
-    """The keys of a file that nobody else can read. Raises KeyFileError."""
+    """Reads the keys from a file that other users cannot read. Raises KeyFileError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
 
 
 def add_key(path: Path, key: StoredKey) -> None:
-    """Adds one; the file is made where it is not there. Raises KeyFileError."""
+    """Adds a key; creates the file if it does not exist. Raises KeyFileError."""
 
     def added(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
         if any(other.name == key.name for other in keys):
@@ -136,7 +136,7 @@ def add_key(path: Path, key: StoredKey) -> None:
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Removes one. Raises KeyFileError."""
+    """Removes a key. Raises KeyFileError."""
 
     def removed(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
         if all(key.name != name for key in keys):
@@ -147,7 +147,7 @@ def revoke_key(path: Path, name: str) -> None:
 
 
 def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKey, ...]], *, may_be_new: bool) -> None:
-    """Reads, changes and replaces the file while nobody else does."""
+    """Reads, changes and replaces the file under an exclusive lock."""
     path = path.resolve()
     try:
         with _alone_in(path.parent):
@@ -159,7 +159,7 @@ def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKe
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Two changes at once must not lose one; the folder is locked, because the file is replaced."""
+    """Locks the folder, because the file itself is replaced: concurrent changes must not lose one another."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -169,7 +169,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
-    """At once or not at all; whoever could read the old file, the service's user or group, can read the new one."""
+    """Replaces the file atomically; keeps its owner and group, so that the service can still read it."""
     content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=1) + b"\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -203,9 +203,9 @@ def _check_mode(path: Path, status: os.stat_result) -> None:
 
 
 def _is_handed_to_a_group(status: os.stat_result) -> bool:
-    """As containers get secrets: from another user, for our group. Root sees to it for others.
+    """Whether this is a container secret: another user owns it and our group may read it.
 
-    What is ours we could have closed, and nobody knows who else is of its group.
+    A file that we own must be private (mode 0600), because its group may have other members. Root may use any.
     """
     mine = os.geteuid()
     return mine == 0 or (status.st_uid != mine and status.st_gid in {os.getegid(), *os.getgroups()})
@@ -225,9 +225,10 @@ class _Held:
 
 
 class ApiKeys:
-    """Asked for every request; looks at most once a second whether the file has changed.
+    """Looks up the key of every request; checks at most once a second whether the file has changed.
 
-    A file that was damaged or taken away changes nothing: a mistake must neither let everybody in nor lock all out.
+    If the file is damaged or removed, the last valid keys stay in force: a mistake must neither disable authentication
+    nor lock out all clients.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,14 +240,14 @@ class ApiKeys:
 
     @property
     def count(self) -> int:
-        """How many there are, also those whose time is over."""
+        """Number of keys, expired ones included."""
         return len(self._held)
 
     def caller_of(self, key: bytes) -> Tenant | None:
-        """Who has this key; None where it is unknown, revoked or too old."""
+        """The tenant of this key; None if it is invalid, revoked or expired."""
         self._refresh()
         digest, found = hashlib.sha256(key).digest(), None
-        for held in self._held:  # all of them: how long it takes tells nothing of which one it was, or nearly was
+        for held in self._held:  # always compares with all keys, so that timing does not reveal a match
             if hmac.compare_digest(held.digest, digest):
                 found = held
         return found.caller if found and time.time() < found.expires else None
@@ -267,7 +268,7 @@ class ApiKeys:
             _log.info("the keys file has changed: %d keys", len(self._held))
 
     def _look(self) -> tuple[int, ...] | None:
-        """What changes when the file does."""
+        """A fingerprint that changes when the file does."""
         try:
             status = self._path.stat()
         except OSError:
@@ -279,7 +280,7 @@ def _held(key: StoredKey) -> _Held:
     digest = bytes.fromhex(key.sha256)
     caller = Tenant(
         name=key.name,
-        # Made of what only the server knows, and the same after a restart: nobody chooses whose cache is shared.
+        # Derived from the stored hash, stable across restarts: no client can choose another tenant's namespace.
         salt=hmac.new(digest, _SALT, hashlib.sha256).hexdigest(),
         quota=RateLimits(
             requests_per_minute=key.requests_per_minute,

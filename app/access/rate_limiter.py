@@ -1,11 +1,11 @@
 """Tenants and their rate limits: requests, tokens and concurrency. Time is an argument.
 
-A limit per minute holds for every 60 seconds, wherever one begins to count: a bucket that fills up again would let
-twice as much through in its first minute. What was used is kept in slots of a tenth of a second, so that a caller costs
-601 numbers at most, and Retry-After is exact.
+A limit per minute holds for every window of 60 seconds: a token bucket would let twice as much through in its first
+minute. Usage is counted in slots of a tenth of a second, so that a tenant costs 601 numbers at most and Retry-After is
+exact.
 
-Tokens are charged before the work, as many as the request may take (its prompt, and max_tokens for each text); what it
-did not take is given back at its end. A stream whose client is away counts as nothing at a time: nobody works for it.
+Tokens are charged before the work, as many as the request may take (its prompt, and max_tokens for each text); unused
+ones are refunded when it ends. A stream whose client is disconnected does not count as concurrent: it is suspended.
 
 Host work for one request (reading long texts, compiling grammars, computing masks) is charged in tokens as well, one
 for each millisecond beyond the first 50 ms, so that requests of few tokens cannot take the workers that all keys share.
@@ -23,22 +23,22 @@ from app.common.errors import InvalidRequest, QuotaUsedUp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLimits:
-    """What one caller may ask for; 0 is without limit."""
+    """Limits of one tenant; 0 means unlimited."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    """Of prompts and texts together."""
+    """Prompt and generated tokens together."""
     concurrency: int = 0
-    """Requests at a time."""
+    """Concurrent requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Frozen. Everybody is the same caller where no keys are set."""
+    """The owner of an API key. Without keys all clients share one tenant."""
 
     name: str = ""
     salt: str = ""
-    """Cached prompt blocks are shared by callers of equal salt only, and callers take turns by it."""
+    """Cache namespace: only tenants with an equal one share cached prompt blocks; also the fair queue's key."""
     quota: RateLimits = RateLimits()
 
 
@@ -47,12 +47,12 @@ EVERYBODY = Tenant()
 
 _WINDOW, _SLOT = 60.0, 0.1
 _FREE_WORK_SECONDS = 0.05
-"""Host work that the tokens of a request pay for; all but a few requests need less."""
+"""Host work that is included in a request's token charge; all but a few requests need less."""
 _TOKENS_PER_WORK_SECOND = 1000
 
 
 class SlidingWindow:
-    """What was used in the last 60 seconds, and up to a tenth of a second more."""
+    """Usage in the last 60 to 60.1 seconds."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -60,7 +60,7 @@ class SlidingWindow:
         self._slots: deque[list[int]] = deque()  # [slot, amount], the oldest first
 
     def seconds_until(self, amount: int, now: float) -> float:
-        """When an amount that is not above the limit fits; 0.0 is now."""
+        """Seconds until `amount`, which must not exceed the limit, fits; 0.0 means now."""
         self._forget(now)
         excess = self.used + amount - self.limit
         if excess <= 0:
@@ -72,7 +72,7 @@ class SlidingWindow:
         raise AssertionError("an amount above the limit never fits")
 
     def add(self, amount: int, now: float) -> list[int]:
-        """Notes what was used now; give_back() takes the place that this returns."""
+        """Records usage now; returns the slot for give_back()."""
         slot = math.floor(now / _SLOT)
         if not self._slots or self._slots[-1][0] != slot:
             self._slots.append([slot, 0])
@@ -81,7 +81,7 @@ class SlidingWindow:
         return self._slots[-1]
 
     def give_back(self, place: list[int], amount: int) -> None:
-        """Takes back a part of what was noted at `place`, if that still counts."""
+        """Refunds a part of the usage recorded in the slot `place`, if it is still in the window."""
         if self._slots and place[0] >= self._slots[0][0]:
             place[1] -= amount
             self.used -= amount
@@ -92,37 +92,37 @@ class SlidingWindow:
 
 
 class Reservation:
-    """What one request holds of its caller's quota; this one is for callers without limits and does nothing."""
+    """One request's share of its tenant's rate limits; this base class is for unlimited tenants and does nothing."""
 
     def charge(self, tokens: int, now: float) -> None:
-        """It is known how many tokens the request may take. Raises InvalidRequest, QuotaUsedUp."""
+        """Charges the exact number of tokens that the request may take. Raises InvalidRequest, QuotaUsedUp."""
 
     def charge_work(self, seconds: float, now: float) -> None:
         """Adds CPU time that shared workers spent on this request; never refunded, and never refuses this request.
 
-        A charge may exceed the limit: the key's next requests then wait until the window has room again.
+        A charge may exceed the limit: the key's next requests then wait until the window has capacity again.
         """
 
     def settle(self, used: int) -> None:
-        """The request took so many tokens; it still counts as one at a time until its client has the whole answer."""
+        """Records the tokens used; the request counts as concurrent until its client has the whole response."""
 
     def pause(self, used: int) -> None:
-        """Its client is away, and it took so many tokens."""
+        """Suspends the request, whose client disconnected after `used` tokens."""
 
     def go_on(self, tokens: int, now: float) -> None:
-        """Its client is back: a request like any other, which may take so many tokens, read again what was written.
+        """Resumes the request for a reconnected client; charges `tokens`, where generated text counts as prompt.
 
         Raises QuotaUsedUp.
         """
 
     def undo(self) -> None:
-        """The service did not take the request: it counts as nothing."""
+        """Refunds everything: the service did not admit the request."""
 
     def end(self, used: int) -> None:
-        """The request is over and took so many tokens; any number of times."""
+        """Ends the request, which used `used` tokens; idempotent."""
 
-    def headers(self, now: float) -> Mapping[str, str]:  # noqa: ARG002 - without limits there is nothing to tell
-        """What is left, as OpenAI's clients read it."""
+    def headers(self, now: float) -> Mapping[str, str]:  # noqa: ARG002 - no limits, no headers
+        """Rate limit headers in OpenAI's format."""
         return {}
 
 
@@ -130,13 +130,13 @@ FREE = Reservation()
 
 
 class RateLimiter:
-    """One account for each caller that has limits, by its name."""
+    """Accounts of all tenants that have limits, by name."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
 
     def take(self, caller: Tenant, least: int, now: float) -> Reservation:
-        """A request begins that takes `least` tokens at least. Raises InvalidRequest, QuotaUsedUp."""
+        """Reserves capacity for a request of at least `least` tokens. Raises InvalidRequest, QuotaUsedUp."""
         if caller.quota == RateLimits():
             return FREE
         account = self._accounts.setdefault(caller.name, _Account())
@@ -148,7 +148,7 @@ class RateLimiter:
 
 
 class _Account:
-    """Of one caller. A quota that was changed holds from the next request on."""
+    """One tenant's usage. Changed limits apply from the next request on."""
 
     def __init__(self) -> None:
         self.requests = SlidingWindow(0)
@@ -187,7 +187,7 @@ class _Account:
 
 
 class _Held(Reservation):
-    """Counts until its end."""
+    """A reservation that counts against the limits until it ends."""
 
     def __init__(self, account: _Account, tokens: int, now: float) -> None:
         self._account = account
@@ -258,5 +258,5 @@ def _used_up(why: str, wait: float) -> QuotaUsedUp:
 
 
 def _end(slot: int) -> float:
-    """When what was used in this slot does not count any more."""
+    """When the usage of this slot leaves the window."""
     return (slot + 1) * _SLOT + _WINDOW

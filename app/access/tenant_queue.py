@@ -35,7 +35,7 @@ class Busy(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class WorkAccount:
-    """The tenant that a job is done for, and the lease that pays for it."""
+    """The tenant that a job is done for, and the reservation that is charged for it."""
 
     tenant: str = ""
     """The cache namespace of its key; all requests share one where the service has no keys."""
@@ -91,7 +91,7 @@ class Turn:
 
 
 class TenantQueue:
-    """Admits jobs and grants turns. Belongs to the event loop; knows nothing of the work itself."""
+    """Admits jobs and grants turns. Owned by the event loop."""
 
     def __init__(self, workers: int, *, most_jobs: int, most_size: int, most_busy: float = 1.0) -> None:
         """`most_size` bounds the sum of the admitted jobs' sizes, in the caller's unit (characters, bytes).
@@ -109,7 +109,7 @@ class TenantQueue:
 
     @contextmanager
     def admitted(self, account: WorkAccount, size: int) -> Iterator[None]:
-        """Space for a job's inputs and results, for as long as they are held. Raises Busy where there is none."""
+        """Reserves queue space for a job's inputs and results inside the block. Raises Busy if there is none."""
         tenant = self._tenants.setdefault(account.tenant, _Tenant())
         self._check(tenant, size)
         tenant.jobs += 1
@@ -228,16 +228,16 @@ class LoopShare:
             yield
 
     async def pause(self, account: WorkAccount) -> None:
-        """Returns when the caller may work on for another millisecond or so."""
+        """Returns when the caller may work for another millisecond or so."""
         if _is_unlimited():
             await asyncio.sleep(0)
             return
         turn = await self._queue.acquire(account, 1)
-        # It ends by itself: the caller may stop, or wait for something else, without a word.
+        # The turn ends by itself: the caller may stop or wait for something else without notice.
         asyncio.get_running_loop().call_later(_SLICE_SECONDS, turn.end, _SLICE_SECONDS)
 
     def close(self) -> None:
-        """Cancels what waits."""
+        """Cancels all waiting jobs."""
         self._queue.close()
 
 

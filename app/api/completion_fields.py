@@ -1,4 +1,4 @@
-"""What a completion may be asked for over the wire, at both doors: shapes and ranges only."""
+"""Request fields that the completion APIs share: types and ranges."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ GUIDES = ("regex", "json_schema", "grammar")
 
 
 def _as_integer(value: Any) -> Any:
-    """JSON Schema counts 11.0 as an integer; beyond 2**53 a float may stand for another one than was written."""
+    """Accepts 11.0 as an integer, as JSON Schema does, up to 2**53, beyond which a float is not exact."""
     return int(value) if type(value) is float and value.is_integer() and abs(value) <= 2**53 else value
 
 
 def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Looks for floats only where `validate` fails: a list may have half a million ids."""
+    """Looks for floats only if `validate` fails: a list may have half a million ids."""
     try:
         return validate(value)
     except ValidationError:
@@ -48,7 +48,7 @@ def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 
 
 def integers(*names: str) -> Any:
-    """For a class of fields: these take whole numbers that are written with a fraction, such as 11.0."""
+    """Decorates a model so that these fields accept whole numbers written with a fraction, such as 11.0."""
     return field_validator(*names, mode="before")(_as_integer)
 
 
@@ -137,11 +137,11 @@ class SamplingFields(BaseModel):
 
     @property
     def guide(self) -> tuple[str, Any] | None:
-        """What the text must follow: the name of the field, and its value."""
+        """The grammar constraint: the name of the field, and its value."""
         return next(((name, value) for name in GUIDES if (value := getattr(self, name)) is not None), None)
 
     def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
-        """What was asked for, with this door's own default of max_tokens and its own fields."""
+        """The generation request, with the endpoint's own default of max_tokens and its own fields."""
         prompts, is_batch = one_by_one(prompt)
         stops = self.stop or []
         return GenerationRequest(
@@ -164,7 +164,7 @@ class SamplingFields(BaseModel):
 
 
 class CompletionFields(SamplingFields):
-    """Fields of both completion doors, beside the prompt."""
+    """Fields of both completion endpoints, except for the prompt."""
 
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Report each token's log-probability and this many alternatives."

@@ -1,4 +1,4 @@
-"""What routes depend on: the service, the tenant, a parsed body of bounded size, the header that names the weights."""
+"""Dependencies of routes: the service, the tenant, size-limited body parsing, the weights version header."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = "X-Weights-Version"
 
 
 def version_header(weights_version: str) -> dict[str, str]:
-    """For an answer's headers."""
+    """The response header that names the weights."""
     return {NAME: weights_version}
 
 
@@ -34,7 +34,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
 
 
-# FastAPI runs dependencies that are no coroutines in a thread, and each took its turn there before every first token.
+# FastAPI runs dependencies that are not coroutines in a thread pool, which delayed every first token.
 async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -60,10 +60,10 @@ async def _caller(request: Request) -> Tenant:
 
 
 def owner_of(request: Request) -> str:
-    """To whom streams belong that this request begins: to a key or, where none are set, to equal credentials."""
+    """The owner of streams that this request starts: its tenant or, without configured keys, its credentials."""
     caller = caller_of(request)
     if caller is not EVERYBODY:
-        return caller.salt  # not the name, which another key may have after this one was revoked
+        return caller.salt  # not the name, which a new key may reuse after this one is revoked
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
@@ -75,16 +75,16 @@ CallerDep = Annotated[Tenant, Depends(_caller)]
 
 
 def check_model(name: str | None, service: Service) -> None:
-    """Raises ApiError 404 for a model that is not here."""
+    """Raises ApiError 404 for an unknown model."""
     if name and not service.is_called(name):
         message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def read_body(request: Request, model: type[_Body], limit: int) -> _Body:
-    """The JSON body as `model`. Raises ApiError 400, 413, 415, and counts that; never holds more than `limit` bytes.
+    """Parses the JSON body as `model` and buffers at most `limit` bytes. Raises ApiError 400, 413, 415, and counts it.
 
-    Read by hand and not by FastAPI, which would take the whole body first, and let NaN and endless nesting through.
+    FastAPI's own parsing would read the whole body first, and accept NaN and unlimited nesting.
     """
     try:
         return await _read_body(request, model, limit)
@@ -127,13 +127,13 @@ async def _read_body(request: Request, model: type[_Body], limit: int) -> _Body:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """What `work` returns; if the client leaves first, the work is cancelled."""
+    """Returns the result of `work`; if the client disconnects first, cancels it and raises ApiError 499."""
     if (result := await until_disconnect(work, request.receive)) is None:
         raise ApiError(499, "the client has left")
     return result
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's openapi_extra: the body that read_body() reads."""
+    """A route's openapi_extra for the body that read_body() parses."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -20,7 +20,7 @@ from app.http.connection_limits import ConnectionLimits
 
 
 class EngineState(Collector):
-    """Reads the engines' clients when somebody scrapes."""
+    """Collects the state of the engine clients on each scrape."""
 
     def __init__(self, fleets: Callable[[], Sequence[EnginePool]]) -> None:
         """`fleets` gives the one that serves now, and behind it those that end."""
@@ -41,7 +41,7 @@ class EngineState(Collector):
 
 
 def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
-    """Ages are those of the worst engine that is not given up, all else is a sum."""
+    """Ages are the largest among engines that have not failed permanently; everything else is a sum."""
     watched = [e.supervisor for e in engines if not e.supervisor.is_gone] or [e.supervisor for e in engines]
     yield _gauge(
         "engine_report_age_seconds", "Since the engine was heard of last.", max(one.report_age for one in watched)
@@ -63,7 +63,7 @@ def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
 
 
 def _starts(engines: Sequence[EngineClient]) -> Metric:
-    """There are as many series as an engine's start has phases; of several engines the slowest in each counts."""
+    """One series per startup phase: the slowest engine's time."""
     seconds: dict[str, float] = {}
     for engine in engines:
         for phase, took in engine.supervisor.start_seconds.items():
@@ -76,7 +76,7 @@ def _starts(engines: Sequence[EngineClient]) -> Metric:
 
 
 def _by_replica(engines: Sequence[EngineClient]) -> Iterator[Metric]:
-    """There are as many series as engines, from the start on."""
+    """One series per engine, from startup on."""
     ready = _labelled("ready", "1 when this engine is ready.")
     running = _labelled("requests_running", "Texts that this engine computes.")
     waiting = _labelled("requests_waiting", "Texts in the queue of this engine.")
@@ -114,7 +114,7 @@ _SLOW = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0
 
 
 class Metrics:
-    """A registry of its own, so that two services in one process do not meet."""
+    """The metrics of one service, in a registry of its own, so that two services in one process do not collide."""
 
     def __init__(self, fleets: Callable[[], Sequence[EnginePool]], connections: ConnectionLimits) -> None:
         """`fleets` gives the one that serves now, and behind it those that end."""
@@ -145,7 +145,7 @@ class Metrics:
             self._reloads.labels(outcome)
 
     async def watch_loop(self) -> None:
-        """Measures, until it is cancelled, how late the event loop is."""
+        """Measures the event loop's lag until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + _LAG_PAUSE
@@ -153,25 +153,25 @@ class Metrics:
             self._lag.observe(max(0.0, loop.time() - due))
 
     def text(self) -> bytes:
-        """The exposition format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def rejected(self, reason: str) -> None:
-        """A request was refused; `reason` is one of a few fixed words."""
+        """Counts a refused request; `reason` is one of a few fixed words."""
         self._rejected.labels(reason).inc()
 
     def reloaded(self, outcome: Literal["switched", "refused"]) -> None:
-        """New weights are served, or are not."""
+        """Counts a hot reload by outcome."""
         self._reloads.labels(outcome).inc()
 
     def progressed(self, completion: GenerationSession) -> None:
-        """Takes the gaps between tokens, so that long streams show while they run."""
+        """Records inter-token latencies, so that long streams are visible while they run."""
         if completion.gaps:
             self._gaps.add(completion.gaps)
             completion.gaps.clear()
 
     def ended(self, completion: GenerationSession, finish_reason: str, duration: float) -> None:
-        """A request is over; `finish_reason` is one of a few fixed words."""
+        """Records a finished request; `finish_reason` is one of a few fixed words."""
         self.progressed(completion)
         clock = completion.clock
         self._requests.labels(finish_reason).inc()
@@ -189,7 +189,7 @@ class Metrics:
 
 
 class _Gaps(Collector):
-    """A histogram that takes a quarter of the time of prometheus_client's own: it is told of every token."""
+    """A histogram four times as fast as prometheus_client's own: it observes every token."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_FAST) + 1)
@@ -211,7 +211,7 @@ class _Gaps(Collector):
 
 
 class _ConnectionState(Collector):
-    """Reads who is connected, and who reads the log, when somebody scrapes."""
+    """Collects the number of connections and of dropped log lines on each scrape."""
 
     def __init__(self, connections: ConnectionLimits) -> None:
         self._connections = connections

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI finds out by itself, and what it cannot know."""
+"""The OpenAPI document: FastAPI's own, completed with bodies, errors, headers and streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ERRORS = {
     400: "A value that cannot be, alone or beside another; `param` names the field.",
     401: "No key, or an unknown one.",
     403: "The key may not do this.",
-    404: "Unknown model, unknown request, or somebody else's.",
+    404: "Unknown model, unknown request, or a request of another key.",
     405: "Another method is wanted.",
     413: "The body is too large.",
     415: "The body is not said to be JSON.",
@@ -53,20 +53,20 @@ data: {"choices": [{"index": 0, "finish_reason": "length", "stop_reason": null}]
 
 
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the errors it may answer with."""
+    """A route's `responses`: the errors that it may return."""
     return {status: {"model": ErrorResponse} for status in statuses}
 
 
 class DescribedApp(FastAPI):
-    """FastAPI with a document that leaves nothing to guess."""
+    """FastAPI with a complete OpenAPI document."""
 
     def __init__(self, *, longest_deadline_ms: int, **others: Any) -> None:
-        """`longest_deadline_ms` is the server's own limit; a request that asks for more gets a 400."""
+        """`longest_deadline_ms` is the server's limit; a request above it gets a 400."""
         super().__init__(**others)
         self._longest_deadline_ms = longest_deadline_ms
 
     def openapi(self) -> dict[str, Any]:
-        """The document, made once."""
+        """The document, cached."""
         if self.openapi_schema is None:
             document = _described(super().openapi())
             _limit_deadlines(document["components"]["schemas"], self._longest_deadline_ms)
@@ -75,7 +75,7 @@ class DescribedApp(FastAPI):
 
 
 def _limit_deadlines(schemas: dict[str, Any], longest_ms: int) -> None:
-    """Every request with a deadline has the limit of this server, in place of that of the type."""
+    """Replaces the upper bound of deadline fields with this server's limit."""
     for schema in schemas.values():
         for kind in schema.get("properties", {}).get("deadline_ms", {}).get("anyOf", ()):
             if kind.pop("exclusiveMaximum", None):
@@ -90,10 +90,10 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            operation["responses"].pop("422", None)  # FastAPI's own: here it is a 400 like any other
+            operation["responses"].pop("422", None)  # FastAPI's status for validation errors, which are 400 here
             _describe_body(operation, schemas)
             if "401" in operation["responses"]:
-                operation["security"] = [{"key": []}, {}]  # with a key or, where none are set, without
+                operation["security"] = [{"key": []}, {}]  # with a key or, if no keys are configured, without one
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)
             if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):
@@ -109,7 +109,7 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_body(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
-    """A body that is read by hand stands in its route; here it gets a name, and its parts theirs."""
+    """Moves the inline schema of a body that read_body() parses into the named components."""
     if "requestBody" not in operation:
         return
     content = operation["requestBody"]["content"]["application/json"]
@@ -162,6 +162,6 @@ def _describe_chunks(response: dict[str, Any]) -> None:
 
 
 def _event(shape: str, others: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI 3.1 has no words for a stream of events: the schema is that of one event, its data JSON in a string."""
+    """The schema of one event, its data a JSON string: OpenAPI 3.1 cannot describe an event stream."""
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"$ref": shape}}
     return {"type": "object", "properties": {**others, "data": data}, "required": [*others, "data"]}

@@ -1,4 +1,4 @@
-"""One admitted request of any door on its way to its client: counted once, ended in every case."""
+"""One admitted request of any API: counted once, and always released."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SUCCEEDED = ("stop", "length")
 
 @dataclass(slots=True)
 class CollectedOutput:
-    """All that came of one choice."""
+    """The collected output of one choice."""
 
     ended: Finished
     text: str
@@ -44,7 +44,7 @@ class CollectedOutput:
 
 
 class RequestHandle:
-    """Owns a completion; close() must be called in the end, whatever happens."""
+    """Owns a completion; the caller must always call close()."""
 
     def __init__(self, name: str, admitted: Admitted, service: Service, metrics: Metrics) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class RequestHandle:
         self._outcome: str | None = None
         self._closed = False
         self._has_failed = False
-        """On the server's side."""
+        """Whether it failed through the server's fault."""
         self._charged_seconds = 0.0
 
     @classmethod
@@ -69,9 +69,9 @@ class RequestHandle:
         heartbeat: float = 10.0,
         served: ModelInstance | None = None,
     ) -> RequestHandle:
-        """Admits a request; what can be known to be wrong is raised here, before any byte of an answer.
+        """Admits a request; raises every error that can be detected before the first byte of the response.
 
-        `served` is what the prompt was made for, where it was made by the weights' own chat template.
+        `served` is the model instance whose chat template rendered the prompt, if one did.
         """
         name = request_id_of(request)
 
@@ -79,7 +79,7 @@ class RequestHandle:
             cls(name, admitted, service, metrics).close()
 
         try:
-            # A guide or a long text may take a while, and nobody must wait for those of a client that has left.
+            # Checking a grammar or tokenizing a long text may take a while: stop if the client disconnects.
             work = service.begin(name, wish, caller, heartbeat, served)
             admitted = await sse.until_disconnect(work, request.receive, discard=discard)
         except Exception as error:
@@ -96,40 +96,40 @@ class RequestHandle:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """Response headers."""
         left = self.admitted.lease.headers(time.monotonic())
         return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **left}
 
     @property
     def engine(self) -> EnginePool:
-        """The one it began with, whichever serves now."""
+        """The engine pool on which it started, even after a hot reload."""
         return self.service.engine if is_armed("job.other_engine") else self.admitted.served.engine
 
     @property
     def completion(self) -> GenerationSession:
-        """What the engine makes of it."""
+        """Its generation session."""
         return self.admitted.completion
 
     def breather(self) -> TimeSlice:
-        """For a long answer, whose slices take turns with those of other tenants."""
+        """Time slices of a long response, which alternate with those of other tenants."""
         account = WorkAccount(self.completion.stream.requests[0].salt, self.admitted.lease)
         return TimeSlice(partial(self.service.loop_share.pause, account))
 
     @property
     def _tokens(self) -> int:
-        """That were read and written for it."""
+        """Prompt and completion tokens so far."""
         completion = self.completion
         return completion.n_tokens + (completion.prompt_tokens if completion.clock.started is not None else 0)
 
     def pause(self) -> None:
-        """Nobody listens: neither the engine nor its caller's quota has to do with it until go_on()."""
+        """Suspends the request after a disconnect: it uses neither the engine nor its tenant's limits until go_on()."""
         self.completion.pause()
         self.admitted.lease.pause(self._tokens)
 
     def go_on(self) -> None:
-        """Somebody listens again. Raises Unavailable where the engine, or the quota, has no room for it now."""
+        """Resumes the request. Raises Unavailable if the engine or the rate limits have no capacity now."""
         completion = self.completion
-        # What was written is read again, and counts as prompt.
+        # Generated text is prefilled again, and counts as prompt.
         most = completion.prompt_tokens + sum(request.max_tokens for request in completion.stream.requests)
         self.admitted.lease.go_on(most, time.monotonic())
         try:
@@ -140,7 +140,7 @@ class RequestHandle:
         completion.go_on()
 
     def note(self, news: object) -> None:
-        """Keeps the metrics in step with what is sent."""
+        """Updates the metrics for an event that is about to be sent."""
         self._charge_work()
         if isinstance(news, Delta):
             self._metrics.progressed(self.completion)
@@ -148,11 +148,11 @@ class RequestHandle:
             self._outcome = news.finish_reason
 
     def note_cancelled(self) -> None:
-        """It was ended from outside, whether or not somebody reads that."""
+        """Records that the request was cancelled through the API, even if no connection reads the final event."""
         self._outcome = "cancelled"
 
     def failure(self, error: Exception) -> ApiError:
-        """What the client is told of an error in mid-stream."""
+        """The error that the client gets for an exception in mid-stream."""
         self._outcome = "error"
         self._has_failed |= _is_ours(error)
         guide = self.admitted.wish.guide
@@ -164,17 +164,17 @@ class RequestHandle:
         return ApiError(500, "an error on our side; the request id names it in the server's log")
 
     async def respond(self, work: Coroutine[Any, Any, Mapping[str, Any]], request: Request) -> Response:
-        """`work` as the whole answer; the job ends with it, the lease when the client has the last byte."""
+        """Responds with the result of `work`; the reservation ends when the client has the last byte."""
         try:
             answer = await sse.until_disconnect(work, request.receive)
-            if not answer:  # the client has left
+            if not answer:  # the client has disconnected
                 self.close()
                 return Response(status_code=499)
             fault("api.answer", answer)
             self._end()
             lease, used, facts = self.admitted.lease, self._tokens, self.facts()
             lease.settle(used)
-            # A slow client holds the answer, and no longer this object with all that generation needed.
+            # A slow client keeps the response alive, but not this object with all the state of generation.
             record_of(request).facts = lambda: facts
             return JsonStream(answer, self.headers, self.breather(), partial(lease.end, used))
         except BaseException as error:
@@ -183,7 +183,7 @@ class RequestHandle:
             raise
 
     async def collect(self) -> list[CollectedOutput]:
-        """Everything, by choice. Raises EngineError."""
+        """Collects the whole output by choice. Raises EngineError."""
         texts: list[list[str]] = [[] for _ in self.completion.choices]
         tokens = [TokenTable() for _ in self.completion.choices]
         ends: dict[int, Finished] = {}
@@ -204,12 +204,12 @@ class RequestHandle:
         return [CollectedOutput(ends[i], "".join(text), tokens[i]) for i, text in enumerate(texts)]
 
     def close(self) -> None:
-        """The request is over, however it ended; counts it once."""
+        """Ends the request and counts it; idempotent."""
         self._end()
         self.admitted.lease.end(self._tokens)
 
     def _end(self) -> None:
-        """Nothing is computed for it any more."""
+        """Stops generation and releases the model instance."""
         self.completion.close()
         if not self._closed:
             self._closed = True
@@ -223,14 +223,14 @@ class RequestHandle:
                 self.service.failures.record_success()
 
     def _charge_work(self) -> None:
-        """Charges the key for the host work that was reported since the last time."""
+        """Charges the tenant for the host work that was reported since the last call."""
         seconds = self.completion.stream.work_seconds
         if seconds > self._charged_seconds:
             self.admitted.lease.charge_work(seconds - self._charged_seconds, time.monotonic())
             self._charged_seconds = seconds
 
     def facts(self) -> dict[str, Any]:
-        """For the line in the log."""
+        """Facts for the log line."""
         completion, timings = self.completion, self.completion.timings()
         return {
             "outcome": self._outcome or "disconnected",

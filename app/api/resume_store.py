@@ -1,4 +1,4 @@
-"""Streams that their clients may come back to: those that run, and those that were left a moment ago. No HTTP."""
+"""Registry of resumable streams: running ones, and those whose clients disconnected recently."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _MAX_LEFT = 256
 
 
 class ReplayBuffer:
-    """The last frames of one stream: as many as fit into `limit` bytes, and always the newest."""
+    """The last frames of one stream: as many as fit into `limit` bytes, and always the newest one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._frames: deque[bytes] = deque()
         self.first = 0
-        """The number of the oldest frame that is kept."""
+        """The number of the oldest frame in the buffer."""
         self._size = 0
 
     @property
     def next_number(self) -> int:
-        """The number of the frame that comes next; the first is 0."""
+        """The next frame's number; the first is 0."""
         return self.first + len(self._frames)
 
     def append(self, frame: bytes) -> bytes:
-        """One more frame, which is given back."""
+        """Appends a frame and returns it."""
         self._frames.append(frame)
         self._size += len(frame)
         while self._size > self._limit and len(self._frames) > 1:
@@ -35,27 +35,27 @@ class ReplayBuffer:
         return frame
 
     def since(self, number: int) -> bytes:
-        """The frames from this one on, which are kept."""
+        """The frames from this number on, all of which must be in the buffer."""
         return b"".join(islice(self._frames, number - self.first, None))
 
 
 class KeptStream(Protocol):
-    """What the shelf needs of a stream."""
+    """A stream that ResumeStore can hold."""
 
     name: str
     owner: str
     is_finished: bool
 
     def close(self) -> None:
-        """Nobody comes back."""
+        """Releases the stream, which can no longer be resumed."""
         ...
 
 
 class ResumeStore:
-    """Knows streams by name and owner; closes those whose clients stay away for `seconds`.
+    """Holds streams by name and owner; closes those whose clients stay disconnected for `seconds`.
 
-    At most 256 are kept for clients that are away. Whoever has left the most makes room, with those first that were
-    read to their end: nobody's are lost because somebody else leaves one after the other.
+    At most 256 streams of disconnected clients are held. Beyond that, the owner with the most of them loses one, fully
+    delivered ones first: an owner that abandons many streams cannot evict those of others.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -64,16 +64,16 @@ class ResumeStore:
         self._left: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
 
     def put(self, stream: KeptStream) -> None:
-        """A stream begins."""
+        """Registers a new stream."""
         self._kept[stream.name] = stream
 
     def find(self, name: str, owner: str) -> KeptStream | None:
-        """The stream of that name, for its owner alone."""
+        """The stream of this name if `owner` owns it."""
         stream = self._kept.get(name)
         return stream if stream and stream.owner == owner else None
 
     def leave(self, stream: KeptStream) -> None:
-        """Its client is gone, or has everything: it is closed after a while, at once where nothing is kept."""
+        """The client disconnected or has everything: closes the stream after the timeout, or at once if that is 0."""
         if not self.seconds:
             self._drop(stream.name)
             return
@@ -82,16 +82,16 @@ class ResumeStore:
             owners = Counter(self._kept[name].owner for name in self._left)
             ((most, _),) = owners.most_common(1)
             theirs = [name for name in self._left if self._kept[name].owner == most]
-            # Whoever has read everything is least likely to come back.
+            # A client that has received everything is least likely to reconnect.
             self._drop(next((name for name in theirs if self._kept[name].is_finished), theirs[0]))
 
     def come_back(self, stream: KeptStream) -> None:
-        """Its client is here again."""
+        """The client has reconnected: cancels the timeout."""
         if timer := self._left.pop(stream.name, None):
             timer.cancel()
 
     def clear(self) -> None:
-        """Closes all of them."""
+        """Closes all streams."""
         for name in list(self._kept):
             self._drop(name)
 

@@ -80,7 +80,7 @@ async def score(request: Request, service: ServiceDep, metrics: MetricsDep, call
 
 
 async def _answer(job: RequestHandle, body: ScoreRequest) -> dict[str, Any]:
-    """The answer in one object. Raises EngineError."""
+    """The response as one object. Raises EngineError."""
     collected = await job.collect()
     return {
         "id": job.name,
@@ -109,5 +109,5 @@ def _score(job: RequestHandle, index: int, one: CollectedOutput) -> dict[str, An
 
 
 def _exp(exponent: float) -> float | None:
-    """JSON has no infinity."""
+    """exp(), or None on overflow: JSON has no infinity."""
     return math.exp(exponent) if exponent < 700 else None

@@ -1,4 +1,4 @@
-"""What the native door writes: tokens, choices, receipts, as JSON objects."""
+"""JSON serializers of the native API: tokens, choices, receipts."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def piece(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[st
 
 
 def token(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, Any]:
-    """One token of a text, and the most likely ones in its place."""
+    """One token, and the most likely ones in its place."""
     top = [piece(tokenizer, token_id, logprob) for token_id, logprob in detail.top]
     return piece(tokenizer, detail.id, detail.logprob) | {"top": top}
 
 
 def tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[dict[str, Any]]:
-    """Tokens of a text in their order."""
+    """Tokens in order."""
     return [token(tokenizer, detail) for detail in details]
 
 
 def token_elements(tokenizer: Tokenizer, details: TokenTable) -> Elements:
-    """tokens(), made while they are written: an answer may hold hundreds of thousands of alternatives."""
+    """tokens(), encoded lazily: a response may hold hundreds of thousands of alternatives."""
     return Elements(lambda: ([token(tokenizer, detail)] for detail in details))
 
 
 def echoed(body: object) -> dict[str, str]:
-    """The client's own names for a request, where it sent some."""
+    """The client's own `user` and `request_id`, if it sent them."""
     return {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
 
 
@@ -48,7 +48,7 @@ def choice(ended: Finished) -> dict[str, Any]:
 
 
 def receipt(admitted: Admitted) -> dict[str, Any]:
-    """What gives the same text again: `settings` and `seed`, sent with the prompt."""
+    """The receipt, which reproduces the text: `settings` and `seed`, sent again with the prompt."""
     wish = admitted.wish
     prompts = [prompt_sha256(prompt) for prompt in wish.prompts]
     others = {"source": wish.source, "suffix": wish.suffix}
@@ -64,7 +64,7 @@ def receipt(admitted: Admitted) -> dict[str, Any]:
 
 
 def settings(admitted: Admitted) -> dict[str, Any]:
-    """The settings that hold, under the names of the request's fields."""
+    """The effective settings, under the names of the request's fields."""
     wish, params = admitted.wish, admitted.params
     guide = dict([wish.guide]) if wish.guide else {}
     return {

@@ -1,6 +1,6 @@
-"""The pages in the browser, / and /docs: static files under a strict content security policy.
+"""Static web pages, / and /docs, under a strict content security policy.
 
-/docs asks for a key where keys are set: it tells what the service can do, and a browser cannot send one with it.
+With keys configured, /docs needs one, because it describes the service; a browser cannot send a key with it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ async def docs() -> FileResponse:
 @router.head("/web/{name}")
 @public
 async def asset(name: str) -> FileResponse:
-    """A script or a style sheet of the page."""
+    """A script or style sheet of the page."""
     return _file(name)
 
 
-# Each by its name: a pattern for any folder would be a way around the key for every path that "/web/../" begins.
+# One route per folder: a wildcard for folders would make every path that starts with "/web/../" public.
 @router.get("/web/request/{name}")
 @router.head("/web/request/{name}")
 @router.get("/web/text/{name}")
@@ -55,12 +55,12 @@ async def asset(name: str) -> FileResponse:
 @router.head("/web/tokens/{name}")
 @public
 async def asset_of_a_room(request: Request, name: str) -> FileResponse:
-    """The same, of one of the page's folders."""
+    """A script or style sheet in a subfolder of the page."""
     return _file(f"{request.scope['route'].path.split('/')[2]}/{name}")
 
 
 def _file(name: str) -> FileResponse:
-    # Looked up among what lies in the folder, never put together from what somebody sent.
+    # Look the name up in the folder's listing; never build a path from client input.
     files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
     found = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
     if found is None:

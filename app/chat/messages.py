@@ -1,4 +1,4 @@
-"""What is said between app/chat/template.py and the process that runs templates. Imports no Jinja."""
+"""Messages between app/chat/template.py and its worker process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from msgspec import Struct
 
 
 class RenderJob(Struct):
-    """A question: what to render, and with which variables."""
+    """A request: the messages to render, and the template's variables."""
 
     source: str
     variables: dict[str, Any]
 
 
 class RenderResult(Struct):
-    """An answer: a text, or why there is none."""
+    """A response: the rendered text, or an error."""
 
     text: str = ""
     error: str = ""

@@ -1,4 +1,4 @@
-"""The messages of a chat as one text, by the template that the weights bring."""
+"""Renders chat messages to a prompt with the weights' chat template."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _answers = msgspec.msgpack.Decoder(RenderResult)
 
 
 class ChatTemplate:
-    """Runs the template in sandboxed processes, which start with the first chat. Whoever loads it closes it."""
+    """Runs the template in sandboxed processes, which start with the first chat. The owner must call close()."""
 
     def __init__(self, file: ChatTemplateFile, *, seconds: float = _SECONDS) -> None:
         self.source = file.source
-        """In the language of Jinja, for clients that render by themselves."""
+        """The Jinja source, for clients that render prompts themselves."""
         self._names = file.names
         self._pool = SandboxPool("app.chat.template_worker", seconds=seconds)
 
     @classmethod
     def load(cls, weights: Path) -> ChatTemplate | None:
-        """None where the weights bring no template. Raises CheckpointError for one that cannot be read."""
+        """Loads the template; None if the weights have none. Raises CheckpointError for an unreadable one."""
         file = read_chat_template(weights)
         return None if file is None else cls(file)
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], account: WorkAccount, *, add_generation_prompt: bool = True
     ) -> str:
-        """The text that the model is to continue. Raises InvalidRequest, and Busy where too many chats wait."""
-        # As transformers does: a template asks whether a field is there, and null is not there.
+        """Renders the prompt. Raises InvalidRequest, and Busy if too many chats are waiting."""
+        # As in transformers: templates test whether a field is defined, so drop nulls.
         given = [{name: value for name, value in message.items() if value is not None} for message in messages]
         variables = {
             **self._names,
@@ -58,5 +58,5 @@ class ChatTemplate:
         return rendered.text
 
     async def close(self) -> None:
-        """Ends the processes; any number of times."""
+        """Stops the processes; idempotent."""
         await self._pool.close()

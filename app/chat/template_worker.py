@@ -1,8 +1,7 @@
-"""python -m app.chat.template_worker SECONDS: runs chat templates, in a process that may be killed (template.py).
+"""python -m app.chat.template_worker SECONDS: the sandboxed process that renders chat templates.
 
-A template is a program from outside. The sandbox of Jinja keeps it from reaching Python; the limits of
-app/sandbox/sandbox_child.py keep it from taking all time and memory. What templates may use is what transformers gives
-them.
+A template is untrusted code. Jinja's sandbox keeps it from reaching Python; the limits of app/sandbox/sandbox_child.py
+bound its time and memory. Templates get the same functions and filters as in transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def render(chat: RenderJob) -> RenderResult:
-    """The text of a chat, or what the template says is wrong with it."""
+    """Renders a chat, or returns the template's error."""
     parts, length = [], 0
     try:
         for part in _compiled(chat.source).generate(chat.variables):
@@ -45,7 +44,7 @@ def render(chat: RenderJob) -> RenderResult:
         return RenderResult(error=f"refuses these messages: {error.message}")
     except MemoryError:
         return RenderResult(error="takes too much memory for these messages")
-    except Exception as error:  # whatever a program may do wrong: a text where it wants a list, a division by zero
+    except Exception as error:  # any runtime error of the template, such as a wrong type or a division by zero
         return RenderResult(error=f"fails with these messages: {error}")
     text = "".join(parts)
     if surrogate := _SURROGATE.search(text):
@@ -54,7 +53,7 @@ def render(chat: RenderJob) -> RenderResult:
 
 
 class _Generation(Extension):
-    """{% generation %} marks what an assistant said, for training; here it means nothing."""
+    """Ignores {% generation %}, which marks assistant messages for training."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja wants a set here)
 
@@ -65,14 +64,14 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """dict() for templates, without the type itself, which leads to all others."""
+    """dict() for templates, without exposing the type, from which all others are reachable."""
 
     def __call__(self, *pairs: Any, **entries: Any) -> dict[Any, Any]:
         return dict(*pairs, **entries)
 
 
 class _Namespace(Namespace):
-    """namespace() for templates, without names that mean something to Python."""
+    """namespace() for templates, without Python's special names."""
 
     def __init__(*pairs: Any, **entries: Any) -> None:
         itself, *pairs_ = pairs
@@ -104,7 +103,7 @@ def _compiled(source: str) -> Template:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without the HTML that Jinja's own filter makes of < and >."""
+    """tojson without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""python -m app check DIR: would this weights directory serve? Loads and tries all of it, and prints its facts."""
+"""python -m app check DIR: validates a weights directory by loading it, and prints its facts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONTEXT = 512
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 fine, 2 not; one line then names the file and the reason."""
+    """Exit codes: 0 valid, 2 invalid, with one line that names the file and the reason."""
     parser = OneLineParser(prog="inkstream check", description="Validate a weights directory.")
     parser.add_argument("directory", metavar="DIR")
     given = parser.parse_args(argv).directory
@@ -69,7 +69,7 @@ def _check(directory: Path) -> list[Line]:
 
 
 def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
-    """Starts the service's engine in this process, which tries the weights. Raises ValueError.
+    """Starts the service's engine in this process to test the weights. Raises ValueError.
 
     It computes in float32 on the CPU. One sequence of a short context is enough, and takes little memory besides the
     weights.
@@ -89,7 +89,7 @@ def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Descriptor 2 leads nowhere meanwhile."""
+    """Redirects file descriptor 2 to /dev/null inside the block."""
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

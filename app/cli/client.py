@@ -1,4 +1,4 @@
-"""The service as a command line sees it: one request, its events or its answer, and what went wrong in words."""
+"""HTTP client of the command line: completion requests, event streams, error messages."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CLIENT_KEY = "INKSTREAM_API_KEY"
-"""The variable with the key that a client sends; no setting of the service."""
+"""Environment variable of the client's API key; not a setting of the service."""
 _STREAM_SECONDS, _WHOLE_SECONDS = 60.0, 900.0
-"""A stream shows a sign of life every ten seconds; a whole answer only when it is done."""
+"""Read timeouts: a stream sends a heartbeat every ten seconds, a whole response only arrives when it is complete."""
 
 
 class Refused(Exception):
-    """The service's own error message, or that it broke off."""
+    """The service returned an error, or the response was incomplete."""
 
 
 class NoAnswer(Exception):
-    """Nobody answers, or something else does."""
+    """The service is unreachable, or the server is not inkstream."""
 
 
 class Client:
     """A running service."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        """Raises ValueError for an address or a key that cannot be one."""
+        """Raises ValueError for an invalid address or key."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("--url must look like http://127.0.0.1:8000, where `inkstream serve` listens")
@@ -60,7 +60,7 @@ class Client:
                 raise Refused("the stream broke off before the text was at its end")
 
     def whole(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer in one object. Raises Refused and NoAnswer."""
+        """The response as one object. Raises Refused and NoAnswer."""
         with self._post({**body, "stream": False}, _WHOLE_SECONDS) as response:
             try:
                 answer = json.loads(response.read())

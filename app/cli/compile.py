@@ -1,6 +1,6 @@
-"""python -m app compile: builds the native kernels up front, or says whether a start would use them.
+"""python -m app compile: builds the native kernels ahead of time, or checks whether they are built.
 
-Imports nothing but the standard library and the builder, so that a build stage of a container needs no more.
+Imports only the standard library and the builder, so that a container's build stage needs nothing else.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MOST_SECONDS = 86400
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 built, or there; 1 not (--check: a start would not use them); 2 no compiler, or no use here."""
+    """Exit codes: 0 built; 1 failed (--check: a start would not use them); 2 no compiler, or unsupported machine."""
     options = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half done is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a partial build is removed
     directory: Path | None = options.cache_dir
     try:
         if options.check:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as model/argument_parser.py does, which is not there in a build stage."""
+    """One-line errors like those of model/argument_parser.py, which a build stage does not have."""
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _directory(text: str) -> Path:
-    """Raises ArgumentTypeError: an empty name would be the working directory, where no service looks."""
+    """Raises ArgumentTypeError for an empty name, which would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty; give a directory, or leave it out")
     return Path(text)
@@ -101,7 +101,7 @@ def _seconds(text: str) -> float:
 
 
 def _build(recipe: BuildRecipe, directory: Path, options: argparse.Namespace) -> None:
-    """Says what is done. Raises BuildError."""
+    """Builds and reports progress. Raises BuildError."""
     level, is_new = recipe.level.name, False
 
     def announce(compiler: Compiler) -> None:

@@ -1,4 +1,4 @@
-"""inkstream complete TEXT: continues a text through a running service. Its flags come from the JSON schema."""
+"""inkstream complete TEXT: completes a text with a running service; flags are generated from the JSON schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
 
 
 def add_flags(parser: argparse._ActionsContainer, schema: Mapping[str, Any], without: set[str]) -> list[str]:
-    """One flag for every property of `schema` but those in `without`. Returns the names of the fields."""
+    """Adds one flag for every property of `schema` except those in `without`. Returns the names of the fields."""
     names = [name for name in schema["properties"] if name not in without]
     for name in names:
         described = schema["properties"][name]
@@ -31,13 +31,13 @@ def add_flags(parser: argparse._ActionsContainer, schema: Mapping[str, Any], wit
 
 
 def given_fields(options: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """What was said on the command line, as the service reads it."""
+    """The fields that were given on the command line, as the service expects them."""
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     return {name: dict(value) if name in _PAIRS else value for name, value in given.items()}
 
 
 def _how(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """argparse's words for a field that may be of these types."""
+    """add_argument()'s keywords for a field of these types."""
     types = {part.get("type", "string") for part in parts}
     if name in _OWN:
         return _OWN[name]
@@ -79,7 +79,7 @@ def _pair(text: str) -> tuple[str, float]:
 
 
 def _content(text: str) -> str:
-    """The text itself, or @ and the file that has it."""
+    """The text itself, or the content of the file after @."""
     if not text.startswith("@"):
         return text
     try:
@@ -119,12 +119,12 @@ _HINTS = {
 }
 
 
-# What a model writes must not steer a terminal.
+# Model output must not send control sequences to the terminal.
 _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 refused or broken off, 2 bad arguments or nobody answers, 130 Ctrl+C."""
+    """Exit codes: 0 done, 1 refused or interrupted, 2 bad arguments or no service, 130 Ctrl+C."""
     parser, names = _parser()
     options = parser.parse_args(argv)
     body = {"prompt": _prompt(options, parser), **given_fields(options, names)}
@@ -181,7 +181,7 @@ def _prompt(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str
 
 
 def _print_text(client: Client, body: dict[str, Any]) -> None:
-    """The first text as it comes, others behind it when it is at its end. Raises Refused and NoAnswer."""
+    """Prints the first choice as it streams, then the others. Raises Refused and NoAnswer."""
     later: dict[int, list[str]] = {}
     count = body.get("n", 1)
     begun, reasons = False, set[str]()

@@ -1,4 +1,4 @@
-"""python -m app keys add | list | revoke: who may use a service; also while it runs."""
+"""python -m app keys add | list | revoke: manages API keys, also while the service runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _VARIABLE = "INKSTREAM_KEYS_FILE"
 
 
 class _NotShown(Exception):
-    """A key that nobody has seen is no key."""
+    """The new key could not be printed, so it was revoked."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 a new key could not be shown, 2 it cannot be done as asked."""
+    """Exit codes: 0 done, 1 a new key could not be shown, 2 bad arguments or keys file."""
     parser = _parser()
     options = parser.parse_args(argv)
     file = options.keys_file or os.environ.get(_VARIABLE)
@@ -77,7 +77,7 @@ def _add(file: Path, options: argparse.Namespace) -> None:
     try:
         print(key, flush=True)
     except OSError as error:
-        # What is left in the buffer must not fail a second time, at the interpreter's end.
+        # Unflushed output must not fail a second time when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         revoke_key(file, options.name)
         raise _NotShown(f"the key could not be shown ({error.strerror}) and was taken back: there is none") from None

@@ -1,4 +1,4 @@
-"""python -m app serve: flags made from the settings' fields."""
+"""python -m app serve: starts the service; flags are generated from the settings' fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
-    """From flags, None where one was not given, and from the environment. Raises StartError."""
+    """Settings from flags (None if not given) and the environment. Raises StartError."""
     _refuse_unknown_variables()
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
@@ -40,10 +40,10 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _refuse_unknown_variables() -> None:
-    """A misspelt variable would be a setting that silently does not hold. Raises StartError."""
+    """Raises StartError for a misspelled variable, which would otherwise be ignored silently."""
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
     for name in sorted(os.environ.keys() - {CLIENT_KEY, fault_injection.VARIABLE}):
-        # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service of our name.
+        # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service named inkstream.
         kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
         if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not kubernetes:
             near = get_close_matches(

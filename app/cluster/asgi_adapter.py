@@ -1,4 +1,4 @@
-"""Runs an ASGI application for one request in this process: what a replica does."""
+"""Runs an ASGI application for one request in this process; each replica uses it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from app.http.access_record import AccessRecord
 
 
 async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[Part, None]:
-    """The parts of the answer as they come. Closed early, the application stops as if its client had left."""
+    """Yields the response's parts. Closing it early is a client disconnect to the application."""
     yield Taken(replica)
     outbox = _Outbox()
     asked = False
 
     async def receive() -> Message:
         nonlocal asked
-        if asked:  # who leaves closes this generator
+        if asked:  # a disconnected client closes this generator
             await asyncio.Event().wait()
         asked = True
         return {"type": "http.request", "body": call.body, "more_body": False}
@@ -39,7 +39,7 @@ async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[Part,
 
 
 async def whole(app: ASGIApp, call: Call, replica: str) -> Whole:
-    """The same at once."""
+    """The whole response."""
     head, body = Head(500, ()), []
     async with aclosing(answer(app, call, replica)) as parts:
         async for part in parts:
@@ -70,7 +70,7 @@ def _scope(call: Call) -> Scope:
 
 
 class _Outbox:
-    """What the application has sent and nobody has taken; pieces of a body that came meanwhile go together."""
+    """Buffers response parts that the application has sent until they are taken; joins adjacent body chunks."""
 
     def __init__(self) -> None:
         self._parts: deque[Head | bytes] = deque()
@@ -78,7 +78,7 @@ class _Outbox:
         self._is_over = False
 
     async def send(self, message: Message) -> None:
-        """ASGI's."""
+        """The application's ASGI send()."""
         if message["type"] == "http.response.start":
             self._parts.append(Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message["headers"])))
         elif body := message.get("body"):
@@ -86,12 +86,12 @@ class _Outbox:
         self._news.set()
 
     def end(self, _work: object) -> None:
-        """Nothing more will be sent."""
+        """Marks the end of the response."""
         self._is_over = True
         self._news.set()
 
     async def take(self) -> Head | bytes | None:
-        """The next part; None behind the last one."""
+        """The next part; None after the last one."""
         while not self._parts and not self._is_over:
             self._news.clear()
             await self._news.wait()

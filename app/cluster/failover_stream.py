@@ -1,7 +1,8 @@
-"""A native stream that survives the loss of its replica: splices what another replica sends onto what was delivered.
+"""Failover stream: continues a native stream on another replica after its replica is lost or its client reconnects.
 
-One way for both: the same request with the seed that `start` told goes to a replica, whichever has room, and what the
-client has already is checked and left out. So nothing is computed while nobody listens, and no replica keeps anything.
+Both cases work the same way: the gateway sends the same request, with the seed from `start`, to any replica with
+capacity, verifies the part that the client already has, and skips it. So no replica computes or keeps anything for a
+disconnected client.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from app.http.sse import PING
 # replica A:  start  "Once "  "upon a"  x (it died)
 # client:     start  "Once "  "upon a"
 # replica B:  start  "Once upon"  " a time"  done          the same seed: the same text, in other pieces
-# client:                         " time"    done          what it has already is checked, and not sent again
+# client:                         " time"    done          the delivered part is verified, and not sent again
 
 _SAME = ("weights_version", "seed", "prompt_tokens", "settings")
 _EARLY = ("cancelled", "timeout")
-"""Ends that have nothing to do with the text: they may come before all that was told was repeated."""
+"""Finish reasons that do not depend on the text: they may come before the delivered text was repeated."""
 
 
 class Divergence(Exception):
-    """The replica that was asked again does not say what the first one has said."""
+    """The new replica's output differs from what the first one delivered."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """One continuation. What was said is counted by all replicas together, what was heard by the present one."""
+    """One continuation. `said` counts what was delivered from all replicas, `heard` what the current one sent."""
 
     said: list[str] = field(default_factory=list)
     n_said: int = 0
-    """Tokens, where they are told."""
+    """Number of tokens, if log-probabilities were requested."""
     before: str = ""
-    """All that was said before the present replica began."""
+    """Text that was delivered before the current replica started."""
     n_before: int = 0
     heard: int = 0
     n_heard: int = 0
@@ -54,7 +55,7 @@ class _Choice:
         self.said, self.heard, self.n_heard = [self.before], 0, 0
 
     def news(self, text: str, tokens: list[Any]) -> tuple[str, list[Any]]:
-        """What is new of this. Raises Differs."""
+        """The part that is not yet delivered. Raises Divergence."""
         known = self.before[self.heard : self.heard + len(text)]
         if not text.startswith(known):
             raise Divergence
@@ -71,7 +72,7 @@ class _Choice:
 
 
 class StreamSplicer:
-    """One stream's; its events are numbered anew, for another replica cuts the text elsewhere."""
+    """Splices one stream; renumbers its events, because another replica splits the text differently."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -83,26 +84,26 @@ class StreamSplicer:
 
     @property
     def has_text(self) -> bool:
-        """Whether anything was said that another replica must repeat."""
+        """Whether any text was delivered, which another replica must repeat."""
         return self._start is not None
 
     def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What another replica must be asked for."""
+        """The request body for another replica."""
         return dict(body) if self._start is None else {**body, "seed": self._start["seed"]}
 
     def begin_again(self) -> None:
-        """What comes next is from a replica that begins at the beginning."""
+        """Prepares for the events of a replica that starts from the beginning."""
         for choice in self._choices.values():
             choice.begin_again()
 
     def take(self, frame: Frame) -> bytes:
-        """What the client gets of it; nothing where it has all of it. Raises Differs."""
+        """The bytes to deliver for this frame; empty if the client has all of it. Raises Divergence."""
         match frame.name:
             case "token":
                 return self._token(frame)
             case "start":
                 return self._begin(frame)
-            case "queue" if self._start is not None:  # to a client it is running
+            case "queue" if self._start is not None:  # the client was told that the request has started
                 return PING
             case "done":
                 self._check_end(json.loads(frame.data))
@@ -114,7 +115,7 @@ class StreamSplicer:
         return self._numbered(frame.name, frame.data)
 
     def error(self, body: Mapping[str, Any]) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """The final event of a stream that cannot continue."""
         self.is_over = True
         error = {**body["error"], "request_id": self._request_id}
         return self._numbered("error", json.dumps({"error": error}).encode("ascii"))
@@ -155,11 +156,11 @@ _HEARTBEAT_SECONDS = 10.0
 
 
 class Reader:
-    """One connection's hold on a stream; a newer one takes it over."""
+    """One connection's subscription to a stream; a newer connection replaces it."""
 
 
 class RelayedStream:
-    """What a shelf keeps (app/api/resume_store.py): found by its name, and for its owner alone."""
+    """A resumable stream across replicas, held in a ResumeStore (app/api/resume_store.py)."""
 
     def __init__(self, asking: RetryingRequest, *, owner: str, journal_bytes: int) -> None:
         self.name = asking.call.request_id
@@ -174,44 +175,44 @@ class RelayedStream:
 
     @property
     def current_id(self) -> str:
-        """What the replica that has it now, or had it last, calls it."""
+        """The request id on the current or last replica."""
         return self._asking.current_id or self.name
 
     @property
     def next_number(self) -> int:
-        """The number of the frame that comes next."""
+        """The next frame's number."""
         return self._journal.next_number
 
     def keeps(self, number: int) -> bool:
-        """Whether the frames from this one on can be given again."""
+        """Whether all frames from this number on can be replayed."""
         return self._journal.first <= number <= self.next_number
 
     def attach(self) -> Reader:
-        """A connection wants the frames."""
+        """Subscribes a connection."""
         self._reader = Reader()
         return self._reader
 
     def detach(self, reader: Reader) -> bool:
-        """The connection is over; whether it was the one that counts."""
+        """Unsubscribes a connection; True if it was the current one."""
         if reader is not self._reader:
             return False
         self._reader = None
         return True
 
     def stop(self) -> bool:
-        """No other replica goes on with it; False where it has ended already."""
+        """Cancels the stream, so that no replica continues it; False if it had already finished."""
         was_running = not (self.is_finished or self._is_stopped)
         self._is_stopped = True
         return was_running
 
     def close(self) -> None:
-        """Nobody comes back."""
+        """Releases the stream, which can no longer be resumed."""
         self._reader = None
 
     async def again(self) -> ReplicaAnswer | None:
-        """For a client that comes back: a replica that has begun; None where nothing is left to say.
+        """Starts a replica for a client that reconnected; None if nothing is left to send.
 
-        Raises ApiError where none takes it; the stream is kept, and the client may come back once more.
+        Raises ApiError if no replica accepts it; the stream is kept, and the client may reconnect again.
         """
         while not (self.is_finished or self._is_stopped):
             try:
@@ -221,9 +222,9 @@ class RelayedStream:
         return None
 
     def frames(self, reader: Reader, answer: ReplicaAnswer | None, number: int = 0) -> AsyncGenerator[bytes, None]:
-        """Frame `number` and all that follow, to exactly one `done` or `error`.
+        """Yields the frames from `number` on, ending with exactly one `done` or `error`.
 
-        answer: of the replica that has just begun with it, if one has.
+        answer: the response of a replica that was just started, if any.
         """
         return with_heartbeat(self._frames(reader, answer, number), _HEARTBEAT_SECONDS)
 
@@ -239,10 +240,10 @@ class RelayedStream:
                         answer, heard = await self._again(), FrameReader()
                         self._check_goes_on()
                     if (piece := await answer.next()) is None:
-                        raise ReplicaLost  # it has ended without a word
+                        raise ReplicaLost  # the response ended without a final event
                     sent = self._take(heard, piece) if reader is self._reader else b""
                 except ReplicaLost:
-                    sent, answer = self._on_loss(reader), None  # one that was lost is closed
+                    sent, answer = self._on_loss(reader), None  # a lost response is closed
                 except ApiError as error:
                     sent = self._fail(error.body(self.name)) if reader is self._reader else b""
                 if sent:
@@ -252,7 +253,7 @@ class RelayedStream:
                 await answer.close()
 
     async def _again(self) -> ReplicaAnswer:
-        """A replica has begun at the beginning. Raises ReplicaLost, and ApiError where it refuses."""
+        """Starts a replica from the beginning. Raises ReplicaLost, and ApiError if the replica refuses."""
         self._told.begin_again()
         wanted = self._told.request(json.loads(self._asking.call.body))
         if wanted.get("deadline_ms") is not None:
@@ -263,12 +264,12 @@ class RelayedStream:
         raise await answer.refusal()
 
     def _check_goes_on(self) -> None:
-        """Also when a replica has begun: it may have begun behind the question which of them has the stream."""
+        """Checks for a cancellation, again after a replica has started: the cancel broadcast may have missed it."""
         if self._is_stopped:
             raise ApiError(503, "the completion was stopped while no replica had it", code="cancelled")
 
     def _on_loss(self, reader: Reader) -> bytes:
-        if reader is not self._reader:  # a newer connection has a replica of its own
+        if reader is not self._reader:  # a newer connection has its own replica
             return b""
         try:
             self._asking.lost(has_begun=self._told.has_text)
@@ -277,7 +278,7 @@ class RelayedStream:
         return b""
 
     def _take(self, heard: FrameReader, piece: bytes) -> bytes:
-        """What the client gets of it."""
+        """The bytes to deliver for `piece`."""
         sent = []
         try:
             for frame in heard.feed(piece):
@@ -298,7 +299,7 @@ class RelayedStream:
 
 
 async def with_heartbeat(frames: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """The frames, and a comment wherever there is none for so long."""
+    """The frames, with a comment whenever there is none for `seconds`."""
     async with aclosing(frames):
         while True:
             coming = asyncio.ensure_future(anext(frames, None))

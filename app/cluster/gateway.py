@@ -1,10 +1,10 @@
-"""ASGI gateway in front of several replicas: forwards requests, broadcasts questions, retries what was lost.
+"""ASGI gateway in front of several replicas: forwards requests, broadcasts, retries after a lost replica.
 
-the answer is whole        it is passed on when all of it is there; a lost replica costs nothing but time
-    /complete, streamed        app/cluster/failover_stream.py: another replica continues the text
-    /v1, streamed              sent again as long as nothing was said, then ended by an error
-What is valid is for the replicas to say; nothing is decided here that they decide. But for one thing: a stranger is
-refused before a byte of the body is read, by the same gate (app/http/auth.py) as in front of each of them.
+whole responses            forwarded when complete; a lost replica costs only time
+/complete, streamed        app/cluster/failover_stream.py: another replica continues the text
+/v1, streamed              retried until the first text is sent, after that ended with an error
+Replicas validate requests; the gateway only repeats authentication (app/http/auth.py), to refuse a request without a
+valid key before any byte of its body is read.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from app.http.host_filter import CorsMiddleware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heard:
-    """What came in time, in that order."""
+    """The responses that arrived in time, in order of arrival."""
 
     answers: list[Whole]
     silent: int
-    """Replicas that are not known to be lost and said nothing; 0 where an answer was enough."""
+    """Replicas that did not answer and are not known to be lost; 0 if one response was enough."""
 
 
 async def ask_everyone(
     replicas: Replicas, call: Call, seconds: float, *, is_enough: Callable[[Whole], bool] = lambda _: False
 ) -> Heard:
-    """The answers until one is enough, or the time is over; whoever is still at it is told that nobody waits."""
+    """Collects responses until one is `enough` or the timeout expires, then cancels the remaining calls."""
     asked: list[asyncio.Task[Whole]] = []
     answers: list[Whole] = []
     try:
@@ -76,14 +76,14 @@ async def ask_everyone(
 
 
 _QUICK_SECONDS = 2.0
-"""What a replica has for a page, or to tell its health: another one is asked then."""
+"""Timeout of a replica for a page or its health; then another replica is tried."""
 _TOGETHER_SECONDS = 2.0
-"""What all replicas together have for what is asked of each: one that hangs must not keep the others' words back."""
+"""Timeout of a broadcast: a replica that hangs must not delay the others' responses."""
 _SOON = {"Retry-After": "5"}
 
 
 class Gateway:
-    """Owned by the event loop of its process."""
+    """The gateway application; owned by the event loop of its process."""
 
     def __init__(self, settings: Settings, replicas: Replicas, *, resends: int) -> None:
         self._settings = settings
@@ -94,11 +94,11 @@ class Gateway:
         self._presence = Presence(self._counts.registry)
         keys = ApiKeys(settings.keys_file) if settings.keys_file else None
         gate = AuthMiddleware(self._serve, keys, public_routes([health.router, static_pages.router]))
-        # Whose pages may read answers is said here, for some are the front's own: its errors, streams that go on.
+        # CORS is handled here, because some responses are the gateway's own: its errors, resumed streams.
         self._http: ASGIApp = CorsMiddleware(gate, settings.origins) if settings.origins else gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """The ASGI interface."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
@@ -129,8 +129,8 @@ class Gateway:
         )
 
     async def _body(self, request: Request) -> bytes:
-        """Up to one byte more than is allowed: that much a replica needs to refuse it."""
-        if request.method != "POST":  # no other route reads one, and to some of those strangers may come
+        """The body, cut off one byte above the limit, which is enough for a replica to refuse it."""
+        if request.method != "POST":  # no other method has a body, and some of those routes are public
             return b""
         body, most = bytearray(), self._settings.max_body_bytes
         try:
@@ -164,11 +164,11 @@ class Gateway:
             try:
                 async with asyncio.timeout(None if call.method == "POST" else _QUICK_SECONDS):
                     return await self._from_one(asking)
-            except (ReplicaLost, TimeoutError):  # the time is over: it hangs, and another one may not
+            except (ReplicaLost, TimeoutError):  # after a timeout another replica may not hang
                 self._lost(asking)
 
     async def _from_one(self, asking: RetryingRequest) -> Response:
-        """Of the replica that takes it; as a stream, or when all of it is there. Raises ReplicaLost."""
+        """The response of the replica that accepts the request, streamed or whole. Raises ReplicaLost."""
         answer = await asking.begin()
         if answer.head.is_event_stream:
             return self._stream(asking, answer)
@@ -202,7 +202,7 @@ class Gateway:
             self._shelf.leave(stream)
 
     async def _resume(self, call: Call, name: str) -> Response:
-        """A replica says first whether the caller may ask. By no name that it knows: it would give the stream away."""
+        """Resumes a stream after a replica has checked the credentials, under an id that no replica knows."""
         refusal = await self._pass_on(replace(call, path=f"/complete/{call.request_id}/events"))
         stream = self._shelf.find(name, _owner(call))
         if refusal.status_code != 404 or not isinstance(stream, RelayedStream):
@@ -215,16 +215,16 @@ class Gateway:
         reader = self._attach(stream)
         try:
             answer = await stream.again()
-        except BaseException:  # a refusal, or the client is gone once more: it may come back
+        except BaseException:  # an error, or the client disconnected again: it may reconnect
             self._leave(stream, reader)
             raise
         leave, headers = partial(self._leave, stream, reader), {"X-Request-Id": call.request_id}
         return EventStream(stream.frames(reader, answer, number), leave, headers, answer)
 
     async def _cancel(self, call: Call, name: str) -> Response:
-        """Whichever replica has it ends it, and is not kept waiting by one that hangs."""
+        """Broadcasts the cancellation; does not wait for replicas that hang once one has cancelled."""
         found = self._shelf.find(name, _owner(call))
-        stream = found if isinstance(found, RelayedStream) else None  # else another front's, or nobody's
+        stream = found if isinstance(found, RelayedStream) else None  # otherwise another gateway's, or unknown
         asked = replace(call, path=f"/complete/{stream.current_id}") if stream else call
         heard = await ask_everyone(
             self._replicas, asked, _TOGETHER_SECONDS, is_enough=lambda one: one.head.status == 200
@@ -248,26 +248,26 @@ class Gateway:
 
 
 def _some(heard: Heard) -> list[Whole]:
-    """At least one answer. Raises ApiError 503."""
+    """The responses, at least one. Raises ApiError 503."""
     if not heard.answers:
         raise ApiError(503, "no replica answers: try again in a moment", headers=_SOON)
     return heard.answers
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """ASGI's lifespan: there is nothing to start."""
+    """ASGI lifespan protocol without startup or shutdown work."""
     for what in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{what}.complete"})
 
 
 def _owner(call: Call) -> str:
-    """To whom a stream belongs: to equal credentials, which a replica has looked at."""
+    """The owner of a stream: its credentials, which a replica has checked."""
     return hashlib.sha256((call.header(b"authorization") or "").encode("latin-1")).hexdigest()
 
 
 def _first_wanted(call: Call, name: str) -> int:
-    """The number of the event that a stream is to go on with. Raises ApiError 400."""
+    """The number of the event to resume a stream from. Raises ApiError 400."""
     after = parse_qs(call.query.decode("latin-1")).get("after")
     last_event_id = call.header(b"last-event-id")
     if last_event_id is not None or not after:

@@ -1,4 +1,4 @@
-"""A request and the parts of its answer as plain data, as they go between a front and its replicas. No HTTP server."""
+"""Messages between a gateway and its replicas: a request and the parts of its response as plain data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class ReplicaLost(Exception):
-    """Whoever had the request is gone, and its answer with it."""
+    """The replica that had the request is lost, and its response with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP request, read to its end."""
+    """One HTTP request with its whole body."""
 
     request_id: str
-    """What the replica calls it. No replica gets the same one twice: it may still be at work for whoever has left."""
+    """The id on the replica. Never reused on a replica, which may still be working for a disconnected client."""
     method: str
     path: str
     query: bytes
@@ -38,21 +38,21 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A replica has the request; nothing of an answer yet."""
+    """A replica has accepted the request; no response yet."""
 
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Status and headers of the answer."""
+    """Status and headers of the response."""
 
     status: int
     headers: Headers
 
     @property
     def is_event_stream(self) -> bool:
-        """Whether its body comes bit by bit."""
+        """Whether its body is streamed."""
         return (self.header(b"content-type") or "").startswith("text/event-stream")
 
     def header(self, name: bytes) -> str | None:
@@ -62,7 +62,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One replica's whole answer."""
+    """One replica's whole response."""
 
     replica: str
     head: Head
@@ -77,12 +77,15 @@ def _first(headers: Headers, name: bytes) -> str | None:
 
 
 class Replicas(Protocol):
-    """Those that can answer, whoever they are and however they are reached."""
+    """The replicas behind a gateway, independent of the transport."""
 
     def ask(self, call: Call) -> AsyncGenerator[Part, None]:
-        """One of them answers: Taken, Head, then the body. Raises ReplicaLost; closed early, the client has left."""
+        """Sends the request to one replica; yields Taken, Head, then the body. Closing it early is a disconnect.
+
+        Raises ReplicaLost.
+        """
         ...
 
     async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
-        """The answer of each, which may be long in coming. Raises ReplicaLost; cancelled, nobody wants it."""
+        """Broadcasts to all replicas; one task per response, which may raise ReplicaLost. Cancel a task to drop it."""
         ...

@@ -1,4 +1,4 @@
-"""Metrics of several services as one page: each sample gets a label that says whose it is."""
+"""Merges the metrics of several replicas; adds a label with the replica to each sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Pages(Collector):
 
 
 class Presence:
-    """Which replicas answered when all were asked last, and which of those that did before did not."""
+    """Tracks which replicas answered the last broadcast, and which did only earlier."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._silent = Gauge(
@@ -40,7 +40,7 @@ class Presence:
         self._known: set[str] = set()
 
     def note(self, names: Collection[str], silent: int) -> None:
-        """These answered, and so many did not. Where all did, nobody else is there any more."""
+        """Records the replicas that answered and the number that did not; if all did, forgets earlier ones."""
         self._known = self._known.union(names) if silent else set(names)
         self._silent.set(silent)
         self._answers.clear()
@@ -49,7 +49,7 @@ class Presence:
 
 
 def merged(pages: Mapping[str, str], own: CollectorRegistry) -> bytes:
-    """pages: Prometheus text by the name of the replica. own: what the front counts."""
+    """pages: Prometheus text by replica name. own: the gateway's metrics."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Pages(pages))
     return generate_latest(registry) + generate_latest(own)

@@ -1,4 +1,4 @@
-"""Passes a replica's answer on to the client: whole bodies, server-sent events, OpenAI streams."""
+"""Forwards a replica's response to the client: whole bodies, server-sent events, OpenAI streams."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from app.http.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One event, or a comment, which has no name."""
+    """One event, or a comment, whose name is empty."""
 
     name: str
     data: bytes
-    """One line of JSON; of a comment, its line."""
+    """One line of JSON, or the comment's line."""
 
 
 class FrameReader:
-    """For one answer."""
+    """Incremental parser of one event stream."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are whole now."""
+        """Adds data; returns the frames that are now complete."""
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
         return [_frame(block) for block in blocks]
 
@@ -44,7 +44,7 @@ def _frame(block: bytes) -> Frame:
 
 
 class EventStream(sse.EventStreamResponse):
-    """Lets go of the replica too, also where the client has left before the first byte."""
+    """Also closes the replica's response, even if the client disconnects before the first byte."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class EventStream(sse.EventStreamResponse):
             await self._release()
 
     async def discard(self) -> None:
-        """In place of a call: nobody will read it."""
+        """Closes the response without sending it."""
         self._close()
         await self._release()
 
@@ -75,26 +75,26 @@ class EventStream(sse.EventStreamResponse):
 
 
 async def let_go(response: Response) -> None:
-    """Nobody will read it."""
+    """Closes a response that will not be sent."""
     if isinstance(response, EventStream):
         await response.discard()
 
 
 def best(answers: list[Whole]) -> Response:
-    """Of the replica that knows what was asked for; else all say the same."""
+    """The best response: that of the replica that has the resource; otherwise all are equivalent."""
     chosen = next((answer for answer in answers if answer.head.status != 404), answers[0])
     return as_it_is(chosen.head, chosen.body)
 
 
 def as_it_is(head: Head, body: bytes) -> Response:
-    """With each header as often as the replica said it."""
+    """The response unchanged, with repeated headers."""
     response = Response(body, head.status)
     response.raw_headers = list(head.headers)
     return response
 
 
 def headers_of(head: Head) -> dict[str, str]:
-    """What a replica says beside that it is an event stream."""
+    """A replica's headers, except those of the event stream itself."""
     own = {name.lower() for name in sse.HEADERS}
     found = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
     return {name: value for name, value in found.items() if name not in own}
@@ -105,17 +105,17 @@ _END = b"data: [DONE]\n\n"
 
 
 async def openai_frames(asking: RetryingRequest, answer: ReplicaAnswer) -> AsyncGenerator[bytes, None]:
-    """The frames of `answer`, or of the one that takes its place; never those of two."""
+    """The frames of `answer` or of its replacement, never of both."""
     was_said = False
     try:
         while True:
             try:
                 piece = await answer.next()
                 if piece is None:
-                    raise ReplicaLost  # it has ended without a word
+                    raise ReplicaLost  # the response ended without a final frame
                 was_said = was_said or bool(piece.replace(_PING, b""))
                 yield piece
-                if piece.endswith(_END):  # who is lost now has said all
+                if piece.endswith(_END):  # losing the replica now costs nothing
                     return
             except ReplicaLost:
                 await answer.close()
@@ -128,7 +128,7 @@ async def openai_frames(asking: RetryingRequest, answer: ReplicaAnswer) -> Async
 
 
 async def _another(asking: RetryingRequest, *, was_said: bool) -> ReplicaAnswer:
-    """Raises ApiError where the client must be told."""
+    """Retries on another replica. Raises ApiError if it cannot, for the client."""
     while not was_said:
         asking.lost(has_begun=False)
         try:

@@ -1,4 +1,4 @@
-"""One request on its way to a replica, and to another one where the first is lost."""
+"""Retries a request on another replica when its replica is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("inkstream.relay")
 
 
 class Counts:
-    """What became of requests whose replica was lost; one for each front."""
+    """Counters of requests whose replica was lost; one object per gateway."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -31,27 +31,27 @@ class Counts:
 
 
 class ReplicaAnswer:
-    """Of one replica. close() must be called, whatever happens; closed early, the replica stops."""
+    """One replica's response. The caller must always call close(), which also stops the replica."""
 
     def __init__(self, head: Head, parts: AsyncGenerator[Part, None]) -> None:
         self.head = head
         self._parts = parts
 
     async def next(self) -> bytes | None:
-        """The next piece of the body; None behind the last. Raises ReplicaLost."""
+        """The next chunk of the body; None after the last. Raises ReplicaLost."""
         part = await anext(self._parts, None)
         assert part is None or isinstance(part, bytes)
         return part
 
     async def body(self) -> bytes:
-        """All that is left. Raises ReplicaLost."""
+        """The rest of the body. Raises ReplicaLost."""
         pieces = []
         while (piece := await self.next()) is not None:
             pieces.append(piece)
         return b"".join(pieces)
 
     async def refusal(self) -> ApiError:
-        """What it says in place of a stream; the answer is over then. Raises ReplicaLost."""
+        """Reads an error response that came in place of a stream, to its end. Raises ReplicaLost."""
         try:
             error = json.loads(await self.body())["error"]
         finally:
@@ -60,24 +60,24 @@ class ReplicaAnswer:
         return ApiError(self.head.status, error["message"], param=error["param"], code=error["code"], headers=later)
 
     async def close(self) -> None:
-        """Nobody wants the rest."""
+        """Discards the rest of the response."""
         await self._parts.aclose()
 
 
 class RetryingRequest:
-    """Bounds the losses of one request: one that several replicas died with may be what kills them."""
+    """Limits the retries of a request: one on which several replicas died may be the cause."""
 
     def __init__(self, replicas: Replicas, call: Call, counts: Counts, *, resends: int, patience: float) -> None:
         self.call = call
         self.counts = counts
         self.current_id: str | None = None
-        """What the replica that has the request now, or had it last, calls it."""
+        """The request id on the current or last replica."""
         self._replicas = replicas
         self._left = resends
         self._patience = patience
 
     def lost(self, *, has_begun: bool) -> None:
-        """Its replica is gone, and it will be sent again. Raises ApiError 503 where it must not be."""
+        """Records a lost replica. Raises ApiError 503 if the request must not be retried."""
         if not self._left:
             raise ApiError(
                 503, "the replicas that had this request are gone: try again in a moment", headers={"Retry-After": "5"}
@@ -87,7 +87,7 @@ class RetryingRequest:
         _log.warning("request %s lost its replica and is sent to another one", self.call.request_id)
 
     async def begin(self, call: Call | None = None) -> ReplicaAnswer:
-        """The answer of one replica, as far as its head. Raises ReplicaLost, and ApiError 503 where none takes it."""
+        """Sends the request until its head arrives. Raises ReplicaLost, and ApiError 503 if no replica accepts it."""
         call = call or self.call
         if self.current_id:
             call = replace(call, request_id=new_request_id())

@@ -1,4 +1,4 @@
-"""Token bytes to text that can be sent: half characters and half stop strings wait."""
+"""Incremental detokenizer and stop string matcher."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Sequence
 
 
 class StreamDecoder:
-    """Bytes in, whole characters out; bytes that are no UTF-8 become U+FFFD. Each byte is decoded once."""
+    """Incremental UTF-8 decoder that emits whole characters; invalid bytes become U+FFFD. Decodes each byte once."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_whole = True  # nothing unfinished waits
+        self._is_whole = True  # no incomplete character is pending
 
     def feed(self, data: bytes) -> str:
         """The characters that `data` completes."""
-        if self._is_whole and data.isascii():  # nearly all tokens, at half the price
+        if self._is_whole and data.isascii():  # nearly all tokens, in half the time
             return data.decode("ascii")
         text = self._decoder.decode(data)
         self._is_whole = not self._decoder.getstate()[0]
         return text
 
     def broken_by(self, data: bytes) -> int:
-        """Characters that an unfinished one becomes where `data` does not go on with it; they stand before its own."""
+        """Number of U+FFFD that a pending incomplete character becomes if `data` does not continue it."""
         pending = self._decoder.getstate()[0]
         goes_on = not data or 0x80 <= data[0] < 0xC0
         return 0 if goes_on else len(pending.decode("utf-8", "replace"))
 
     def flush(self) -> str:
-        """What an unfinished character at the end becomes: one U+FFFD, or nothing."""
+        """The end of the text: one U+FFFD for an incomplete character, or nothing."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopMatcher:
-    """Text in, text out up to the first stop string, wherever the pieces are cut.
+    """Passes text through up to the first stop string, however the text is split into chunks.
 
-    The earliest start wins, ties go to the longest. Held back is only what may still be part of a stop; once `matched`
-    is set, nothing more comes out.
+    The earliest match wins, and of several the longest. Holds back only text that may still be part of a stop string;
+    emits nothing once `matched` is set.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -47,7 +47,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def feed(self, text: str) -> str:
-        """The part of the text that can be sent now."""
+        """Adds text; returns the part that can be sent now."""
         if self.matched is not None:
             return ""
         buffer = self._held + text
@@ -55,12 +55,12 @@ class StopMatcher:
         pending = self._pending(buffer)
         if stop is not None and start < pending:
             return self._end(buffer[:start], stop)
-        # An earlier or a longer match may still come to its end.
+        # An earlier or longer match may still be completed.
         self._held = buffer[pending:]
         return buffer[:pending]
 
     def flush(self) -> str:
-        """The end of the text has come: what was held back, or what stands before a match in it."""
+        """The end of the text: returns what was held back, up to a match in it."""
         if self.matched is not None:
             return ""
         buffer, self._held = self._held, ""
@@ -72,7 +72,7 @@ class StopMatcher:
         return text
 
     def _find(self, buffer: str) -> tuple[int, str | None]:
-        """Where the earliest stop starts, and which; the longest of those that start there."""
+        """Start of the earliest match and its stop string, the longest of those that start there."""
         best, found = len(buffer), None
         for stop in self._stops:
             place = buffer.find(stop, 0, best + len(stop) - 1 if found else len(buffer))
@@ -81,7 +81,7 @@ class StopMatcher:
         return best, found
 
     def _pending(self, buffer: str) -> int:
-        """Where the longest suffix begins that is a proper prefix of a stop."""
+        """Start of the longest suffix that is a proper prefix of a stop string."""
         for place in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
             tail = buffer[place:]
             if any(len(tail) < len(stop) and stop.startswith(tail) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""One choice of an answer: prompt echo, detokenizing, stop strings, log-probabilities."""
+"""One choice of a response: prompt echo, detokenization, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from app.generation.request import Delta, Finished, TokenDetail, Top
 from model.tokenizer.tokenizer import Tokenizer
 
 _PIECE = 8
-"""Tokens that are told at once: thousands of them, each with its alternatives, take seconds to write."""
+"""Tokens per Delta: thousands of them, each with its alternatives, take seconds to encode."""
 
 
 class PromptEcho:
-    """Gathers the log-probabilities of the prompt's tokens, where they were asked for."""
+    """Collects the log-probabilities of the prompt's tokens, if requested."""
 
     def __init__(self, text: str, ids: tuple[int, ...], tokenizer: Tokenizer, *, is_scored: bool) -> None:
         self.text = text
@@ -28,11 +28,11 @@ class PromptEcho:
         self._pieces: list[tuple[str, tuple[TokenDetail, ...]]] = []
 
     def add(self, scores: PromptScores) -> None:
-        """The next tokens' log-probabilities."""
+        """Adds the log-probabilities of the next tokens."""
         self._scores += scores.tokens
 
     def deltas(self, index: int) -> list[Delta]:
-        """The whole of it, for choice `index`; of tokens, those that were scored before the text had to end."""
+        """The echoed prompt for choice `index`, with the tokens that were scored before the request ended."""
         if not self._pieces:
             self._pieces = self._cut(self._details()) if self._is_scored else [(self.text, ())]
         return [Delta(index, text, tokens) for text, tokens in self._pieces]
@@ -57,24 +57,24 @@ class PromptEcho:
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """What a request says about the text, beyond the tokens."""
+    """A request's text-level rules: echo, stop strings, log-probabilities."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
     eos_ids: frozenset[int] = frozenset()
-    """Tokens that end a text by themselves, and are never shown."""
+    """Tokens that end the text, and are never shown."""
 
 
 class OutputChoice:
-    """Takes a sequence's events in and gives text out. After `ended` is set nothing more comes."""
+    """Turns a sequence's token events into text deltas. Emits nothing after `ended` is set."""
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer, rules: TextRules, echo: PromptEcho | None = None
     ) -> None:
         self.index = index
         self.echo = echo
-        """The prompt, where it is still to be told before the text."""
+        """The prompt, if it must still be sent before the text."""
         self.n_tokens = 0
         self.logprob_sum = 0.0
         self.ended: Finished | None = None
@@ -82,7 +82,7 @@ class OutputChoice:
         self._tokenizer = tokenizer
         self._rules = rules
         self._decoder = StreamDecoder()
-        # A prompt of special tokens alone is no text yet, and what follows is its beginning.
+        # A prompt of special tokens only has no text, so the completion is the start of the text.
         nothing_yet = not any(tokenizer.token_bytes(token) for token in request.prompt)
         self._strips_space = nothing_yet and tokenizer.strips_first_space
         self._matcher = StopMatcher(rules.stops)
@@ -92,11 +92,11 @@ class OutputChoice:
 
     @property
     def mean_logprob(self) -> float:
-        """Of the tokens drawn, where the engine reported them; what best_of ranks by."""
+        """Mean log-probability of the sampled tokens, if the engine reported them; best_of ranks by it."""
         return self.logprob_sum / max(1, self.n_tokens)
 
     def take(self, event: SampledEvent) -> list[Delta]:
-        """The text that a token completes, and the end if it is the last."""
+        """Adds a token; returns the text that it completes, and the finish if it is the last."""
         if self._is_plain and event.token is not None and event.logprob is None and event.finish is None:
             return self._take_plain(event.token)
         deltas = self._begin()
@@ -110,11 +110,11 @@ class OutputChoice:
 
     @property
     def _is_plain(self) -> bool:
-        """Nothing is to be told before the text, looked for in it, or taken from it."""
+        """Whether the text needs no echo, no stop strings and no log-probabilities."""
         return not (self._rules.stops or self._strips_space or self.echo)
 
     def _take_plain(self, token: int) -> list[Delta]:
-        """What nearly all tokens need of take()."""
+        """Fast path of take() for nearly all tokens."""
         self.n_tokens += 1
         text = self._decoder.feed(self._tokenizer.token_bytes(token))
         self._decoded += len(text)
@@ -122,7 +122,7 @@ class OutputChoice:
         return [Delta(self.index, text)] if text else []
 
     def end(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
-        """Ends the text where it stands: gives what was held back."""
+        """Finishes the choice now; returns the text that was held back."""
         deltas = self._begin()
         deltas += self._delta(self._matcher.feed(self._decoder.flush()) + self._matcher.flush(), final=False)
         if self._matcher.matched is not None:
@@ -141,7 +141,7 @@ class OutputChoice:
 
     def _matched(self, text: str) -> str:
         fault("text.stop", self._request)
-        # Stops are not taken before min_tokens: what came so far is text whatever it says.
+        # Stop strings are ignored before min_tokens: release everything that was held back.
         return text if self.n_tokens <= self._rules.min_tokens else self._matcher.feed(text)
 
     def _stop_reason(self, event: SampledEvent) -> int | None:
@@ -149,7 +149,7 @@ class OutputChoice:
         return event.token if told and event.token in self._request.stop_ids else None
 
     def _decode(self, event: SampledEvent) -> str:
-        fault("text.decode", self._request)  # here and not in _take_plain(): nearly all tokens would pay for it
+        fault("text.decode", self._request)  # not in _take_plain(), where nearly all tokens would pay for it
         if event.token is None:
             return ""
         self.n_tokens += 1
@@ -166,16 +166,17 @@ class OutputChoice:
         return text
 
     def _bytes(self, event: SampledEvent) -> bytes:
-        """A token that ends the text is none of it, whatever the tokenizer would show for it."""
+        """The token's bytes; a token that ends the text has none."""
         assert event.token is not None
         ends = event.finish is FinishReason.STOP and event.token in self._request.stop_ids
         hidden = ends and not (self._rules.include_stop and event.token not in self._rules.eos_ids)
         return b"" if hidden else self._tokenizer.token_bytes(event.token)
 
     def _delta(self, text: str, *, final: bool) -> list[Delta]:
-        """A Delta, if there is anything to say.
+        """A Delta, if there is text or a token to send.
 
-        Tokens wait for their text, also those that only begin a character; those behind a stop are never shown.
+        Tokens are held until their text is sent, including those that only start a character; tokens after a stop
+        string are never shown.
         """
         self._sent += len(text)
         everything = final and self._matcher.matched is None

@@ -1,4 +1,4 @@
-"""Texts to the token ids that the engine reads: special tokens, infilling, truncation, the checks."""
+"""Prompt encoding: special tokens, fill-in-the-middle, truncation, length checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MARGIN = 64
 
 
 def tail_length(limit: int) -> int:
-    """Characters of a prompt that are read first where its last `limit` tokens are asked for: mostly enough."""
+    """Characters at the end of a prompt that usually contain its last `limit` tokens."""
     return 8 * (limit + _MARGIN) + 512
 
 
@@ -37,12 +37,12 @@ class EncodedPrompt:
 
     ids: tuple[int, ...]
     text: str
-    """What echo shows."""
+    """The text for echo."""
     truncated: bool = False
 
 
 class PromptEncoder:
-    """Turns texts into ids for one model."""
+    """Encodes prompts for one model."""
 
     def __init__(self, ready: Ready, encoder: TextEncoder, long_texts: TokenizerPool, account: WorkAccount) -> None:
         self.ready = ready
@@ -52,14 +52,14 @@ class PromptEncoder:
         self._account = account
 
     async def prompts(self, wish: GenerationRequest) -> list[EncodedPrompt]:
-        """Every prompt of a wish. Raises InvalidRequest, ContextLengthExceeded; the message names which of several."""
+        """Encodes all prompts of a request. Raises InvalidRequest, ContextLengthExceeded, naming which of several."""
         length = sum(map(len, wish.prompts)) + len(wish.suffix or "")
         if wish.suffix is not None or any(isinstance(prompt, str) for prompt in wish.prompts):
             length = self._encoder.turn_length(length)
         return await self._long_texts.run_slices(length, self._read_all(wish), self._account)
 
     async def source(self, source: Prompt | None) -> tuple[int, ...]:
-        """What the encoder reads. Raises InvalidRequest, ContextLengthExceeded."""
+        """Encodes the encoder's input. Raises InvalidRequest, ContextLengthExceeded."""
         if not self.ready.has_encoder and source is not None:
             raise InvalidRequest("this model has no encoder: leave out source and put the text into prompt", "source")
         if not self.ready.has_encoder:
@@ -74,7 +74,7 @@ class PromptEncoder:
         return tuple(ids)
 
     def _read_all(self, wish: GenerationRequest) -> Generator[None, None, list[EncodedPrompt]]:
-        """Yields after so many characters of several prompts; one prompt is read whole."""
+        """Yields after a number of characters, between prompts only."""
         reads, length = [], 0
         for place, prompt in enumerate(wish.prompts):
             if length >= SLICE:
@@ -109,9 +109,9 @@ class PromptEncoder:
         return EncodedPrompt(tuple(ids) or (start_id or 0,), shown, truncated)
 
     def _last_ids(self, prompt: Prompt, limit: int) -> list[int]:
-        """All ids of a prompt, or more of its end than is kept: a megabyte takes half a second and 270 MB to read.
+        """All ids of a prompt, or of a part at its end: tokenizing a megabyte takes half a second and 270 MB.
 
-        Where a long text is cut may change how it is split there, so that part is made of more tokens than are kept.
+        Cutting the text may change the tokens at the cut, so that part has more tokens than are kept.
         """
         length = tail_length(limit)
         while isinstance(prompt, str) and length < len(prompt):
@@ -125,7 +125,7 @@ class PromptEncoder:
         return b"".join(map(self.tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
     def _infill(self, prompt: Prompt, suffix: str, wish: GenerationRequest) -> list[int]:
-        """The prefix and the suffix between the tokens that the model was taught for it, the prefix first."""
+        """Prefix and suffix with the model's fill-in-the-middle tokens, prefix first."""
         marks = next((m for m in map(self._mark_ids, _INFILLING) if None not in m), None)
         if marks is None:
             raise InvalidRequest("this model's vocabulary has no fill-in-the-middle tokens: leave out suffix", "suffix")
@@ -134,7 +134,7 @@ class PromptEncoder:
         if not isinstance(prompt, str):
             raise InvalidRequest("suffix needs a prompt of text, not of token ids", "suffix")
         start, middle, end = (mark for mark in marks if mark is not None)
-        # One after the other, in this thread: two at once are for all cores, whose threads know no priority of ours.
+        # One after the other, in this thread: the library's batch threads use all cores and ignore our nice value.
         before, behind = (self._encoder.encode_plain(text) for text in (prompt, suffix))
         begin = [self.tokenizer.bos_id] if self.tokenizer.adds_bos and self.tokenizer.bos_id is not None else []
         return [*begin, start, *before, middle, *behind, end]
@@ -143,10 +143,10 @@ class PromptEncoder:
         return [self.tokenizer.id_of(name) for name in names]
 
     def _ids(self, text: Prompt, field: str, *, may_be_cut: bool = False) -> list[int]:
-        """Token ids of a text; those of a prompt with the special tokens that the tokenizer adds (BOS, say)."""
+        """Token ids of a text; for a prompt, with the special tokens that the tokenizer adds, such as BOS."""
         if not isinstance(text, str):
             return text
-        # What is cut off later may be longer than the context.
+        # A prompt that is truncated later may be longer than the context.
         if not may_be_cut and (least := self.tokenizer.least_tokens(text)) > self.ready.context:
             raise ContextLengthExceeded(least, self.ready.context, field, is_least=True)
         return self._encoder.encode(text) if field == "prompt" else self._encoder.encode_plain(text)

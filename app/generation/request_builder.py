@@ -1,4 +1,4 @@
-"""A wish and its prompts to engine requests, one for each continuation, and to the choices that read them. Pure."""
+"""Builds engine requests, one per continuation, and their output choices from a generation request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEUTRAL = {
 
 
 class BuiltRequests:
-    """All sequences of one answer: choice i of prompt p has the place p * n + i."""
+    """All sequences of one generation request: choice i of prompt p has the index p * n + i."""
 
     def __init__(self, name: str, wish: GenerationRequest, ready: Ready, tokenizer: Tokenizer, salt: str) -> None:
         self._name = name
@@ -42,7 +42,7 @@ class BuiltRequests:
         self._eos_ids = () if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids)
 
     def _check_size(self, reads: Sequence[EncodedPrompt]) -> None:
-        """Raises InvalidRequest where the answer would hold too many log-probabilities to be made at once."""
+        """Raises InvalidRequest if the response would hold too many log-probabilities."""
         wish, context = self._wish, self._ready.context
         if wish.logprobs is None:
             return
@@ -59,7 +59,7 @@ class BuiltRequests:
             )
 
     def requests(self, reads: Sequence[EncodedPrompt], source: tuple[int, ...], guide: str = "") -> list[Request]:
-        """What the engine is asked for. Raises InvalidRequest."""
+        """The engine requests. Raises InvalidRequest."""
         wish = self._wish
         self._check_vocabulary()
         self._check_size(reads)
@@ -95,7 +95,7 @@ class BuiltRequests:
         return requests
 
     def choices(self, requests: Sequence[Request], reads: Sequence[EncodedPrompt]) -> list[OutputChoice]:
-        """Who reads what the engine says about `requests`."""
+        """The output choices that consume the events of `requests`."""
         wish = self._wish
         rules = TextRules(wish.stops, wish.include_stop, wish.min_tokens, frozenset(self._eos_ids))
         echoes = [self._echo(read) if wish.echo else None for read in reads]
@@ -108,12 +108,12 @@ class BuiltRequests:
         return PromptEcho(read.text, read.ids, self._tokenizer, is_scored=self._wish.logprobs is not None)
 
     def _params(self) -> SamplingParams:
-        """What was asked for, else the model's defaults, else no filter; a random seed where none was given."""
+        """The request's values, or the model's defaults, or no filter; a random seed if none was given."""
         wish = self._wish
         asked = {name: value for name, value in wish.sampling.items() if value is not None}
         defaults = self._ready.sampling_defaults if wish.use_model_defaults else {}
         chosen: dict[str, Any] = {**NEUTRAL, **defaults, **asked}
-        # best_of ranks by the log-probabilities of the tokens drawn.
+        # best_of ranks by the log-probabilities of the sampled tokens.
         logprobs = 0 if wish.logprobs is None and wish.ranks else wish.logprobs
         return SamplingParams(
             **{**chosen, "top_k": max(0, int(chosen["top_k"]))},

@@ -1,4 +1,4 @@
-"""One answer from token events to news for its reader: choices, waiting, deadlines, usage, timings. No HTTP."""
+"""Generation session: turns token events into completion events, with deadlines, usage and timings."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _QUEUE_NEWS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long an answer may take, in seconds from its submission."""
+    """Time limits of a request, in seconds from its submission."""
 
     deadline: float
     queue: float
     heartbeat: float
-    """Silence after which there is a sign of life."""
+    """Silence after which a Heartbeat is emitted."""
 
 
 @dataclass(slots=True)
 class SessionTimes:
-    """When things happened to a request, in seconds of a monotonic clock."""
+    """Timestamps of a request, in seconds of a monotonic clock."""
 
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
     away: float = 0.0
-    """Seconds between the first token and the last that nobody listened and nothing was done."""
+    """Seconds between the first and the last token for which the request was suspended."""
 
 
 class GenerationSession:
-    """Owns a Stream; whoever waits for ready() and takes the news must close() in the end, whatever happens."""
+    """Owns a token stream; the consumer of ready() and take() must always call close()."""
 
     def __init__(
         self, stream: TokenStream, choices: Sequence[OutputChoice], patience: Timeouts, clock: SessionTimes
@@ -51,12 +51,12 @@ class GenerationSession:
         self.clock = clock
         self.cached_tokens = 0
         self.gaps: list[float] = []
-        """Seconds between tokens of a choice since the last time somebody took them."""
+        """Inter-token latencies in seconds since the metrics last collected them."""
         self._patience = patience
         self._deadline = clock.submitted + patience.deadline
         self._paused_at: float | None = None
         self._away = 0.0
-        """Of the clock's `away`, what no token has ended so far."""
+        """Suspended seconds since the last token, not yet added to the clock's `away`."""
         self._started: set[int] = set()
         self._last_tokens: dict[int, float] = {}
         self._news: deque[News] = deque()
@@ -68,36 +68,36 @@ class GenerationSession:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens drawn, over all choices."""
+        """Sampled tokens of all choices."""
         return sum(choice.n_tokens for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that were read, of prompts and sources; those of a prompt with several choices count once."""
+        """Tokens of prompts and sources; a prompt with several choices counts once."""
         return sum(len(r.prompt) + len(r.source) for r in self._leaders())
 
     @property
     def is_over(self) -> bool:
-        """Whether every choice has ended and all news was taken."""
+        """Whether every choice has ended and all events were taken."""
         return not self._news and self._failure is None and all(choice.ended for choice in self.choices)
 
     def close(self) -> None:
-        """Frees what the engine holds for this request; any number of times."""
+        """Releases the engine's resources of this request; idempotent."""
         self.stream.close()
         self._alarm.cancel()
 
     @property
     def duration(self) -> float:
-        """Seconds from the submission until now, or until somebody stopped listening."""
+        """Seconds from the submission until now, or until the client disconnected."""
         return (self._paused_at or time.monotonic()) - self.clock.submitted - self.clock.away - self._away
 
     def pause(self) -> None:
-        """Nobody listens: the engine has nothing to do with it until go_on()."""
+        """Suspends the request: releases its engine resources until go_on()."""
         self.stream.pause()
         self._paused_at = time.monotonic()
 
     def go_on(self) -> None:
-        """The stream was submitted again: it waits for its turn from now on, and the time away does not count."""
+        """The stream was submitted again: it is queued from now on, and the suspended time does not count."""
         now, clock = time.monotonic(), self.clock
         away = now - (self._paused_at or now)
         self._paused_at, self._queued_at = None, now
@@ -109,7 +109,7 @@ class GenerationSession:
         clock.started = None if clock.started is None else clock.started + away
 
     def usage(self) -> dict[str, Any]:
-        """Token counts of the engine: EOS and tokens behind a stop string count."""
+        """Token counts of the engine, including EOS and tokens after a stop string."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.n_tokens,
@@ -118,7 +118,7 @@ class GenerationSession:
         }
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds, and tokens a second over all choices from the first token to the last; 0 before two tokens."""
+        """Milliseconds, and tokens per second of all choices from first to last token; 0 before two tokens."""
         clock = self.clock
         started = clock.started or clock.submitted
         first = clock.first_token or started
@@ -133,9 +133,9 @@ class GenerationSession:
         }
 
     async def ready(self) -> bool:
-        """Waits until something happens; False where there is nothing to tell of it.
+        """Waits for an engine event or a timeout; False if that yields no completion event.
 
-        Raises EngineError where the request cannot go on.
+        Raises EngineError if the request cannot continue.
         """
         if not self._news:
             if self._failure:
@@ -148,11 +148,11 @@ class GenerationSession:
 
     @property
     def has_news(self) -> bool:
-        """Whether take() has something to give."""
+        """Whether take() has an event to return."""
         return bool(self._news)
 
     def take(self) -> News:
-        """The next news, in order; there is some where `has_news`."""
+        """The next completion event, in order; only call it if `has_news`."""
         return self._news.popleft()
 
     def _tell(self, *news: News) -> None:
@@ -167,13 +167,13 @@ class GenerationSession:
     def _look_at_clock(self, now: float) -> None:
         if now >= self._limit() and not self._failure:
             self._give_up(now)
-        # Counted from the last news: tokens without text must not put the sign of life off.
+        # Measured from the last completion event: tokens without text must not postpone the heartbeat.
         elif not self._news and now - self._last_news >= self._longest_silence:
             waiting = self.stream.queue_position
             self._tell(Heartbeat() if waiting is None else Queued(waiting))
 
     def _limit(self) -> float:
-        """When patience ends, as long as things stay as they are."""
+        """The next deadline in the current state."""
         limit = self._deadline
         if self.stream.queue_position is None:
             return limit
@@ -201,7 +201,7 @@ class GenerationSession:
 
     def _take(self, arrival: Arrival) -> None:
         choice, item = self.choices[arrival.choice], arrival.item
-        if isinstance(item, SampledEvent):  # first, since nearly all are
+        if isinstance(item, SampledEvent):  # first, since nearly all events are
             if not choice.ended:
                 self._take_token(arrival, choice, item)
         elif isinstance(item, Cancelled):
@@ -210,7 +210,7 @@ class GenerationSession:
             self._fail(item)
         elif isinstance(item, RequestStarted):
             self._note_start(arrival, item)
-        elif choice.echo:  # prompt scores: shared by all choices of the prompt; gone where the text had to end
+        elif choice.echo:  # prompt scores, shared by all choices of the prompt; None once the choice has ended
             choice.echo.add(item)
 
     def _take_token(self, arrival: Arrival, choice: OutputChoice, event: SampledEvent) -> None:
@@ -222,11 +222,11 @@ class GenerationSession:
                 self.stream.leave(arrival.choice)
 
     def _note_start(self, arrival: Arrival, started: RequestStarted) -> None:
-        # A paused stream that goes on starts again; what it finds in the cache then is its own work.
+        # A resumed stream starts again; its cache hits then are its own earlier work.
         if arrival.choice in self._leader_places() and arrival.choice not in self._started:
             self.cached_tokens += started.cached_tokens
         self._started.add(arrival.choice)
-        if self.stream.holds:  # the reader's gap, not the engine's
+        if self.stream.holds:  # a gap of the client, not of the engine
             self._last_tokens.pop(arrival.choice, None)
         if self.clock.started is None:
             self.clock.started = arrival.at

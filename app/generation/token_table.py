@@ -1,4 +1,4 @@
-"""Tokens with log-probabilities in arrays: a tenth of the memory of objects, for answers that wait for their client."""
+"""Compact table of tokens with log-probabilities: arrays take a tenth of the memory of objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.generation.request import TokenDetail
 
 
 class TokenTable:
-    """A list of TokenDetail that only grows."""
+    """An append-only list of TokenDetail."""
 
     def __init__(self, details: Iterable[TokenDetail] = ()) -> None:
         self._ids = _Numbers()
@@ -22,7 +22,7 @@ class TokenTable:
         self.extend(details)
 
     def extend(self, details: Iterable[TokenDetail]) -> None:
-        """Adds some at the end."""
+        """Appends all of `details`."""
         for detail in details:
             self._ids.append(detail.id)
             self._has_logprob.append(detail.logprob is not None)
@@ -43,12 +43,12 @@ class TokenTable:
 
     @property
     def ids(self) -> array[int]:
-        """Of all tokens."""
+        """The ids of all tokens."""
         return self._ids.values
 
     @property
     def logprobs(self) -> Iterator[float | None]:
-        """Of each token; None for the first of a prompt."""
+        """Each token's log-probability; None for the first of a prompt."""
         values = self._logprobs.values
         return (value if known else None for value, known in zip(values, self._has_logprob, strict=True))
 
@@ -60,7 +60,7 @@ class TokenTable:
 
 
 class _Numbers:
-    """Whole numbers in 16 bits each while all of them fit, else in 32."""
+    """Unsigned integers of 16 bits while all of them fit, otherwise of 32."""
 
     def __init__(self) -> None:
         self.values = array("H")
@@ -75,7 +75,7 @@ class _Numbers:
 
 
 class Floats:
-    """Exact numbers in 32 bits each while all of them fit, as those of an engine do, else in 64."""
+    """Floats in 32 bits while all of them are exact, as the engine's are, otherwise in 64."""
 
     def __init__(self) -> None:
         self.values = array("f")

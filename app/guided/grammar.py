@@ -1,7 +1,4 @@
-"""What a text must look like: regex, json_schema, grammar or response_format as one grammar. Pure: knows no llguidance.
-
-Every guide is written in Lark, as llguidance reads it.
-"""
+"""Converts regex, json_schema, grammar and response_format to one Lark grammar in llguidance's dialect."""
 
 from __future__ import annotations
 

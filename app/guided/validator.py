@@ -20,23 +20,23 @@ from model.files import Files
 
 MISSING = 'this server was installed without constrained decoding: pip install "inkstream[guided]"'
 MOST_JOBS = 64
-"""Grammars that wait or are checked; one tenant alone may have half of them."""
+"""Grammars that are queued or being checked; one tenant may have at most half of them."""
 
 _MOST_VERDICTS = 8192
 _KILLED_SECONDS = 300.0
-"""How long a grammar that was killed is refused unseen: a machine that was busy may have killed a good one."""
+"""How long a grammar whose check was killed is refused from the cache: on a busy machine a good one may be killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     problem: str
-    """Empty where the grammar can be followed."""
+    """Empty if the grammar is valid."""
     expires: float = float("inf")
 
 
 @dataclass(slots=True)
 class _Check:
-    """One open question; the requests that wait for it."""
+    """A check in progress and the requests that wait for it."""
 
     task: asyncio.Task[str]
     waiting: int = 0
@@ -52,7 +52,7 @@ class GrammarValidator:
     def __init__(
         self, weights: Path, *, seconds: float, files: Files | None = None, installed: bool | None = None
     ) -> None:
-        """`files` is where the processes read the tokenizer of `weights` (model/files.py)."""
+        """`files`: where the processes read the tokenizer of `weights` (model/files.py)."""
         arguments = (str(weights), json.dumps(dict(files or {})))
         self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, most_jobs=MOST_JOBS)
         self._installed = find_spec("llguidance") is not None if installed is None else installed
@@ -63,23 +63,23 @@ class GrammarValidator:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that run."""
+        """Ids of the running processes."""
         return self._pool.pids
 
     async def check(self, guide: Grammar, account: WorkAccount) -> None:
-        """Raises InvalidRequest where the guide cannot be followed, Busy, EngineFailed."""
+        """Raises InvalidRequest for an invalid grammar, Busy, EngineFailed."""
         if not self._installed:
             raise InvalidRequest(MISSING, guide.field)
         problem = self._known_problem(guide.grammar, account.tenant)
         if problem is None:
             problem = await self._join_check(guide.grammar, account)
-        if guide.field != "grammar":  # we wrote it: its line numbers mean nothing to the user
+        if guide.field != "grammar":  # a generated grammar: its line numbers mean nothing to the user
             problem = re.sub(r"^line \d+, column \d+: ", "", problem)
         if problem:
             raise InvalidRequest(f"{guide.field}: {problem}", guide.field)
 
     async def close(self) -> None:
-        """Ends the processes; open checks fail."""
+        """Stops the processes; checks in progress fail."""
         await self._pool.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -92,7 +92,7 @@ class GrammarValidator:
         return None
 
     async def _join_check(self, grammar: str, account: WorkAccount) -> str:
-        """Asks once for all requests of a tenant that wait for the same grammar."""
+        """Checks a grammar once for all concurrent requests of a tenant that use it."""
         key = account.tenant, _digest(grammar)
         if (check := self._open.get(key)) is None:
             check = self._open[key] = _Check(asyncio.create_task(self._ask(grammar, account)))

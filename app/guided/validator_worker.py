@@ -1,8 +1,8 @@
-"""The process that compiles guides before anybody else does. No torch, no asyncio.
+"""Sandboxed process that test-compiles grammars before the engine does.
 
 Started by validator.py as `python -m app.guided.validator_worker SECONDS WEIGHTS FILES`; FILES is what reading_from()
-of model/files.py takes, as JSON. The cost of a guide is known only after it has been paid, and a compiler
-cannot be stopped from inside: this process may run out of time or memory without harm to the service.
+of model/files.py takes, as JSON. The cost of a grammar is unknown until it is compiled, and the compiler cannot be
+interrupted: this process may run out of time or memory without affecting the service.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model.files import Files, reading_from
 from model.tokenizer.tokenizer import Tokenizer
 
 MEMORY_BYTES = 64 << 20
-"""What a guide may take beyond what the vocabulary takes; the engine pays it once more for each request."""
+"""Memory limit of a grammar in addition to the vocabulary; the engine spends it again for each request."""
 _STEPS = 24
 _MOST_CHARACTERS = 200
 _TOO_COMPLEX = "it is too complex: make it simpler"
@@ -28,7 +28,7 @@ _SIGNS_OF_COST = ("fuel", "lexer error", "Parser Error", "parser error", "schema
 
 
 def main(seconds: float, weights: Path, files: Files) -> None:
-    """Runs until the pipe ends, or a guide costs too much."""
+    """Runs until the pipe closes, or a grammar exceeds a limit."""
     with reading_from(weights, files):
         tokenizer = Tokenizer.load(weights)
     vocabulary = GrammarVocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
@@ -41,7 +41,7 @@ def main(seconds: float, weights: Path, files: Files) -> None:
 
 
 def problem_of(vocabulary: GrammarVocabulary, guide: str) -> str:
-    """Compiles `guide` and takes a few steps at random, as a model would; what is wrong with it, empty for nothing."""
+    """Compiles `guide` and takes a few random steps, as a model would. Returns the problem, or an empty string."""
     matcher, rng = vocabulary.matcher(guide), random.Random(0)
     if matcher.is_error():
         return explain(matcher.get_error())
@@ -61,7 +61,7 @@ def problem_of(vocabulary: GrammarVocabulary, guide: str) -> str:
 
 
 def explain(message: str) -> str:
-    """llguidance's message in one short line, without what means nothing to the user."""
+    """llguidance's message as one short line, without internals."""
     if message.startswith("panic"):
         return "it cannot be compiled"
     if any(sign in message for sign in _SIGNS_OF_COST):

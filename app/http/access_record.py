@@ -1,4 +1,4 @@
-"""What is noted of one HTTP request for its line in the log."""
+"""Access record: the facts of one HTTP request that its log line reports."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ class AccessRecord:
 
     request_id: str
     status: int = 0
-    """0 until an answer begins."""
+    """0 until a response starts."""
     key: str | None = None
-    """The name of the caller's key."""
+    """The name of the tenant's key."""
     outcome: str | None = None
     """How it ended, in one of a few fixed words: a finish_reason, or the type or code of an error."""
     facts: Callable[[], Mapping[str, Any]] | None = None
     """Asked at the end: counts and milliseconds of a completion, and its outcome."""
     refusal: tuple[int, str] | None = None
-    """Status and code of what the connection answered in the application's place, which only hears that nobody reads.
-    """
+    """Status and code of an error that the connection sent itself; the application only sees a disconnect."""
 
     @classmethod
     def begin_in(cls, scope: Scope) -> AccessRecord:
-        """Whoever has the scope has the record: the one that is there, or a new one with a new id."""
+        """Returns the record of this scope, or stores a new one with a new request id."""
         if _PLACE not in scope:
             scope[_PLACE] = cls(new_request_id())
         record: AccessRecord = scope[_PLACE]
@@ -40,7 +39,7 @@ class AccessRecord:
 
 
 def new_request_id() -> str:
-    """One that nobody can guess."""
+    """An unguessable request id."""
     return f"req-{secrets.token_hex(12)}"
 
 

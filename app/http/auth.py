@@ -1,8 +1,8 @@
-"""Who may come in: every request needs a key where keys are set, but for routes that say that they are public.
+"""API key authentication: with keys configured, every request needs one, except on routes marked public.
 
-Decided before a route is looked for and before a byte of the body is read, and without a look at how a path is spelt: a
-stranger gets in only where the router itself would take exactly this request to a public route. All else is refused,
-routes that nobody has thought of included.
+The check runs before routing and before any byte of the body is read, and does not parse paths itself: a request
+without a key passes only if the router would dispatch exactly this request to a public route. Everything else is
+refused, so that new routes are private by default.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
 
 
 def public(endpoint: _Endpoint) -> _Endpoint:
-    """Marks an endpoint that needs no key."""
+    """Decorator for an endpoint that needs no key."""
     setattr(endpoint, _MARK, True)
     return endpoint
 
 
 def public_routes(routers: Sequence[APIRouter]) -> tuple[BaseRoute, ...]:
-    """The routes of these routers that are marked; they must be included without a prefix."""
+    """The public routes of these routers, which must be included without a prefix."""
     routes = (route for router in routers for route in router.routes)
     return tuple(route for route in routes if isinstance(route, Route) and getattr(route.endpoint, _MARK, False))
 
 
 class AuthMiddleware:
-    """ASGI middleware. Without `keys` everybody is let in as the same caller."""
+    """ASGI middleware. Without `keys` all clients share one tenant."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None, public: Sequence[BaseRoute]) -> None:
         self.app = app
@@ -49,7 +49,7 @@ class AuthMiddleware:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await self._let_in(scope, receive, send)
-        else:  # nothing here speaks another protocol
+        else:  # no route handles another protocol
             raise RuntimeError("only HTTP is served")
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,14 +67,14 @@ class AuthMiddleware:
 
 
 def caller_of(request: Request) -> Tenant:
-    """Who sends this request, as the gate has found out. Not for public routes: nobody knows who asks there."""
+    """The tenant that AuthMiddleware authenticated. Not for public routes, which are not authenticated."""
     caller: Tenant = request.scope[_PLACE]
     return caller
 
 
 def _caller(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
     given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) > 1:  # which of them counts is a question that a proxy in front may answer otherwise
+    if len(given) > 1:  # a proxy in front might choose another one than we do
         message = f"there are {len(given)} headers Authorization: send one header Authorization: Bearer KEY"
         challenge = 'Bearer realm="inkstream", error="invalid_request"'
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})

@@ -1,9 +1,8 @@
 """Limits on connections, in all and by address, eviction when full, and the log line when descriptors run out.
 
-Within the limits a connection is a guest like any other. One too many takes the place of one on which nothing is
-being asked or answered (app/http/connection_limits.py): connections are cheap, and who only holds some must not keep
-out who has a request. Where there is none it may stay in a small reserve, to be told why it is refused and so that
-health probes get through; a crowd there pushes out its own oldest.
+A connection beyond the limits evicts one without an active request: connections are cheap, and a client that only holds
+idle ones must not block clients that send requests. If none is idle, the new connection goes to a small reserve, where
+it gets an error that says why, and health probes are answered; when the reserve is full, its oldest connection closes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _log = logging.getLogger("inkstream")
 
 
 async def watch_descriptors() -> None:
-    """Looks until it is cancelled. uvloop closes the connections that it cannot accept, and tells nobody."""
+    """Logs when descriptors run out; runs until cancelled. uvloop silently closes connections that it cannot accept."""
     said = float("-inf")
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
@@ -39,13 +38,13 @@ async def watch_descriptors() -> None:
                 _log.error("no file descriptors left: new connections are closed; raise ulimit -n")
 
 
-# The address with the most of these connections gives one up, and of two the one that has had so many for longer: a
-# crowd pushes out its own, and not the one connection of a slow client elsewhere. Every step takes the same time,
-# however many there are: a flood must not make its own defence dear.
+# The address with the most of these connections loses one, and on a tie the address that has had so many for longer:
+# an attacker evicts its own connections, not the only one of a slow client elsewhere. Every operation is O(1), so that
+# a flood does not make its own defense expensive.
 
 
 class EvictableConnection(Protocol):
-    """One connection, as far as it is counted."""
+    """A connection that can be evicted."""
 
     address: str
 
@@ -55,30 +54,30 @@ class EvictableConnection(Protocol):
 
 
 class WaitReason(enum.IntEnum):
-    """What the service waits for on a connection on which nothing is being answered; the first kind goes first."""
+    """What an idle connection is waiting for; lower values are evicted first."""
 
     NEXT = 0
-    """Another request: it idles."""
+    """Another request: the connection is idle (keep-alive)."""
     ANY = 1
-    """A first byte."""
+    """The first byte of the first request."""
     HEAD = 2
     """The rest of the headers."""
     CLOSE = 3
-    """That the client closes: it was refused."""
+    """The client's close, after an error response."""
 
 
 class EvictionQueue:
-    """The guests that wait, by address; those of one kind in the order in which they began to."""
+    """Evictable connections by address; within a WaitReason, the one that has waited longest comes first."""
 
     def __init__(self) -> None:
         self._waits: dict[EvictableConnection, WaitReason] = {}
         self._of: dict[str, tuple[OrderedDict[EvictableConnection, None], ...]] = {}
         self._n_of: dict[str, int] = {}
         self._having: list[OrderedDict[str, None]] = [OrderedDict()]
-        """At n: the addresses that have n guests here, the longest first; the last one is never empty, but at 0."""
+        """At index n: the addresses with n connections here, oldest first; the last entry is only empty at 0."""
 
     def put(self, guest: EvictableConnection, wait: WaitReason) -> None:
-        """It waits; nothing changes where it did already, for the same."""
+        """Adds a connection, or changes its reason; does nothing if it already waits for `wait`."""
         old = self._waits.get(guest)
         if old is wait:
             return
@@ -93,19 +92,19 @@ class EvictionQueue:
             del kinds[old][guest]
 
     def drop(self, guest: EvictableConnection) -> None:
-        """It does not wait any more, if it did."""
+        """Removes a connection, if it is here."""
         wait = self._waits.pop(guest, None)
         if wait is not None:
             del self._of[guest.address][wait][guest]
             self._resize(guest.address, -1)
 
     def first(self) -> EvictableConnection | None:
-        """Who goes first of all."""
+        """The next connection to evict."""
         address = next(iter(self._having[-1]), None)
         return None if address is None else self.first_of(address)
 
     def first_of(self, address: str) -> EvictableConnection | None:
-        """Who goes first of this address."""
+        """The next connection of this address to evict."""
         kinds = self._of.get(address, ())
         return next((next(iter(kind)) for kind in kinds if kind), None)
 
@@ -127,9 +126,9 @@ class EvictionQueue:
 
 _RESERVE = 32
 _FILES = 64
-"""Descriptors that are no connections: pipes to the engine, the pages' files, the event loop's own."""
+"""Descriptors reserved for other uses: pipes to the engine, static files, the event loop."""
 _LEAST_FILES = 128
-"""With fewer it is not a service for a few, but one that fails here and there."""
+"""With fewer descriptors the service would fail at random."""
 _TOO_MANY = ("full", "address", "made_room")
 _TOO_SLOW = ("head_timeout", "body_timeout", "write_stalled", "answer_timeout")
 _TOO_MUCH = ("bad_request", "url_too_long", "headers_too_large", "pipelined")
@@ -137,7 +136,7 @@ _TOO_MUCH = ("bad_request", "url_too_long", "headers_too_large", "pipelined")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """What one client, and all of them, may take of the front door."""
+    """Limits of one client, and of all clients together, on the HTTP server."""
 
     connections: int
     per_address: int
@@ -149,36 +148,36 @@ class HttpLimits:
     write_seconds: float
     idle_seconds: float
     answer_seconds: float
-    """For a request from its headers to the last byte of its answer, however slowly its client sends and reads."""
+    """From a request's headers to the last byte of its response, however slowly its client sends and reads."""
     linger_seconds: float = 2.0
-    """For the rest of a request that was refused, so that the answer is not lost in a reset."""
+    """For reading the rest of a refused request, so that a reset does not discard the response."""
     reserve_seconds: float = 2.0
-    """For the headers on a connection that is one too many."""
+    """For the headers on a connection in the reserve."""
     pipelined: int = 16
-    """Requests that may wait for their answers on one connection."""
+    """Requests that may be queued on one connection."""
 
 
 class ConnectionLimits:
-    """One for each server; owned by its event loop."""
+    """Counts a server's connections and evicts idle ones; owned by the event loop."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
         self.is_draining = False
         self.cut = dict.fromkeys(_TOO_MANY + _TOO_SLOW + _TOO_MUCH, 0)
-        """Connections that were refused or cut."""
+        """Connections that were refused or cut, by reason."""
         self._by_address: Counter[str] = Counter()
         self._guests: set[EvictableConnection] = set()
-        """Those that count: who was sent off to make room is none of them, though its end is heard of later."""
+        """Connections that count toward the limits; an evicted one is removed before its transport closes."""
         self._crowd = EvictionQueue()
         self._reserve: OrderedDict[EvictableConnection, None] = OrderedDict()
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of connections."""
         return len(self._guests)
 
     def enter(self, guest: EvictableConnection) -> bool:
-        """Counts one more; False where it is one too many and only sits in the reserve."""
+        """Registers a connection; False if it exceeds the limits and is only in the reserve."""
         has_room = self._has_room(guest.address)
         self._guests.add(guest)
         if not has_room:
@@ -189,7 +188,7 @@ class ConnectionLimits:
         return True
 
     def leave(self, guest: EvictableConnection) -> None:
-        """It is gone."""
+        """Unregisters a closed connection."""
         if guest not in self._guests:
             return
         self._guests.remove(guest)
@@ -202,12 +201,12 @@ class ConnectionLimits:
             del self._by_address[guest.address]
 
     def rest(self, guest: EvictableConnection, wait: WaitReason) -> None:
-        """Nothing is being asked or answered there: from now on it makes room for others."""
+        """Marks a connection without an active request as evictable."""
         if guest in self._guests and guest not in self._reserve:
             self._crowd.put(guest, wait)
 
     def wake(self, guest: EvictableConnection) -> None:
-        """It has a request."""
+        """Marks a connection as active: it has a request."""
         self._crowd.drop(guest)
 
     def _has_room(self, address: str) -> bool:
@@ -236,9 +235,9 @@ class ConnectionLimits:
 
 
 def possible_connections(wanted: int) -> int:
-    """Raises the soft limit of open files as far as needed and allowed; how many connections that is enough for.
+    """Raises the soft limit of open files as far as needed and allowed; returns how many connections fit.
 
-    Raises ValueError where it is too low to begin.
+    Raises ValueError if the limit is too low to start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max(_LEAST_FILES, wanted + _RESERVE + _FILES)

@@ -1,4 +1,4 @@
-"""Answers to requests that never reach a route, in the shape of all errors. ASGI and bytes, no service."""
+"""Error responses to requests that never reach a route, in the common error format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _RETRY_AFTER = "2"
 
 
 def as_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A whole response, after which the connection closes; `headers` come first.
+    """A whole response that closes the connection; `headers` come first.
 
-    scope: of the request, where the application has it already.
+    scope: of the request, if the application has seen it.
     """
     request_id = note_refusal(scope, error.status, error.code or error.type)
     body = json.dumps(error.body(request_id)).encode()
@@ -35,14 +35,14 @@ def as_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes
 
 
 class RejectConnection:
-    """Around the application, for connections that are too many: health probes get through, all else is refused."""
+    """ASGI wrapper for connections beyond the limits: answers health probes, refuses everything else."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._refuse = RequestLogMiddleware(_refuse)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # An orchestrator that gets no answer would end a service that is only busy.
+        # An orchestrator that gets no answer would restart a service that is only busy.
         is_probe = scope["path"].startswith("/health") and scope["method"] in ("GET", "HEAD")
         await (self._app if is_probe else self._refuse)(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""One shape for every error, whoever raises it: {"error": {message, type, param, code, request_id, ...}}."""
+"""The common format of all errors: {"error": {message, type, param, code, request_id, ...}}."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. `extra` goes into the error object."""
+    """An error response. `extra` is merged into the error object."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """What sort of error this is."""
+        """The error's `type` field."""
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """The error object, in its envelope."""
+        """The response body: the error object in its envelope."""
         error = {
             "message": str(self),
             "type": self.type,
@@ -79,7 +79,7 @@ class ApiError(Exception):
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """What the engine's errors are over HTTP."""
+    """Maps an engine error to an HTTP error."""
     match error:
         case ContextLengthExceeded():
             numbers = {"prompt_tokens": error.prompt_tokens, "max_model_len": error.max_model_len}
@@ -99,8 +99,8 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
-    """What pydantic found wrong, in words for the caller."""
-    # Where a field may be of several types, the most special complaint is about the one that was meant.
+    """Maps a pydantic error to one that names the field, what is allowed and what to change."""
+    # For a union, the most specific error is about the type that the client meant.
     found = _details(error)
     first = max(
         found, key=lambda e: (e["loc"][:1] == found[0]["loc"][:1], not e["type"].endswith("_type"), len(e["loc"]))
@@ -123,13 +123,13 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
         message = "must be text, a list of token ids, or a list of either kind alone"
     if first["type"] == "string_pattern_mismatch":
         message = _PATTERNS.get(str(name), message)
-    if name is None:  # a complaint about several fields begins with the name of one
+    if name is None:  # an error about several fields starts with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])
     return ApiError(400, f"{name}: {message}", param=name)
 
 
 def _details(error: ValidationError) -> list[Mapping[str, Any]]:
-    """What pydantic tells; of very many errors the first alone, as a dict for each takes 4 us."""
+    """pydantic's errors; only the first if there are very many, since each dict takes 4 us."""
     if error.error_count() <= _MOST_DETAILS:
         return [*error.errors(include_url=False, include_context=False, include_input=False)]
     text = error.json(include_url=False, include_context=False, include_input=False)
@@ -137,7 +137,7 @@ def _details(error: ValidationError) -> list[Mapping[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Every exception that can leave a route becomes the one shape."""
+    """Installs handlers that turn every exception of a route into the common format."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(EngineError, _on_engine_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -168,7 +168,7 @@ async def _on_engine_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: unknown route, wrong method."""
+    """Starlette's HTTP exceptions: unknown route, wrong method."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == 404:
@@ -181,14 +181,14 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that this path takes. Starlette tells those of its first route alone: of a page, HEAD."""
+    """The methods of this path. Starlette reports only those of the first matching route: for a page, HEAD."""
     scope = dict(request.scope)
     found = (m for m in _METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in request.app.routes))
     return ", ".join(found) or "another method"
 
 
 async def _on_framework_validation(request: Request, error: Exception) -> Response:
-    """FastAPI's own check of paths and queries."""
+    """FastAPI's validation of path and query parameters."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])[:60]

@@ -1,8 +1,8 @@
-"""Which Host names the service answers to, and which other origins may read its answers (CORS).
+"""Host header validation (against DNS rebinding) and CORS.
 
-A page on the web can make its own name lead to this machine (DNS rebinding); its requests then come from a browser
-behind every firewall and are of one origin with the page, so that CORS does not stop them. The name in the Host header
-gives them away: it must be one that no stranger can have.
+In a DNS rebinding attack a web page's own domain resolves to this machine: its requests come from a browser behind the
+firewall and are same-origin, so that CORS does not stop them. The Host header reveals them: it must be a name that an
+attacker cannot register.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.http.errors import ApiError, respond
 
 TARGET = "inkstream_target"
-"""Place in a scope of the name that is in the URL itself (RFC 9112, 3.2.2), if there is one."""
+"""Scope key of the host in an absolute-form URL (RFC 9112, 3.2.2), if there is one."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(?::[0-9]{0,5})?")
 
 
 class HostFilter:
-    """ASGI middleware: addresses, localhost, names without a dot, and those that are `allowed`."""
+    """ASGI middleware: accepts IP addresses, localhost, names without a dot, and `allowed` names."""
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str] = ()) -> None:
         self.app = app
@@ -37,7 +37,7 @@ class HostFilter:
         await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Both the header and the URL must name us: each of them alone could be what a proxy has looked at."""
+        """Checks both the header and the URL: a proxy may have looked at either."""
         given = [value for name, value in scope["headers"] if name == b"host"]
         if not given and scope.get("http_version") == "1.0":
             return self._refusal_of(scope[TARGET]) if TARGET in scope else None
@@ -55,18 +55,18 @@ class HostFilter:
         return ApiError(421, message, code="unknown_host")
 
     def _is_ours(self, name: str) -> bool:
-        # A stranger can buy any name with a dot, and none without.
+        # Anyone can register a name with a dot; a name without one cannot be registered.
         return "." not in name or name.endswith(".localhost") or name in self._allowed or _is_address(name)
 
 
 def _bad_host() -> ApiError:
     message = "a request must have one header Host with the name of this service"
-    # A proxy may have read another host: the connection ends, as nothing behind this request can be trusted.
+    # A proxy may have read another host: close the connection, as later requests on it cannot be trusted.
     return ApiError(400, message, code="bad_host", headers={"Connection": "close"})
 
 
 def _name_in(header: bytes) -> str | None:
-    """The name, in lower case and without its port; None for what can be none."""
+    """The host name in lower case, without its port; None if it is invalid."""
     found = _HOST.fullmatch(header.decode("latin-1").lower())
     if not found:
         return None
@@ -85,7 +85,7 @@ def _is_address(name: str) -> bool:
 
 
 class CorsMiddleware(CORSMiddleware):
-    """Starlette's, with our errors. Cookies are never taken: who may ask is said by the key."""
+    """Starlette's middleware with our error format. Cookies are not used: API keys authenticate clients."""
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
         super().__init__(

@@ -1,10 +1,10 @@
 """One HTTP connection: uvicorn's protocol with deadlines, limits and a strict parser.
 
 One timer, set per request and per stall, covers the head, the body, the time between requests, a client that does not
-read, and the answer as a whole. A request that breaks a limit or the rules of framing gets an error in the shape of all
-errors, and the connection closes; it reads on for a moment, as closing with unread bytes would reset it and lose the
-answer. A GET on a half-closed connection is answered. With any other method a FIN means that the client has left, and
-its work stops.
+read, and the response as a whole. A request that breaks a limit or the framing rules gets an error in the common
+format, and the connection closes after lingering for a moment, because closing with unread bytes would reset it and
+discard the response. A GET on a half-closed connection is answered. With any other method a FIN means that the client
+has disconnected, and its work is cancelled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.http.request_parser import RequestParser
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Made by uvicorn for each connection; a Guest of Connections."""
+    """uvicorn creates one per connection; an EvictableConnection of ConnectionLimits."""
 
     flow: ConnectionFlowControl
 
@@ -51,7 +51,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_last, self._answer_due = False, 0.0
 
     def connection_made(self, transport: Any) -> None:
-        """Counts it; the head must come in time."""
+        """Registers the connection and sets the deadline for the first request's head."""
         super().connection_made(transport)
         self.flow = ConnectionFlowControl(transport, self._limits.write_seconds)
         self._watch = ConnectionTimeouts(self.flow, self._on_late_client, self._on_stalled_client)
@@ -62,17 +62,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._watch.expect(self._limits.head_seconds if self._is_guest else self._limits.reserve_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the application and stops all timers."""
+        """Notifies the application and stops all timers."""
         self.parser.close()  # type: ignore[attr-defined]
         super().connection_lost(exc)
-        if self._is_busy:  # uvicorn tells only the request that was parsed last, which may wait behind this one
+        if self._is_busy:  # uvicorn notifies only the request that was parsed last, which may be queued behind this one
             self._running.disconnected = True  # type: ignore[union-attr]
             self._running.message_event.set()  # type: ignore[union-attr]
         self._watch.end()
         self._connections.leave(self)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether it may still read, as it may after GET and HEAD alone."""
+        """The client closed its sending side; True keeps ours open, after GET and HEAD only."""
         asked = [cycle.scope["method"] in ("GET", "HEAD") for cycle in (self._running, self.cycle) if cycle]
         if self._intake.phase is not ReceivePhase.DONE or not self._is_busy or not all(asked):
             return False
@@ -80,7 +80,7 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def data_received(self, data: bytes) -> None:
-        """Parses it, within the limits."""
+        """Parses `data` within the limits."""
         if self._intake.phase is ReceivePhase.LINGER:
             return
         if self._intake.phase is ReceivePhase.DONE:
@@ -92,25 +92,25 @@ class HttpProtocol(HttpToolsProtocol):
             if self._intake.phase is ReceivePhase.HEAD and not self._is_busy:
                 self._connections.rest(self, WaitReason.HEAD)
         except httptools.HttpParserError as error:
-            ours = error.__context__  # what one of our own methods raised in the parser
+            ours = error.__context__  # an error that one of our own callbacks raised in the parser
             self._refuse(ours if isinstance(ours, ApiError) else ApiError(400, "no valid HTTP/1.1", code="bad_request"))
         except ApiError as error:
             self._refuse(error)
 
     def pause_writing(self) -> None:
-        """The kernel takes no more: the client must read on."""
+        """The socket buffer is full: sets the deadline for the client's next read."""
         super().pause_writing()
         self._watch.look_later()
 
     def on_message_begin(self) -> None:
-        """A request begins; behind another one in the same packet it may be the first we hear of it."""
+        """Start of a request, which may be pipelined in the same packet as the previous one."""
         super().on_message_begin()
         if self._intake.phase is ReceivePhase.DONE:
             self._begin_head()
         self._intake.begin_headers()
 
     def on_url(self, url: bytes) -> None:
-        """More of the URL."""
+        """A part of the URL."""
         super().on_url(url)
         self._intake.url(len(self.url))
         request_parser.check_method(self.parser.get_method())
@@ -124,22 +124,22 @@ class HttpProtocol(HttpToolsProtocol):
             request_parser.check_trailer(name)
 
     def on_headers_complete(self) -> None:
-        """The request is given to the application, which may have to wait for its body."""
+        """Passes the request to the application, which may have to wait for the body."""
         if len(self.pipeline) >= self._limits.pipelined:
             raise ApiError(400, "too many requests wait on this connection", code="pipelined")
         version = self.parser.get_http_version()
         request_parser.check(cast(Scope, self.scope), self.parser.get_method(), version, self.url)
-        self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: 1.0 knows no interim answers
+        self.expect_100_continue &= version != "1.0"  # RFC 9110, 10.1.1: HTTP/1.0 has no interim responses
         super().on_headers_complete()
-        self.flow.resume_reading()  # uvicorn stops at a second request, and would not hear that the client leaves
+        self.flow.resume_reading()  # uvicorn stops reading at a second request, and would miss the client's disconnect
         self._connections.wake(self)
         self._intake.begin_body()
         self._is_last = not self.cycle.keep_alive or self._connections.is_draining or not self._is_guest
-        self.cycle.keep_alive = True  # for now: an answer before the end of the body must not close at once
+        self.cycle.keep_alive = True  # for now: a response before the end of the body must not close at once
         self._wait_for_client()
 
     def on_body(self, body: bytes) -> None:
-        """More of the body; that of a request whose turn is not yet must not pile up."""
+        """A chunk of body data; stops reading if the request is queued, to bound its buffer."""
         super().on_body(body)
         self._intake.body()
         if self.cycle is not self._running and len(self.cycle.body) > HIGH_WATER_LIMIT:
@@ -154,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._wait_for_client()
 
     def on_response_complete(self) -> None:
-        """The next request's turn, if there is one."""
+        """Starts the next queued request, if there is one."""
         self.server_state.total_requests += 1
         if self.transport.is_closing() or self._intake.phase is ReceivePhase.LINGER:
             return
@@ -167,14 +167,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._wait_for_client()
 
     def shutdown(self) -> None:
-        """The server ends: who idles is sent off now, who is served is sent off then."""
+        """Server shutdown: closes an idle connection now, and a busy one after its response."""
         if self._is_busy:
             self.cycle.keep_alive = False
         elif self._intake.phase is ReceivePhase.DONE:
             self.transport.close()
 
     def send_off(self) -> None:
-        """Ends it at once, with all that is being done for it."""
+        """Closes the connection at once and cancels its work."""
         self._watch.end()
         self.transport.abort()
 
@@ -189,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _reads_on(self) -> bool:
-        """Whether the body that is being received is that of the request whose turn it is."""
+        """Whether the body that is being received belongs to the request that is running."""
         return self._intake.phase is ReceivePhase.BODY and self.cycle is self._running
 
     def _begin_head(self) -> None:
@@ -197,9 +197,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._wait_for_client()
 
     def _wait_for_client(self) -> None:
-        """Sets the deadline of what the client owes us now, if it owes us anything."""
+        """Sets the deadline for the client's next input, if any is expected."""
         if self._reads_on:
-            # Answered already: the rest of the body is of no use, but to close now could cost the answer.
+            # Answered already: the rest of the body is useless, but closing now could discard the response.
             is_over = self.cycle.response_complete
             self._watch.expect(self._limits.linger_seconds if is_over else self._limits.body_seconds)
         elif self._is_busy:
@@ -223,19 +223,19 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._is_busy and not self._reads_on:
             self._on_stalled_client("answer_timeout")
         elif phase is ReceivePhase.DONE or (phase is ReceivePhase.HEAD and not self._intake.head_bytes):
-            self.transport.close()  # it has asked for nothing
+            self.transport.close()  # it has not sent a request
         else:
             part = "headers" if phase is ReceivePhase.HEAD else "body"
             self._refuse(ApiError(408, f"the {part} did not arrive in time", code=f"{phase.name.lower()}_timeout"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what is being received with an error, if nothing else is on its way, and closes."""
+        """Answers the request that is being received with an error, unless a response is in progress, and closes."""
         assert error.code
         self._connections.cut[error.code] += 1
         if self.transport.is_closing() or (self._reads_on and self.cycle.response_started):
             self.transport.close()
         elif self._is_busy and not self._reads_on:
-            # Earlier requests are still being answered: the one that runs may end, all others are forgotten.
+            # Earlier requests are still being answered: the running one may finish, queued ones are dropped.
             self.pipeline.clear()
             self._running.keep_alive = False  # type: ignore[union-attr]
             self.flow.hold()
@@ -246,14 +246,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _answer(self, error: ApiError) -> None:
         scope = cast(Scope, self.cycle.scope) if self._is_busy else None
         self.transport.write(early_errors.as_bytes(error, scope, self.server_state.default_headers))
-        if self._is_busy:  # the application hears of a disconnect, and its next receive() writes no 100 Continue
+        if self._is_busy:  # the application sees a disconnect, and its next receive() writes no 100 Continue
             self.cycle.disconnected = True
             self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
         self._linger()
 
     def _linger(self) -> None:
-        """Closes, but reads on for a moment."""
+        """Closes the connection after reading on for a moment."""
         self._intake.phase = ReceivePhase.LINGER
         self._connections.rest(self, WaitReason.CLOSE)
         self.flow.release()

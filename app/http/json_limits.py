@@ -1,6 +1,6 @@
-"""How many lists and objects a JSON body is made of, told before it is parsed.
+"""Limit on the number of lists and objects in a JSON body, checked before parsing.
 
-Each becomes an object of ours: a megabyte of the smallest ones took 0.2 s and 80 MB. No request needs many.
+Each becomes a Python object: a megabyte of the smallest ones took 0.2 s and 80 MB. No request needs many.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def has_too_many_parts(body: bytes | bytearray) -> bool:
-    """Whether more than MOST_PARTS lists and objects begin in it; brackets in texts do not count."""
-    # Nearly all bodies are through after the first count; those with many brackets in texts pay some milliseconds.
+    """Whether the body has more than MOST_PARTS lists and objects; brackets in strings do not count."""
+    # Nearly all bodies pass the first count; those with many brackets in strings cost some milliseconds.
     return _count(body) > MOST_PARTS and _count(_STRING.sub(b"", body)) > MOST_PARTS
 
 

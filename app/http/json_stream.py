@@ -1,4 +1,4 @@
-"""JSON answers of any size, encoded while they are written, so that a slow client costs little memory."""
+"""Streaming JSON responses: encoded while they are sent, so that a slow client costs little memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CHUNK_BYTES = 16 << 10
 
 
 class Elements:
-    """Stands in an answer for an array; `batches` makes its elements when they are written, some at a time."""
+    """Lazy JSON array: `batches` yields its elements, some at a time, while the response is sent."""
 
     def __init__(self, batches: Callable[[], Iterator[list[Any]]]) -> None:
         self.batches = batches
 
 
 class Characters:
-    """Stands in an answer for a string; `parts` makes it when it is written."""
+    """Lazy JSON string: `parts` yields its parts while the response is sent."""
 
     def __init__(self, parts: Callable[[], Iterator[str]]) -> None:
         self.parts = parts
@@ -34,8 +34,8 @@ class Characters:
 class JsonStream(Response):
     """Sends `answer`: a short one with a Content-Length, a long one in chunks with a pause of `breather` between them.
 
-    Calls `close` exactly once: when the kernel has taken the content, before a long answer's end is sent, or when the
-    client has left.
+    Calls `close` exactly once: when the content is in the socket buffer, before a long response's end is sent, or when
+    the client has disconnected.
     """
 
     media_type = "application/json"
@@ -55,7 +55,7 @@ class JsonStream(Response):
         self._closing.callback(close)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it, at the pace of the client."""
+        """Sends the response at the client's pace."""
         try:
             first, is_whole = _chunk(self._parts)
             if is_whole:
@@ -71,18 +71,18 @@ class JsonStream(Response):
     async def _send_chunks(self, chunk: bytes, send: Send) -> None:
         is_last = False
         while True:
-            # Returns once the kernel has taken the chunk before this one.
+            # Returns once the previous chunk is in the socket buffer.
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await self._breather.breathe()
             if is_last:
                 break
             chunk, is_last = _chunk(self._parts)
-        self._closing.close()  # before the client can send its next request, which must not find this one's slot taken
+        self._closing.close()  # before the client can send its next request, which must find this one's slot free
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _chunk(parts: Iterator[bytes]) -> tuple[bytes, bool]:
-    """The next bytes of an answer, and whether they are the last."""
+    """The next bytes of a response, and whether they are the last."""
     most = float("inf") if is_armed("json_stream.at_once") else _CHUNK_BYTES
     chunk = bytearray()
     for part in parts:

@@ -1,4 +1,4 @@
-"""Every request gets an id before anything can fail, sent back in X-Request-Id, and one line in the log at its end."""
+"""Request log: assigns each request an id (X-Request-Id) before anything can fail, and writes one line at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("inkstream.request")
 
 
 class RequestLogMiddleware:
-    """ASGI middleware, the outermost of ours: what fails behind it becomes an answer and a line."""
+    """The outermost ASGI middleware: turns every failure inside it into a response and a log line."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -44,7 +44,7 @@ class RequestLogMiddleware:
         except BaseException as error:  # a panic in Rust is no Exception
             record.outcome = "server_error"
             _log.error("request %s failed", record.request_id, exc_info=error)
-            # Once the answer has begun there is nothing left to say: uvicorn cuts a connection whose answer stays open.
+            # Once the response has started no error can be sent: uvicorn cuts the connection of an incomplete response.
             if not record.status:
                 bug = ApiError(500, "an error on our side; the request id names it in the server's log")
                 await respond(Request(scope), bug)(scope, receive, send_with_id)
@@ -53,9 +53,9 @@ class RequestLogMiddleware:
 
 
 def note_refusal(scope: Scope | None, status: int, outcome: str) -> str:
-    """A request is refused before it was read to its end; its id. Its line is written here, or where `scope` goes.
+    """Records a request that was refused before it was read to its end; returns its id.
 
-    scope: of the request, where the application has it already; else nothing of it is known.
+    scope: of the request, if the application has seen it and will log it; otherwise its line is written here.
     """
     if scope is not None:
         record = AccessRecord.begin_in(scope)
@@ -68,10 +68,10 @@ def note_refusal(scope: Scope | None, status: int, outcome: str) -> str:
 
 
 def _write(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
-    """The one line: nothing that the client wrote is in it but which of our routes and methods it asked for."""
+    """Writes the log line, which holds nothing that the client wrote except the route and the method."""
     if not _log.isEnabledFor(logging.INFO):
         return
-    # Routes that FastAPI makes by itself have no path to tell, but a name.
+    # FastAPI's built-in routes have no path, but a name.
     route = getattr(scope.get("route"), "path", None) or getattr(scope.get("endpoint"), "__name__", None)
     outcome = record.outcome or ("ok" if 0 < record.status < 400 else "disconnected" if not record.status else "error")
     fields: dict[str, Any] = {

@@ -36,7 +36,7 @@ def check(scope: MutableMapping[str, Any], method: bytes, version: str, url: byt
 
 
 def check_method(method: bytes) -> None:
-    """Raises ApiError 400 for the preface of HTTP/2, of which llhttp waits for the end before it says anything."""
+    """Raises ApiError 400 for the HTTP/2 preface, which llhttp would read to its end before it fails."""
     if method == b"PRI":
         raise _refused(_SPOKEN)
 
@@ -67,7 +67,7 @@ def _refused(message: str) -> ApiError:
 
 
 class _Events(Protocol):
-    """What the parser calls, in this order for each request; any of them may raise to stop the parser."""
+    """The parser's callbacks, in this order for each request; any of them may raise to stop the parser."""
 
     def on_message_begin(self) -> None: ...
     def on_url(self, url: bytes) -> None: ...

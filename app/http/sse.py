@@ -1,4 +1,4 @@
-"""Server-sent events: how a frame is written, and a response that ends with its reader."""
+"""Server-sent events: the frame writer, and a response that ends when its client disconnects."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ quoted = json.encoder.encode_basestring_ascii
 
 
 def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
-    """One event. The JSON is ASCII: some clients take U+2028 for the end of a line."""
+    """One event. The JSON is ASCII, because some clients treat U+2028 as a line end."""
     fault("api.event", (event_id, data))
     return f"id: {event_id}\nevent: {name}\ndata: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
 
 
 def text_event(index: int, text: str, event_id: str) -> bytes:
-    """event("token", {"index": index, "text": text}, event_id), which nearly all events are, in a tenth of the time."""
+    """event("token", {"index": index, "text": text}, event_id) in a tenth of the time; nearly all events are these."""
     return f'id: {event_id}\nevent: token\ndata: {{"index": {index}, "text": {quoted(text)}}}\n\n'.encode("ascii")
 
 
 class EventStreamResponse(Response):
-    """Sends `frames` until they end or the client leaves; calls `close` in every case, also before the first byte."""
+    """Sends `frames` until they end or the client disconnects; always calls `close`, even before the first byte."""
 
     def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
         super().__init__(headers={**HEADERS, **headers})
@@ -62,9 +62,9 @@ class EventStreamResponse(Response):
 async def until_disconnect(
     work: Coroutine[Any, Any, _T], receive: Receive, *, discard: Callable[[_T], Awaitable[None]] | None = None
 ) -> _T | None:
-    """Runs `work`; when the client leaves first, cancels it and returns None.
+    """Runs `work`; if the client disconnects first, cancels it and returns None.
 
-    discard: is given what the work has made where nobody gets it, since the caller was cancelled at that moment.
+    discard: called with a result that cannot be returned, because the client or a cancellation came first.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))

@@ -1,7 +1,8 @@
-"""Sandboxed child processes for work that may never end or take all memory: asked, waited for, killed, replaced.
+"""Sandboxed child processes with time and memory limits for untrusted work.
 
-A request can make a template or a grammar run forever, and a thread cannot be ended. A child sets its own limits and
-answers one question after another (app/sandbox/sandbox_child.py); a child that gives no answer in time is killed.
+A request can make a template or a grammar run forever, and a thread cannot be killed. A child sets its own limits and
+answers one request after another (app/sandbox/sandbox_child.py); a child that does not answer in time is killed and
+replaced.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ _START_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
 _WORKERS = 2
 _MOST_BYTES = 16 << 20
-"""Of questions that wait, and of one answer."""
+"""Limit of the queued requests together, and of one response."""
 
 
 class SandboxKilled(Exception):
-    """The child gave no answer; the message says what it took too much of."""
+    """The child was killed; the message says which limit it exceeded."""
 
 
 class _Died(Exception):
-    """The child ended during a question."""
+    """The child exited during a request."""
 
 
 class SandboxPool:
-    """Children that run `python -m MODULE`; they start with the first question. Belongs to the event loop.
+    """Children that run `python -m MODULE`, started on the first request. Owned by the event loop.
 
-    A turn lasts until a killed child is replaced: the tenant whose question killed it waits for that, no other does.
+    A turn lasts until a killed child is replaced: only the tenant whose request killed it waits for that.
     """
 
     def __init__(self, module: str, *arguments: str, seconds: float, most_jobs: int = 32) -> None:
-        """`seconds` is what one answer may take; `most_jobs` bounds how many questions may be open."""
-        # -P and our own path: a folder called app in the working directory is somebody else's.
+        """`seconds` limits one response; `most_jobs` limits the pending requests."""
+        # -P and our own path, so that a folder named app in the working directory is not imported.
         command = (sys.executable, "-P", "-m", module, str(seconds), *arguments)
         self._children = [SandboxedProcess(command, seconds) for _ in range(_WORKERS)]
         self._queue = TenantQueue(_WORKERS, most_jobs=most_jobs, most_size=_MOST_BYTES)
@@ -47,13 +48,13 @@ class SandboxPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the children that run."""
+        """Ids of the running children."""
         return [child.pid for child in self._children if child.pid is not None]
 
     async def ask(self, question: bytes, account: WorkAccount, most_bytes: int = _MOST_BYTES) -> bytes:
-        """A child's answer, of at most that many bytes. Raises Killed, Busy, EngineFailed."""
+        """A child's response of at most `most_bytes`. Raises SandboxKilled, Busy, EngineFailed."""
         with self._queue.admitted(account, len(question)):
-            if not self.pids:  # no tenant pays for the start of the first child
+            if not self.pids:  # the start of the first child is charged to no tenant
                 await asyncio.shield(self._children[0].start())
             turn = await self._queue.acquire(account, len(question))
             child = self._children[turn.worker]
@@ -70,7 +71,7 @@ class SandboxPool:
                     turn.end()
 
     async def close(self) -> None:
-        """Ends the children; any number of times. Open questions fail."""
+        """Stops the children; idempotent. Pending requests fail."""
         self._queue.close()
         for task in self._replacements:
             task.cancel()
@@ -79,7 +80,7 @@ class SandboxPool:
 
 
 class SandboxedProcess:
-    """One child, which is asked one question at a time."""
+    """One child, which handles one request at a time."""
 
     def __init__(self, command: tuple[str, ...], seconds: float) -> None:
         self._command = command
@@ -90,18 +91,18 @@ class SandboxedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while it runs."""
+        """Process id of the child, while it runs."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
     def start(self) -> asyncio.Task[None]:
-        """Starts the child unless it runs; done when it takes questions, fails with EngineFailed."""
+        """Starts the child unless it runs; the task is done when it accepts requests, and fails with EngineFailed."""
         if self._starting is None or (self._starting.done() and self.pid is None):
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # may have no waiter
         return self._starting
 
     async def ask(self, question: bytes, most_bytes: int) -> bytes:
-        """The child's answer. Raises Killed, _Died, EngineFailed; the child does not run any more then."""
+        """The child's response. Raises SandboxKilled, _Died, EngineFailed, after which the child is stopped."""
         await asyncio.shield(self.start())
         process = self._process
         if process is None:
@@ -121,12 +122,12 @@ class SandboxedProcess:
         except (OSError, asyncio.IncompleteReadError):
             await self._kill(process)
             raise _Died from None
-        except BaseException:  # the client left: this answer would be taken for the next question's
+        except BaseException:  # cancelled: this response would be taken for the next request's
             await self._kill(process)
             raise
 
     async def close(self) -> None:
-        """Ends the child; any number of times. An open question fails."""
+        """Stops the child; idempotent. A pending request fails."""
         self._is_closed = True
         if self._starting:
             self._starting.cancel()
@@ -157,12 +158,12 @@ class SandboxedProcess:
             stdout=pipe,
             stderr=asyncio.subprocess.DEVNULL,
             env={**environment, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl+C on the terminal is for us
+            start_new_session=True,  # Ctrl+C on the terminal must only reach the parent
         )
         assert process.stdout
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await _frame(process.stdout, 0)  # it has imported what it needs
+                await _frame(process.stdout, 0)  # its imports are done
         except (OSError, asyncio.IncompleteReadError) as error:
             await self._kill(process)
             raise EngineFailed(f"the process of {self._command[3]} does not start") from error
@@ -174,7 +175,7 @@ class SandboxedProcess:
 async def _answer(child: SandboxedProcess, question: bytes, most_bytes: int) -> bytes:
     with contextlib.suppress(_Died):
         return await child.ask(question, most_bytes)
-    # Something else may have killed it; the same question to a new child tells whether the question did.
+    # Something else may have killed it: retry the same request on a new child.
     with contextlib.suppress(_Died):
         return await child.ask(question, most_bytes)
     raise SandboxKilled("took too much memory")
@@ -182,7 +183,7 @@ async def _answer(child: SandboxedProcess, question: bytes, most_bytes: int) -> 
 
 async def _replace(child: SandboxedProcess, turn: Turn) -> None:
     try:
-        with contextlib.suppress(EngineFailed):  # the next question tells
+        with contextlib.suppress(EngineFailed):  # the next request reports it
             await asyncio.shield(child.start())
     finally:
         turn.end()

@@ -1,4 +1,4 @@
-"""The child's side of sandbox.py: limits that hold for the rest of the process, then question after question."""
+"""Child side of sandbox.py: sets process limits, then answers requests from a pipe."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import BinaryIO
 from app.common.operating_system import die_with_parent
 
 LENGTH = struct.Struct("<I")
-"""Stands before every question and answer."""
+"""Length prefix of every request and response."""
 
 
 _NICE = 5
-"""A third of the share of the event loop and of the engine where they want the same core."""
+"""A third of the CPU share of the event loop and the engine on a contended core."""
 
 
 def serve(answer: Callable[[bytes], bytes], *, seconds: float, most_bytes: int) -> None:
-    """Answers until the pipe ends. Memory is bounded to `most_bytes`; a question that takes longer ends the process."""
+    """Answers until the pipe closes, within `most_bytes` of memory; a request over `seconds` ends the process."""
     die_with_parent()
     questions = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keeps library output out of the response pipe
     os.nice(_NICE)
     confine(most_bytes)
     _write(answers, b"")
     while header := questions.read(LENGTH.size):
         question = questions.read(LENGTH.unpack(header)[0])
-        # The parent kills earlier. This is for the parent that was killed itself.
+        # The parent kills earlier; this limit applies if the parent itself was killed.
         signal.alarm(math.ceil(seconds) + 1)
         _write(answers, answer(question))
         signal.alarm(0)
 
 
 def confine(most_bytes: int) -> None:
-    """No more memory than this, no files written, few opened, no core dumped."""
+    """Limits memory, forbids file writes and core dumps, and allows few open files."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     limits = {
         resource.RLIMIT_AS: most_bytes,

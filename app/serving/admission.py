@@ -1,7 +1,7 @@
-"""What a request must pass before its texts are read: its caller's quota, and room in the queue.
+"""Admission control before tokenization: the tenant's rate limits and the queue's capacity.
 
-Both are decided by guesses that cost nothing, since a megabyte of text takes half a second to tokenise; the exact
-numbers are checked again afterwards.
+Both use cheap estimates, because tokenizing a megabyte of text takes half a second; the exact numbers are checked
+afterwards.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _FEW_CHARACTERS = 3.0
 
 
 class AdmissionControl:
-    """Owned by the event loop."""
+    """Admits requests; owned by the event loop."""
 
     def __init__(self) -> None:
         self._quotas = RateLimiter()
         self._characters, self._tokens = _FEW_CHARACTERS * 1000, 1000.0
-        """Of the texts that were read lately."""
+        """Characters and tokens of recent texts."""
 
     @contextmanager
     def lease(
         self, wish: GenerationRequest, caller: Tenant, tokenizer: Tokenizer, context: int
     ) -> Iterator[Reservation]:
-        """What the request takes of its caller's quota; given back where it is not admitted.
+        """Reserves the request's estimated tokens of its tenant's limits; refunded if it is not admitted.
 
-        Raises InvalidRequest where that never fits, QuotaUsedUp where it does not now.
+        Raises InvalidRequest if it can never fit, QuotaUsedUp if it does not fit now.
         """
         drawn = wish.n_drawn * wish.max_tokens
         least = sum(min(context, _least(prompt, tokenizer) + drawn) for prompt in wish.prompts)
@@ -54,7 +54,7 @@ class AdmissionControl:
 
     @contextmanager
     def visit(self, caller: Tenant) -> Iterator[WorkAccount]:
-        """A request that draws nothing: one of so many a minute and at a time. Raises QuotaUsedUp."""
+        """Counts a request that generates nothing against the request limits. Raises QuotaUsedUp."""
         lease = self._quotas.take(caller, 0, time.monotonic())
         try:
             yield WorkAccount(caller.salt, lease)
@@ -63,7 +63,7 @@ class AdmissionControl:
 
     @contextmanager
     def preparing(self, caller: Tenant) -> Iterator[WorkAccount]:
-        """Work before lease() can be asked, whose request is counted there; where the work fails, it is counted here.
+        """Host work before lease(), which counts the request; if the work fails, the request is counted here.
 
         Raises QuotaUsedUp.
         """
@@ -73,9 +73,9 @@ class AdmissionControl:
 
     @contextmanager
     def room(self, wish: GenerationRequest, caller: Tenant, patience: Timeouts, queue: FairQueue) -> Iterator[None]:
-        """A place in `queue` while the texts are read; who would come too late to write much is refused now.
+        """Reserves capacity in `queue` during tokenization; refuses a request whose deadline would pass in the queue.
 
-        Raises QueueFull, InvalidRequest where the queue is too short for it at any time.
+        Raises QueueFull, and InvalidRequest if it can never fit into the queue.
         """
         longest = min(patience.queue, patience.deadline / 2)
         texts = [*wish.prompts, *([wish.source] if wish.source else []), *([wish.suffix] if wish.suffix else [])]
@@ -86,7 +86,7 @@ class AdmissionControl:
             yield
 
     def charge(self, lease: Reservation, wish: GenerationRequest, requests: Sequence[Request]) -> None:
-        """Everything is known now. Raises InvalidRequest, QuotaUsedUp."""
+        """Replaces the estimate by the exact number of tokens. Raises InvalidRequest, QuotaUsedUp."""
         leaders = [request for request in requests if request.leader is None]
         read = sum(len(request.prompt) + len(request.source) for request in leaders)
         lease.charge(read + sum(request.max_tokens for request in requests), time.monotonic())
@@ -95,7 +95,7 @@ class AdmissionControl:
             self._tokens = self._tokens * _FADING + sum(len(request.prompt) for request in leaders)
 
     def _guess(self, prompt: Prompt, longest: int | None) -> int:
-        """Tokens that will be read of a prompt, as long as texts are like those before."""
+        """Estimated tokens of a prompt, from the characters per token of recent texts."""
         if not isinstance(prompt, str):
             return len(prompt)
         length = len(prompt) if longest is None else min(len(prompt), longest)

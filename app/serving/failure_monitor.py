@@ -1,11 +1,12 @@
-"""Tells whether the service fails every request, so that /health/ready can say so.
+"""Failure monitor: detects that the service fails every request, and reports it through /health/ready.
 
 healthy --every one of the last FAILURES answers failed on the server's side--> suspected --the canary fails--> failing
    ^                                                                                |                              |
    +------------------------- any answer succeeds, or the canary does --------------+------------------------------+
 
-Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, which
-no client can choose, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are unexplained.
+Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, whose
+content no client controls, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are
+unexplained.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PROBLEM = (
 
 
 class FailureMonitor:
-    """Owned by the service; run() is one task."""
+    """Health state from recent outcomes; owned by the service, which runs run() as one task."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class FailureMonitor:
         failures: int = FAILURES,
         recheck_seconds: float = RECHECK_SECONDS,
     ) -> None:
-        """`canary` runs a request through the service: whether it succeeded, None where that could not be found out."""
+        """`canary` runs a request through the service; returns whether it succeeded, or None if that is unknown."""
         self.problem = ""
         """Why the service is not ready; empty while it is healthy."""
         self._canary = canary
@@ -43,7 +44,7 @@ class FailureMonitor:
         self._is_suspected = asyncio.Event()
 
     def record_success(self) -> None:
-        """An answer came to its end."""
+        """A request succeeded."""
         self._failures = 0
         self._is_suspected.clear()
         if self.problem:
@@ -51,17 +52,17 @@ class FailureMonitor:
             _log.info("answers succeed again: the service is ready")
 
     def record_failure(self) -> None:
-        """An answer failed, and neither its request nor its client is to blame."""
+        """A request failed through the server's fault."""
         self._failures += 1
         if self._failures >= self._most_failures:
             self._is_suspected.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._is_suspected.wait()
             succeeded = await self._canary()
-            # An answer may have succeeded while the canary ran.
+            # A request may have succeeded while the canary ran.
             if succeeded:
                 self.record_success()
             elif succeeded is False and self._is_suspected.is_set() and not self.problem:

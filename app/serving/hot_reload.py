@@ -1,9 +1,9 @@
-"""New weights while serving: loaded beside the old ones, proven, and given to new requests; or the old ones go on.
+"""Hot reload: loads and validates new weights while serving, then switches new requests to them.
 
-asked or seen -> loading beside -> proven -> switched -> answers of the old ones run to their end -> the old ones closed
-                       +-- any fault: closed again, one line in the log, the old ones know nothing of it
+requested or detected -> loading -> validated -> switched -> requests on the old weights finish -> old weights closed
+                             +-- any error: new weights closed, one log line; the old weights keep serving
 
-At most two sets of engines are there at once: the next load waits until the old weights of the one before are closed.
+At most two sets of engines exist at a time: the next reload waits until the previous weights are closed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from model.files import one_line
 _log = logging.getLogger("inkstream")
 _GLANCE_SECONDS = 0.1
 _LOAD_SECONDS = 1800.0
-"""As long as the largest model takes from the slowest disk; after that nothing will come."""
+"""Timeout for the largest model on the slowest disk."""
 _ENDED = "their engine ended while it was loading ({})"
 
 Outcome = Literal["switched", "refused"]
 
 
 class LoadFailed(Exception):
-    """New weights that cannot be served; the message says why."""
+    """The new weights cannot be served; the message says why."""
 
 
 class StillChanging(LoadFailed):
-    """Files were replaced while they were read: whoever watches them looks again."""
+    """Files were replaced while they were read; the watcher tries again."""
 
 
 class HotReload:
-    """Runs as one task. Whatever asks while weights are loaded is answered by one more load after it."""
+    """Runs as one task. Requests during a load are coalesced into one more load after it."""
 
     def __init__(
         self, service: Service, make: Callable[[], Awaitable[ModelInstance]], note: Callable[[Outcome], None]
     ) -> None:
-        """`make` makes what is to be served next, from the directory as it is then. `note` counts."""
+        """`make` creates the next model instance from the directory's current state. `note` counts outcomes."""
         settings = service.settings
         self._service = service
         self._weights = settings.weights
@@ -52,28 +52,28 @@ class HotReload:
         self._note = note
         self._watch_seconds = settings.watch
         self._drain_seconds = settings.request_timeout + settings.resume_seconds
-        """What answers of old weights get: a stream may be resumed to its very end."""
+        """Time for requests on old weights to finish, including resumed streams."""
         self._asked = asyncio.Event()
         self._retiring: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
-        """Load the directory again, whether or not anything in it has changed."""
+        """Requests a reload, even if the directory has not changed."""
         self._asked.set()
 
     async def run(self) -> None:
-        """Until it is cancelled; leaves no process behind but those of what the service has."""
+        """Runs until cancelled; leaves only the processes of the served model instance behind."""
         await self._service.wait_loaded()
         tried, seen = self._service.served.seen, await asyncio.to_thread(look, self._weights)
         if seen != tried and not self._watch_seconds:
             _log.warning("the weights changed while they were loaded: kill -HUP %d loads them again", os.getpid())
-        unfinished: WeightsFingerprint | None = None  # its files are not hashed again and again, nor the log told of it
+        unfinished: WeightsFingerprint | None = None  # not hashed or logged again
         try:
             while True:
                 if await self._is_asked():
                     tried = seen = await self._load()
                     continue
                 before, seen = seen, await asyncio.to_thread(look, self._weights)
-                # Changed since the last try, and quiet since the last look.
+                # Changed since the last attempt, and stable since the last look.
                 if seen == before and seen not in (tried, unfinished):
                     if await self._is_whole():
                         tried = seen = await self._load()
@@ -85,7 +85,7 @@ class HotReload:
                 await asyncio.gather(self._retiring, return_exceptions=True)
 
     async def _is_asked(self) -> bool:
-        """Waits for a request, or for the next look."""
+        """Waits for a reload request, or for the next look at the directory."""
         try:
             async with asyncio.timeout(self._watch_seconds or None):
                 await self._asked.wait()
@@ -100,7 +100,7 @@ class HotReload:
         return not problem
 
     async def _load(self) -> WeightsFingerprint:
-        """Switches to what is in the directory now, or tells why not. Returns how the directory looked."""
+        """Loads the directory and switches to it, or logs why not. Returns the directory's fingerprint."""
         if self._retiring:
             if not self._retiring.done():
                 _log.info("new weights wait until the answers of the weights before the last have ended")
@@ -124,20 +124,20 @@ class HotReload:
         return served.seen
 
     async def _loaded(self) -> ModelInstance:
-        """Raises LoadFailed, with nothing left of it."""
+        """The loaded model instance. Raises LoadFailed after cleaning up."""
         try:
             return await self._tried()
         except LoadFailed:
             raise
         except (ValueError, OSError) as error:
             raise LoadFailed(str(error)) from None
-        except Exception as error:  # nobody waits for this task: what is no fault of the weights must not end it
+        except Exception as error:  # an unexpected error must not end the reload task
             _log.exception("new weights could not be loaded")
             raise LoadFailed(f"{type(error).__name__} on our side") from None
 
     async def _tried(self) -> ModelInstance:
-        """The same, but for what nobody has thought of."""
-        if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine takes any memory
+        """Like _loaded(), without handling unexpected errors."""
+        if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine allocates memory
             raise LoadFailed(problem)
         served = await self._make()
         try:
@@ -160,13 +160,13 @@ class HotReload:
                     await asyncio.wait({loading, gone}, timeout=_GLANCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if gone.done():
                         raise LoadFailed(str(gone.result()))
-                    # The client would start another one; where memory is short that costs the old one its life.
+                    # The engine client would restart it; if memory is short, that could kill the old engine.
                     if served.engine.restarts:
                         raise LoadFailed(_ENDED.format(served.engine.phase))
                     if self._service.draining:
                         raise LoadFailed("the service is shutting down")
             await loading
-            if served.engine.restarts or not served.engine.ready:  # while the tokenizer was loaded
+            if served.engine.restarts or not served.engine.ready:  # the engine failed while the tokenizer was loading
                 raise LoadFailed(_ENDED.format(served.engine.phase))
         except TimeoutError:
             raise LoadFailed(f"they are not loaded after {_LOAD_SECONDS:g} s") from None
@@ -178,7 +178,7 @@ class HotReload:
             await asyncio.gather(gone, loading, return_exceptions=True)
 
     async def _retire(self, old: ModelInstance) -> None:
-        """Closes old weights once nobody needs them, or the time is over."""
+        """Closes old weights once no request uses them, or after the timeout."""
         if is_armed("reload.keep_old"):
             return
         error = NotReady("the weights that this answer began with are no longer served: send it again", 1)

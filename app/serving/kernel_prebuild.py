@@ -1,7 +1,7 @@
-"""The API process's part in the native kernels: what there is when it starts, and a build for its next start.
+"""Finds prebuilt native kernels at startup, and builds missing ones in the background for the next start.
 
-It decides, and not the engine process, because an engine that comes back after a crash has to compute as the one before
-did. A build runs in a process of its own, at idle priority, which ends with this process, also where that is killed:
+The API process decides which kernels to use, because a restarted engine must compute exactly like the crashed one. A
+build runs in its own process at idle priority, which exits with this process, even if that is killed:
 app/engine/cpu/toolchain/guarded_subprocess.py.
 """
 
@@ -23,19 +23,19 @@ from app.engine_client.engine_pool import EnginePool
 
 _log = logging.getLogger("inkstream")
 _LIMIT_SECONDS = 6 * 3600.0
-"""At idle priority on a busy machine a minute's work may take hours, and hurts nobody."""
+"""At idle priority on a busy machine a one-minute build may take hours without slowing anything else."""
 _PATIENCE_SECONDS = 1.0
 _ROOT = Path(__file__).parents[2]
 
 
 def libraries_at_start(settings: Settings) -> Libraries:
-    """The native kernels that are there now, if they are wanted at all."""
+    """The native kernels that are built now, if the settings allow them."""
     found = None if settings.kernels == TORCH else find(settings.cache_dir)
     return Libraries(found=found, cache_dir=settings.cache_dir)
 
 
 async def build_for_next_start(engine: EnginePool, cache_dir: Path | None) -> None:
-    """Once the engine computes with torch for want of native kernels, builds them; never raises. Cancelling ends it."""
+    """Builds native kernels if the engine falls back to torch without them. Never raises; cancelling stops it."""
     ready = await engine.wait_ready()
     if not ready.waits_for_build:
         return
@@ -56,8 +56,8 @@ async def build_for_next_start(engine: EnginePool, cache_dir: Path | None) -> No
 
 
 async def _compile(cache_dir: Path | None) -> str:
-    """Empty, or what went wrong."""
-    # -P and our own path: a folder called app in the working directory is somebody else's.
+    """Runs the build; returns an error message, or an empty string."""
+    # -P and our own path, so that a folder named app in the working directory is not imported.
     command = [sys.executable, "-P", "-m", "app", "compile", "--quiet", "--time-limit", str(_LIMIT_SECONDS)]
     where = ["--cache-dir", str(cache_dir)] if cache_dir else []
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -73,7 +73,7 @@ async def _compile(cache_dir: Path | None) -> str:
         told = (await process.stderr.read()).decode("utf-8", "replace").strip().splitlines()
         code = await process.wait()
     finally:
-        process.stdin.close()  # the leash: whatever still runs ends, within moments or by force
+        process.stdin.close()  # closing stdin makes the guarded subprocess kill everything that still runs
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _PATIENCE_SECONDS)
     return (told[-1] if told else f"exit code {code}").removeprefix("error: ") if code else ""

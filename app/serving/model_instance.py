@@ -1,8 +1,8 @@
-"""One set of weights as it is served: engine, tokenizer, guides, chat template, name.
+"""Model instance: the engine pool, tokenizer, grammar validator and chat template of one set of weights.
 
 made --start()--> loading --load()--> loaded --close()--> closed
 
-Whoever answers a request with it holds it until the answer is over, so that it is known when nobody needs it any more.
+Reference counted: each request holds it until its response is complete, so that a reload knows when it can be closed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("inkstream")
 
 
 class ModelInstance:
-    """Owned by the service; nothing of it is ever exchanged, so what a request takes from it belongs together."""
+    """Owned by the service. Its parts never change, so that a request always uses matching ones."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class ModelInstance:
         snapshot: WeightsSnapshot | None = None,
         copies: Sequence[Path] = (),
     ) -> None:
-        """`seen` is how the directory looked before anything of it was read.
+        """`seen` is the directory's fingerprint from before anything was read.
 
-        snapshot: of the weights, owned from now on; without one processes that restart read the directory again.
-        copies: folders for what takes space of it.
+        snapshot: of the weights, owned by this object; without one, restarted processes read the directory again.
+        copies: folders for copies of weights that take space.
         """
         self.weights = weights
         self._snapshot = snapshot or WeightsSnapshot(weights, {}, {})
@@ -53,13 +53,13 @@ class ModelInstance:
         self._copying: asyncio.Task[None] | None = None
         self.seen = seen
         self.model_name = weights.resolve().name
-        """What clients call the model: the name of its directory."""
+        """The model's name for clients: that of its directory."""
         self.created = int(time.time())
         self.engine = engine
         self.guides = GrammarValidator(weights, seconds=guide_seconds, files=self._snapshot.files)
         self.chat_template = chat_template
         self.tokenizer: Tokenizer | None = None
-        """There once it is loaded."""
+        """None until it is loaded."""
         self._sandbox: TokenizerSandbox | None = None
         self.is_closed = False
         self._holders = 0
@@ -67,12 +67,12 @@ class ModelInstance:
         self._free.set()
 
     def start(self) -> None:
-        """The engine begins to load, once the weights are copied; until then it imports what it needs."""
+        """Starts the engine, which imports its modules while the weights are copied, and then loads."""
         self._copying = asyncio.create_task(asyncio.to_thread(self._snapshot.copy, self._copies))
         self.engine.start(self._copied_files)
 
     async def load(self) -> None:
-        """The tokenizer, beside the engine. Raises TokenizerError; waits for ever where the engine does not come."""
+        """Loads the tokenizer while the engine loads. Raises TokenizerError; waits forever for an engine that fails."""
         await self._copied_files()
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         ready = await self.engine.wait_ready()
@@ -84,24 +84,24 @@ class ModelInstance:
         self.tokenizer = tokenizer
 
     def text_encoder(self) -> TextEncoder:
-        """For the texts of one request, once the tokenizer is loaded."""
+        """A text encoder for one request; the tokenizer must be loaded."""
         assert self.tokenizer
         return TextEncoder(self.tokenizer, self._sandbox)
 
     def hold(self) -> None:
-        """Somebody needs it until release()."""
+        """Acquires a reference until release()."""
         self._holders += 1
         self._free.clear()
 
     def release(self) -> None:
-        """As often as hold()."""
+        """Releases a reference of hold()."""
         self._holders -= 1
         if not self._holders:
             self._free.set()
 
     @contextmanager
     def held(self) -> Iterator[ModelInstance]:
-        """hold() and release()."""
+        """Holds a reference inside the block."""
         self.hold()
         try:
             yield self
@@ -109,11 +109,11 @@ class ModelInstance:
             self.release()
 
     async def wait_free(self) -> None:
-        """Waits until nobody holds it."""
+        """Waits until no reference is held."""
         await self._free.wait()
 
     async def close(self, error: EngineError | None = None) -> None:
-        """Ends its processes, any number of times; streams that are still open end with `error`."""
+        """Stops its processes; idempotent. Open streams end with `error`."""
         self.is_closed = True
         if error:
             self.engine.fail_all(error)
@@ -127,7 +127,7 @@ class ModelInstance:
         self._snapshot.close()
 
     async def _copied_files(self) -> Mapping[str, str]:
-        """Where processes read the weights, once no write to the directory can reach it."""
+        """Copies the weights; returns where processes read them, unaffected by later writes to the directory."""
         if self._copying:
             await asyncio.shield(self._copying)
         return self._snapshot.files
@@ -135,5 +135,5 @@ class ModelInstance:
     def _load_tokenizer(self) -> Tokenizer:
         with self._snapshot.reading():
             tokenizer = try_tokenizer(self.weights).tokenizer
-        _ = tokenizer.bytes_of  # made when it is first asked for, which must not be on the event loop
+        _ = tokenizer.bytes_of  # computed on first use, which must not happen on the event loop
         return tokenizer

@@ -1,4 +1,4 @@
-"""What every route shares: settings and what is served; and how a request becomes a completion. No HTTP."""
+"""The service, independent of HTTP: settings, the served model instance, and admission of requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 _log = logging.getLogger("inkstream")
 _CANARY = "the canary"
-"""Its name and its cache namespace; a client's name has no space."""
+"""Name and cache namespace of canary requests; a client's names cannot contain a space."""
 _CANARY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """A completion that the engine has taken; whoever closes it releases `served`."""
+    """A completion that was submitted to the engine; its owner must also release `served`."""
 
     served: ModelInstance
     completion: GenerationSession
@@ -49,22 +49,22 @@ class Admitted:
     numerics: str
     truncated: bool
     lease: Reservation
-    """Of its caller's quota."""
+    """The reservation on its tenant's rate limits."""
 
 
 class Service:
-    """Wired once, in app/main.py."""
+    """State shared by all routes; created in app/main.py."""
 
     def __init__(self, settings: Settings, served: ModelInstance, long_texts: TokenizerPool) -> None:
         self.settings = settings
         self.served = served
-        """What new requests get. A request that goes on over an await keeps its own."""
+        """The model instance for new requests. A request keeps its own across awaits."""
         self._long_texts = long_texts
         self.gate = AdmissionControl()
         self.loop_share = LoopShare()
         self.draining = False
         self.failures = FailureMonitor(self._run_canary)
-        """Whether every recent answer failed."""
+        """Detects that every recent request failed."""
         self._names = {served.model_name}
         self._retiring: list[ModelInstance] = []
         self._loaded, self._switched = asyncio.Event(), asyncio.Event()
@@ -72,43 +72,43 @@ class Service:
 
     @property
     def engine(self) -> EnginePool:
-        """Of what is served now."""
+        """The current engine pool."""
         return self.served.engine
 
     @property
     def engines(self) -> list[EnginePool]:
-        """That one, and those whose last answers are still being made."""
+        """The current engine pool, and those of old weights that still serve requests."""
         return [served.engine for served in (self.served, *self._retiring)]
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of what is served now; None until it is loaded."""
+        """The current tokenizer; None until it is loaded."""
         return self.served.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
-        """Of what is served now, where its weights bring one."""
+        """The current chat template, if the weights have one."""
         return self.served.chat_template
 
     @property
     def model_name(self) -> str:
-        """What clients call the model that is served now."""
+        """The current model's name for clients."""
         return self.served.model_name
 
     @property
     def created(self) -> int:
-        """Unix time at which what is served now was loaded."""
+        """Unix time at which the current model was loaded."""
         return self.served.created
 
     @property
     def phase(self) -> str:
-        """What the service is doing, for people: ready, draining, or a step of the start."""
+        """Human-readable state: ready, draining, or a startup phase."""
         if self.draining:
             return "draining"
         return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
     def is_called(self, name: str) -> bool:
-        """Whether clients know what is served by this name; those of weights that were served before count."""
+        """Whether `name` is the model's name, or the name of weights that were served before."""
         return name in self._names
 
     def require_open(self) -> None:
@@ -117,7 +117,7 @@ class Service:
             raise NotReady("the service is shutting down: try again in a moment", 5)
 
     def require_ready(self, served: ModelInstance | None = None) -> tuple[Ready, Tokenizer]:
-        """What belongs together, of what is served now or of `served`. Raises NotReady while loading and draining."""
+        """Facts and tokenizer of the current instance or `served`. Raises NotReady while loading or draining."""
         self.require_open()
         served = served or self.served
         if served.engine.ready is None or served.tokenizer is None:
@@ -125,21 +125,21 @@ class Service:
         return served.engine.ready, served.tokenizer
 
     async def load(self) -> None:
-        """What is served first, which has been started; a tokenizer that cannot be used ends the service."""
+        """Loads the first model instance, which has been started; an unusable tokenizer ends the service."""
         try:
             await self.served.load()
             self._loaded.set()
         except TokenizerError as error:
             self._fail(EngineGone(str(error), 2))
-        except Exception as error:  # nobody waits for this task: what it cannot do must end the service, not hang it
+        except Exception as error:  # nothing awaits this task: an error must end the service, not hang it
             self._fail(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
 
     async def wait_loaded(self) -> None:
-        """Waits until there has been something to serve."""
+        """Waits until the first model instance is loaded."""
         await self._loaded.wait()
 
     async def wait_gone(self) -> EngineGone:
-        """Waits until the service cannot go on, if ever; what became of weights served before does not matter."""
+        """Waits for a permanent failure of the current engine; failures of old weights are ignored."""
         while not self._failed.done():
             served = self.served
             self._switched.clear()
@@ -155,16 +155,16 @@ class Service:
         return self._failed.result()
 
     def switch(self, served: ModelInstance) -> ModelInstance:
-        """New requests get this, which is loaded. Returns what they got until now; retire() must be called for it."""
+        """Routes new requests to this loaded instance. Returns the old one, for which the caller must call retire()."""
         old, self.served = self.served, served
         self._retiring.append(old)
         self._names.add(served.model_name)
         self._switched.set()
-        self.failures.record_success()  # what failed were the old ones
+        self.failures.record_success()  # earlier failures were of the old weights
         return old
 
     async def retire(self, old: ModelInstance, error: EngineError) -> None:
-        """Ends the processes of what is no longer served; answers that still need them end with `error`."""
+        """Stops the processes of an old instance; requests that still use it end with `error`."""
         await old.close(error)
         self._retiring.remove(old)
 
@@ -174,14 +174,14 @@ class Service:
             engine.fail_all(error)
 
     async def close(self) -> None:
-        """Ends all processes; open streams end with an error."""
+        """Stops all processes; open streams end with an error."""
         self.loop_share.close()
         await asyncio.gather(*[served.close() for served in (self.served, *self._retiring)])
 
     async def begin(
         self, name: str, wish: GenerationRequest, caller: Tenant, heartbeat: float, served: ModelInstance | None = None
     ) -> Admitted:
-        """Validates, admits, submits, with what is served now or with `served`, which is held until it is released.
+        """Validates, admits and submits a request to the current instance or `served`, which is held until released.
 
         Raises InvalidRequest, ContextLengthExceeded, QueueFull, QuotaUsedUp, NotReady, DeadlineExceeded.
         """
@@ -189,7 +189,7 @@ class Service:
         served.hold()
         try:
             return await self._begin(name, wish, caller, heartbeat, served)
-        except BaseException:  # also where the client leaves meanwhile
+        except BaseException:  # including a client disconnect
             served.release()
             raise
 
@@ -209,7 +209,7 @@ class Service:
             batch = BuiltRequests(name, wish, ready, tokenizer, caller.salt)
             requests = batch.requests(reads, source, guide)
             self.gate.charge(lease, wish, requests)
-            choices = batch.choices(requests, reads)  # what may fail comes before the engine has it
+            choices = batch.choices(requests, reads)  # anything that can fail comes before submission
             stream = served.engine.submit(requests)
         completion = GenerationSession(stream, choices, patience, clock)
         return Admitted(
@@ -225,7 +225,7 @@ class Service:
         )
 
     async def _run_canary(self) -> bool | None:
-        """Whether a short text is continued as a client's would be; None where the service is busy or not ready."""
+        """Whether a canary request succeeds; None if the service is busy or not ready."""
         try:
             await self._continue_canary()
         except EngineError as error:
@@ -236,7 +236,7 @@ class Service:
         return True
 
     async def _continue_canary(self) -> None:
-        """Raises whatever a client's request would meet."""
+        """Runs a canary request; raises the errors that a client's request would get."""
         longest = min(_CANARY_SECONDS, self.settings.request_timeout)
         source = "Once" if self.require_ready()[0].has_encoder else None
         wish = GenerationRequest(
@@ -253,11 +253,11 @@ class Service:
             admitted.served.release()
 
     async def _guide(self, wish: GenerationRequest, guides: GrammarValidator, account: WorkAccount) -> str:
-        """The grammar that the text must follow, which can be followed; empty for none."""
+        """The validated grammar of the request; empty for none."""
         if not wish.guide:
             return ""
         field, value = wish.guide
-        length = len(value) if isinstance(value, str) else MOST_BYTES  # a schema may be as large as a body
+        length = len(value) if isinstance(value, str) else MOST_BYTES  # a schema may be as large as the request body
         guide = await self._long_texts.run(length, lambda: guide_of(field, value), account)
         if guide is None:
             return ""
@@ -278,7 +278,7 @@ class Service:
 
 @asynccontextmanager
 async def _deadline(patience: Timeouts) -> AsyncIterator[None]:
-    """Texts are read and guides are checked within the request's deadline, however many others wait for the same."""
+    """Applies the request's deadline to tokenization and grammar validation, including their queues."""
     try:
         async with asyncio.timeout(patience.deadline) as limit:
             yield

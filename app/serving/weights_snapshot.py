@@ -1,11 +1,11 @@
-"""Keeps the served weights readable whatever happens to their directory, and notices when the directory changes.
+"""Snapshot of a weights directory, which stays readable when the directory changes, and change detection.
 
-open() -- every file is opened: what is renamed, unlinked or behind a link that was switched can still be read
-copy() -- each opened file becomes a private copy: what is overwritten in place can still be read
+open() -- opens every file: renamed, unlinked or relinked files stay readable
+copy() -- makes a private copy of each opened file: files overwritten in place stay readable
 
-The copies have no names: they share storage with the original where the file system can (reflink), else they lie in
-the cache or temporary directory where they fit, and they vanish with this process. Other processes read through
-/proc/PID/fd (model/files.py).
+Copies are unlinked files: they share storage with the original if the file system supports it (reflink), otherwise they
+are in the cache or temporary directory if they fit, and they vanish with this process. Other processes read them
+through /proc/PID/fd (model/files.py).
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from model.checkpoint.layout_check import check_layout
 from model.checkpoint.manifest import check_manifest
 from model.files import CheckpointError, Files, reading_from, regular_file
 
-# Names, places on disk, sizes and times of its files, and where it is: a link that leads elsewhere is a change, too.
+# Names, inodes, sizes and times of its files, and its real path, so that switching a symlink counts as a change.
 
 _IGNORED = ("README.md",)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsFingerprint:
-    """Equal looks mean that nothing was replaced between them."""
+    """State of a weights directory: equal fingerprints mean that no file was replaced in between."""
 
     place: str
-    """The directory without links."""
+    """The directory's real path."""
     files: tuple[tuple[str, int, int, int], ...]
-    """Name, inode, bytes, nanoseconds of the last change; by name. Empty where the directory cannot be read."""
+    """Name, inode, bytes, modification time in ns; sorted by name. Empty if the directory is unreadable."""
 
 
 def look(weights: Path) -> WeightsFingerprint:
-    """As the directory is now. Hidden files are somebody's work in progress."""
+    """The directory's current fingerprint. Ignores hidden files, which may be uploads in progress."""
     place = os.path.realpath(weights)
     files = []
     try:
         with os.scandir(place) as entries:
             for entry in entries:
                 if not entry.name.startswith(".") and entry.name not in _IGNORED:
-                    facts = os.stat(entry.path)  # noqa: PTH116 (of what a link leads to, as the loader reads it)
+                    facts = os.stat(entry.path)  # noqa: PTH116 (follows links, as the loader does)
                     files.append((entry.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
     except OSError:
         return WeightsFingerprint(place, ())
@@ -59,7 +59,7 @@ def look(weights: Path) -> WeightsFingerprint:
 
 
 def what_is_missing(weights: Path) -> str:
-    """Why the files there are no whole set yet; empty where nothing speaks against it."""
+    """Why the directory is not a complete set of weights yet; empty if it seems complete."""
     try:
         check_layout(weights)
         check_manifest(weights)
@@ -69,7 +69,7 @@ def what_is_missing(weights: Path) -> str:
 
 
 def without_links(weights: Path) -> Path:
-    """Where the weights are now, whatever a link on the way leads to later; as it was given where there is none."""
+    """The real path if there is a symlink in `weights`, which may be switched later; otherwise `weights` itself."""
     real = weights.resolve()
     return weights if real == Path(os.path.abspath(weights)) else real  # noqa: PTH100 (resolve() follows links)
 
@@ -77,27 +77,27 @@ def without_links(weights: Path) -> Path:
 _log = logging.getLogger("inkstream")
 _SUFFIXES = (".json", ".jinja", ".safetensors")
 _SMALL_BYTES = 1 << 20
-"""A manifest may name files that are not weights: of those only small ones are kept."""
+"""A manifest may name files that are not weights: only small ones are kept."""
 _MOST_FILES = 256
 _MOST_COPIED_BYTES, _MOST_IN_MEMORY_BYTES = 1 << 30, 24 << 20
-"""Of all files together, on a disk and in a file system that lies in memory."""
+"""Limits of all copies together, on disk and in a memory file system."""
 _SHARE_OF_FREE_SPACE = 0.5
 _FICLONE = 0x40049409
 _REPLACE = "replace files of the weights by renaming new ones over them (rsync, mv), never in place (cp)"
 
 
 class WeightsSnapshot:
-    """The opened files of one weights directory. The owner closes it once no process may start from it any more."""
+    """The opened files of one weights directory. The owner closes it once no process may start from it."""
 
     def __init__(self, directory: Path, descriptors: dict[str, int], files: Files) -> None:
         self.directory = directory
         self.files = files
-        """What reading_from() takes; empty where nothing could be kept, so that the directory itself is read."""
+        """The argument of reading_from(); empty if the files could not be opened: the directory itself is read."""
         self._descriptors = descriptors
 
     @classmethod
     def open(cls, directory: Path) -> WeightsSnapshot:
-        """Opens the files that are in the directory now. Never fails: the log says what cannot be kept."""
+        """Opens the files that are in the directory now. Never raises: logs what cannot be kept."""
         if sys.platform != "linux" or is_armed("weights.no_snapshot"):
             return cls(directory, {}, {})
         descriptors: dict[str, int] = {}
@@ -124,9 +124,9 @@ class WeightsSnapshot:
             yield
 
     def copy(self, folders: Sequence[Path]) -> None:
-        """Puts a private copy behind each descriptor, the smallest files first. Never fails: the log says what stays.
+        """Replaces each descriptor with a private copy, smallest files first. Never raises: logs files without a copy.
 
-        folders: where copies that take space may lie, in this order.
+        folders: for copies that take space, in order of preference.
         """
         total, stays = 0, dict[str, str]()
         for size, name in sorted((os.fstat(number).st_size, name) for name, number in self._descriptors.items()):
@@ -141,14 +141,14 @@ class WeightsSnapshot:
             _log.warning("%s: no private copy of %s: %s", self.directory, reason, _REPLACE)
 
     def close(self) -> None:
-        """Any number of times."""
+        """Closes all files; idempotent."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors, self.files = {}, {}
 
 
 def _open(path: Path) -> int | None:
-    """A descriptor for reading; None for what the loader has to refuse itself, or does not need. Raises OSError."""
+    """A descriptor for reading; None for files that the loader refuses or does not need. Raises OSError."""
     try:
         regular_file(path)
     except CheckpointError:
@@ -165,9 +165,9 @@ def _open(path: Path) -> int | None:
 
 
 def _private_copy(descriptor: int, directory: Path, folders: Sequence[Path], *, total: int) -> BinaryIO:
-    """A nameless file with the same content. Raises OSError that says why there is none.
+    """An unlinked file with the same content. Raises OSError with the reason if there is none.
 
-    total: bytes of this copy and those before it.
+    total: bytes of this copy and all previous ones.
     """
     fault("weights.copy")
     with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _private_copy(descriptor: int, directory: Path, folders: Sequence[Path], *, 
 
 
 def _reflink(descriptor: int, directory: Path) -> BinaryIO:
-    """Shares the original's storage; takes no space. Raises OSError."""
+    """A copy that shares the original's storage. Raises OSError."""
     copy = os.fdopen(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), "rb+")
     try:
         fcntl.ioctl(copy, _FICLONE, descriptor)
@@ -196,7 +196,7 @@ def _reflink(descriptor: int, directory: Path) -> BinaryIO:
 
 
 def _is_in_memory(folder: Path) -> bool:
-    """Whether what lies there takes memory; a container may be ended for that. Raises OSError."""
+    """Whether `folder` is in memory, which counts against a container's limit. Raises OSError."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -204,7 +204,7 @@ def _is_in_memory(folder: Path) -> bool:
 
 
 def _copied(descriptor: int, folder: Path) -> BinaryIO:
-    """Takes as much space as the original. Raises OSError, with nothing left in the folder."""
+    """A full copy. Raises OSError, leaving nothing in the folder."""
     size = os.fstat(descriptor).st_size
     if size > shutil.disk_usage(folder).free * _SHARE_OF_FREE_SPACE:
         raise OSError(0, f"{folder} has too little space")

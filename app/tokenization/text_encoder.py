@@ -1,4 +1,4 @@
-"""Texts to token ids where that holds up no other request: in this process, or in a sandboxed one."""
+"""Encodes a request's texts off the event loop: in this process, or in a sandboxed one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from model.tokenizer.token_spans import CompactSpans
 from model.tokenizer.tokenizer import Tokenizer
 
 _SECONDS, _SECONDS_PER_CHARACTER, _LEAST_SECONDS = 2.0, 1e-5, 0.1
-"""For the texts of one request together, and at least for each: some twenty times what known tokenizers take."""
+"""Time limits for all texts of a request, and a minimum for each: about twenty times what known tokenizers take."""
 _OFF_THE_LOOP = 1 << 14
 _T = TypeVar("_T")
 _log = logging.getLogger("inkstream")
 
 
 class TextEncoder:
-    """Encodes the texts of one request; belongs to it, since it bounds what they take together.
+    """Encodes the texts of one request, and limits the time that they take together.
 
-    A proven tokenizer runs in this process. Texts of an unproven one go to the sandbox, so calls block: make them from
-    a worker thread, which `turn_length` sees to.
+    A proven tokenizer runs in this process. An unproven one runs in the sandbox, so that calls block: make them from a
+    worker thread, which `turn_length` ensures.
     """
 
     def __init__(self, tokenizer: Tokenizer, sandbox: TokenizerSandbox | None = None) -> None:
@@ -34,7 +34,7 @@ class TextEncoder:
         self._seconds_left = _SECONDS
 
     def turn_length(self, length: int) -> int:
-        """For TokenizerPool.run(): where the sandbox is asked, no text is short enough for the event loop."""
+        """The length for TokenizerPool.run(): with a sandbox, no text is short enough for the event loop."""
         return max(length, _OFF_THE_LOOP) if self._sandbox else length
 
     def encode(self, text: str) -> list[int]:
@@ -52,7 +52,7 @@ class TextEncoder:
         return self._timed(text, lambda box, seconds: box.encode(text, is_plain=True, seconds=seconds))
 
     def span_slices(self, text: str, *, add_special_tokens: bool) -> Generator[None, None, CompactSpans]:
-        """Tokenizer.span_slices(), in one slice where the sandbox is asked. Raises InvalidRequest, EngineFailed."""
+        """Tokenizer.span_slices(), in one slice with a sandbox. Raises InvalidRequest, EngineFailed."""
         special = add_special_tokens
         if self._sandbox is None:
             with _panics_reported():
@@ -76,7 +76,7 @@ class TextEncoder:
 
 @contextmanager
 def _panics_reported() -> Iterator[None]:
-    """A panic of the tokenizers library is no Exception, and would end the thread that called it."""
+    """Turns panics of the tokenizers library, which are not Exceptions and would end the thread, into EngineFailed."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):

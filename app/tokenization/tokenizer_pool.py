@@ -1,8 +1,8 @@
 """Worker threads for long texts: tokenizing, detokenizing and describing tokens off the event loop.
 
-A megabyte of text may become a million tokens, which take half a second and some hundred megabytes on the way. 5,000
-characters take about 2 ms, less than a step of the engine, and are read on the event loop. Everything longer waits for
-a turn in a TenantQueue; work that comes in slices waits for a turn before each of them.
+A megabyte of text may become a million tokens, which takes half a second and some hundred megabytes. 5,000 characters
+take about 2 ms, less than an engine step, and are tokenized on the event loop. Longer texts wait for a turn in a
+TenantQueue; work that is split into slices waits for a turn before each.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SHORT = 5_000
 _WORKERS, _MOST_JOBS, _MOST_CHARACTERS = 2, 1024, 32 << 20
 SLICE = 1 << 15
 """Characters of a slice."""
-_NICE = 5  # a third of the event loop's share of a core that both want; more would starve texts beside busy engines
+_NICE = 5  # a third of the event loop's share of a contended core; a higher value would starve tokenization
 _T = TypeVar("_T")
 
 
 class TokenizerPool:
-    """Threads and the queue in front of them; belongs to the event loop."""
+    """Threads and the queue in front of them; owned by the event loop."""
 
     def __init__(self) -> None:
         self._queue = TenantQueue(_WORKERS, most_jobs=_MOST_JOBS, most_size=_MOST_CHARACTERS)
@@ -37,7 +37,7 @@ class TokenizerPool:
     async def run(self, length: int, work: Callable[[], _T], account: WorkAccount) -> _T:
         """The result of `work` on `length` characters or tokens: at once for a short text, else in one turn.
 
-        Raises Busy where this tenant has too much text waiting.
+        Raises Busy if this tenant has too much text in the queue.
         """
         if _is_short(length):
             return work()
@@ -56,7 +56,7 @@ class TokenizerPool:
             return done[0]
 
     def close(self) -> None:
-        """Drops what waits; running work ends by itself."""
+        """Drops queued work; running work finishes."""
         self._queue.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -69,7 +69,7 @@ class TokenizerPool:
                 loop.call_soon_threadsafe(turn.end)
 
         running = self._threads.submit(work)
-        running.add_done_callback(end)  # not when the client leaves: the thread is busy until the work is done
+        running.add_done_callback(end)  # not when the client disconnects: the thread is busy until the work is done
         return await asyncio.wrap_future(running)
 
 
@@ -86,7 +86,7 @@ def _is_short(length: int) -> bool:
 
 
 def _lower_priority() -> None:
-    """Linux counts a nice value for each thread: streams come first where there are fewer cores than work."""
+    """Lowers this thread's priority (Linux has a nice value per thread), so that streams win on contended cores."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

@@ -1,6 +1,6 @@
 """Sandboxed processes that run a tokenizer whose regular expressions are not known to be linear.
 
-A call into the tokenizers library cannot be ended, and it may hold the interpreter. A child process can be killed
+A call into the tokenizers library cannot be interrupted, and it may hold the GIL. A child process can be killed
 (app/tokenization/tokenizer_worker.py). Calls block the calling thread and no other: make them from worker threads.
 """
 
@@ -27,14 +27,14 @@ from model.tokenizer.token_spans import CompactSpans, Spans
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
 _IDLE = 2
-"""Children that wait for the next question; more run only while more threads ask."""
+"""Idle children that are kept; more run only while more threads call."""
 _MOST_ANSWER_BYTES = 64 << 20
 MOST_ATTACK_SECONDS = 0.25
-"""CPU time that 4,096 characters may take; known patterns take 10 ms."""
+"""CPU time limit for 4,096 characters; known patterns take 10 ms."""
 
 
 class Encode(msgspec.Struct, tag=True):
-    """A text to encode."""
+    """Request: a text to encode."""
 
     text: str
     is_plain: bool
@@ -42,13 +42,13 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class AttackTrial(msgspec.Struct, tag=True):
-    """A pattern to time on adversarial texts; None is the whole tokenizer."""
+    """Request: a pattern to time on adversarial texts; None means the whole tokenizer."""
 
     pattern: str | None
 
 
 class TokenizerReply(msgspec.Struct):
-    """Arrays of unsigned 32-bit numbers, as bytes."""
+    """Response: arrays of unsigned 32-bit numbers, as bytes."""
 
     ids: bytes = b""
     starts: bytes = b""
@@ -61,10 +61,10 @@ class TooSlow(ValueError):
 
 
 class TokenizerSandbox:
-    """A tokenizer in child processes, which start with the first question. Safe to share between threads."""
+    """A tokenizer in child processes, which start on the first call. Thread-safe."""
 
     def __init__(self, weights: Path, purpose: Literal["encode", "attack"] = "encode") -> None:
-        # Children that start later still read the snapshot that is in use here now (model/files.py).
+        # Children that start later still read the snapshot that is in use now (model/files.py).
         files = json.dumps(dict(files_of(weights)))
         self._command = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker", str(weights), purpose, files]
         self._lock = threading.Lock()
@@ -89,12 +89,12 @@ class TokenizerSandbox:
 
     @property
     def pids(self) -> list[int]:
-        """Of the children that run."""
+        """Ids of the running children."""
         with self._lock:
             return [child.pid for child in self._all]
 
     def close(self) -> None:
-        """Ends the children, any number of times; open questions fail."""
+        """Stops the children; idempotent. Pending calls fail."""
         with self._lock:
             self._is_closed = True
             children, self._all, self._idle = self._all, set(), []
@@ -103,7 +103,7 @@ class TokenizerSandbox:
 
     def _ask(self, question: Encode | AttackTrial, seconds: float) -> TokenizerReply:
         content = msgspec.msgpack.encode(question)
-        for _ in range(2):  # something else may have killed the child; a second death is the question's doing
+        for _ in range(2):  # something else may have killed the child; a second death is caused by the request
             child = self._acquire()
             try:
                 answer = child.ask(content, seconds)
@@ -141,7 +141,7 @@ class TokenizerSandbox:
 
 
 class _Child:
-    """One process, which answers one question at a time."""
+    """One process, which handles one request at a time."""
 
     def __init__(self, command: list[str]) -> None:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -160,7 +160,7 @@ class _Child:
             raise EngineFailed("the tokenizer's process does not start")
 
     def ask(self, question: bytes, seconds: float) -> bytes | None:
-        """The answer; None where the child died. Raises TooSlow."""
+        """The response; None if the child died. Raises TooSlow."""
 
         def exchange() -> bytes | None:
             assert self._process.stdin
@@ -171,11 +171,11 @@ class _Child:
         return self._within(seconds, exchange)
 
     def kill(self) -> None:
-        """Ends it, any number of times."""
+        """Kills the process; idempotent."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(OSError):  # what was written and not read
+        with contextlib.suppress(OSError):  # unread data in the pipe
             self._process.stdin.close()
         self._process.stdout.close()
 
@@ -192,7 +192,7 @@ class _Child:
         timer.start()
         try:
             answer = exchange()
-        except (OSError, ValueError):  # the pipe is broken, or closed
+        except (OSError, ValueError):  # the pipe is broken or closed
             answer = None
         finally:
             timer.cancel()

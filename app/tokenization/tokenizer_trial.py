@@ -1,4 +1,4 @@
-"""Tries a tokenizer before it is served: it loads, encodes, decodes, and its regular expressions run in linear time."""
+"""Validates a tokenizer before it is served: it loads, round-trips, and its regular expressions run in linear time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from model.tokenizer.tokenizer_file import read_tokenizer_json
 
 _MOST_PATTERNS = 16
 _CHECK_SECONDS = 15.0
-"""For all patterns of a tokenizer; usual ones take 0.1 s each."""
+"""Time limit for all patterns of a tokenizer; typical ones take 0.1 s each."""
 
 
 def check_regexes(directory: Path) -> Unproven:
-    """What of a tokenizer.json is unproven, after it was timed on adversarial texts. Raises TokenizerError."""
+    """Times the patterns of a tokenizer.json on adversarial texts; returns the unproven ones. Raises TokenizerError."""
     path = directory / "tokenizer.json"
     try:
         unproven = find_unproven(msgspec.json.decode(read_tokenizer_json(path)))
@@ -61,19 +61,19 @@ _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedTokenizer:
-    """What was found."""
+    """The result of try_tokenizer()."""
 
     tokenizer: Tokenizer
     is_exact: bool
-    """Whether a short text came back as it was."""
+    """Whether a short text round-trips exactly."""
 
     def names(self, ids: tuple[int, ...]) -> str:
-        """Ids with their texts."""
+        """The ids with their texts, for display."""
         return ", ".join(f"{token} {json.dumps(self.tokenizer.piece(token))}" for token in ids) or "none"
 
 
 def try_tokenizer(directory: Path) -> TriedTokenizer:
-    """Loads the tokenizer and lets it read a short text. Raises TokenizerError or CheckpointError."""
+    """Loads the tokenizer and round-trips a short text. Raises TokenizerError or CheckpointError."""
     path = directory / "tokenizer.json"
     checked = check_regexes(directory)  # before this process runs any of them
     with _errors_of_rust(path):
@@ -91,7 +91,7 @@ def try_tokenizer(directory: Path) -> TriedTokenizer:
 
 
 def check_vocabulary(directory: Path, tokenizer: Tokenizer, model_size: int) -> None:
-    """Raises TokenizerError where the tokenizer makes ids that the model does not have."""
+    """Raises TokenizerError if the tokenizer has ids that the model does not."""
     if tokenizer.vocab_size > model_size:
         path = directory / "tokenizer.json"
         raise TokenizerError(f"{path}: has {tokenizer.vocab_size} tokens, the model only {model_size}")
@@ -99,7 +99,7 @@ def check_vocabulary(directory: Path, tokenizer: Tokenizer, model_size: int) -> 
 
 @contextlib.contextmanager
 def _errors_of_rust(path: Path) -> Iterator[None]:
-    """Bare Exceptions and panics (no Exceptions) of the tokenizers library become TokenizerErrors."""
+    """Turns bare Exceptions and panics (which are not Exceptions) of the tokenizers library into TokenizerErrors."""
     try:
         yield
     except (ValueError, KeyboardInterrupt, SystemExit):

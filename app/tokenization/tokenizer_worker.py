@@ -1,7 +1,6 @@
-"""python -m app.tokenization.tokenizer_worker WEIGHTS encode|attack FILES: a tokenizer in a process that may be killed.
+"""python -m app.tokenization.tokenizer_worker WEIGHTS encode|attack FILES: sandboxed tokenizer process.
 
-tokenizer_sandbox.py starts it and asks the questions. FILES is what reading_from() of model/files.py takes,
-as JSON.
+tokenizer_sandbox.py starts it and sends requests. FILES is the argument of reading_from() of model/files.py, as JSON.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from model.tokenizer.regexes import attacks, slowest
 from model.tokenizer.tokenizer import Tokenizer
 
 _LOADING_BYTES = 8 << 30
-"""Address space while the tokenizer is loaded, which may have 64 MiB of JSON."""
+"""Address space limit while the tokenizer loads, which may have 64 MiB of JSON."""
 _MEMORY_BYTES = 1 << 30
-"""Beyond that, for a text: the library takes 170 bytes for each character."""
+"""Additional limit for a text: the library takes 170 bytes per character."""
 _SECONDS = 60.0
-"""An answer may take so long where the parent, which has its own limits, was killed."""
+"""Time limit of a response if the parent, which has its own limits, was killed."""
 
 
 class _Worker:
-    """Answers questions about one tokenizer, which is loaded when it is first needed: patterns are attacked before."""
+    """Handles requests for one tokenizer, which is loaded on first use, after its patterns were tested."""
 
     def __init__(self, weights: Path, files: Files) -> None:
         self._weights, self._files = weights, files
@@ -43,13 +42,13 @@ class _Worker:
             return Tokenizer.load(self._weights)
 
     def answer(self, content: bytes) -> bytes:
-        """Answers one question, encoded as its answer is."""
+        """Handles one encoded request; returns the encoded response."""
         question = msgspec.msgpack.decode(content, type=Encode | AttackTrial)
         try:
             found = self._encode(question) if isinstance(question, Encode) else self._attack(question.pattern)
         except MemoryError:
             found = TokenizerReply(problem="takes too much memory")
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             gives_up = "retry-limit" in str(error) or "stack" in str(error)
             found = TokenizerReply(
                 problem="gives up" if gives_up else f"fails ({str(error)[:200] or type(error).__name__})"
@@ -78,11 +77,11 @@ class _Worker:
 
 
 def main(weights: Path, purpose: str, files: Files) -> None:
-    """Runs until the pipe ends."""
+    """Runs until the pipe closes."""
     confine(_LOADING_BYTES)
     worker = _Worker(weights, files)
     if purpose == "encode":
-        _ = worker.tokenizer  # no text waits for that
+        _ = worker.tokenizer  # load now, so that the first text does not wait for it
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     most_bytes = taken + _MEMORY_BYTES if purpose == "encode" else _LOADING_BYTES
     serve(worker.answer, seconds=_SECONDS, most_bytes=most_bytes)

@@ -1,5 +1,5 @@
 // A form that sends one request of a route and shows the answer as it comes, with the same request for a shell.
-// Knows the route from its description, and nothing of the service.
+// The form is built from the route's description in openapi.json.
 
 import { element, put } from "./elements.js";
 

@@ -1,5 +1,5 @@
-// The API page: one section for every route of openapi.json, one table for every object in it. Knows nothing of this
-// service: what is shown is what the document says. All text goes through textContent.
+// The API page: one section for every route of openapi.json, one table for every object in it. All content comes from
+// that document, and all text is set through textContent.
 
 import { element, put } from "./elements.js";
 import { tryIt } from "./docs-try.js";

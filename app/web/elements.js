@@ -1,4 +1,4 @@
-// Three words for making a document by hand. Text stays text, whatever it looks like.
+// Helpers that create DOM elements. Text is never parsed as HTML.
 
 /** A new element with these children: elements or text. */
 export function element(name, ...children) {

@@ -1,5 +1,5 @@
-// What leaves the page and comes into it, wired: the request as a program, the text as a link, a run's receipt and its
-// replay. main.js makes it, and tells it when something else is on the sheet.
+// Import and export: the request as a program, the text as a link, a run's receipt and its replay. main.js creates it,
+// and notifies it when the document changes.
 
 import { requestFields } from "./request/body.js";
 import { complete } from "./request/completion.js";

@@ -1,5 +1,5 @@
-// Which key does what. What a field does with a key itself (undo in a number's field, Enter in a text) stays its own.
-// Knows the names of actions, and nothing of what they do.
+// Keyboard shortcuts: maps keys to named actions. A focused field keeps its own keys (undo in a number field, Enter in
+// a text).
 
 const TYPED_INTO = "input:not([type=range], [type=radio]), textarea:not(#document)";
 

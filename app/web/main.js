@@ -1,4 +1,4 @@
-// The page, wired: which key and button does what, and what a run changes. The parts know nothing of each other.
+// Entry point: connects the page's components, which are independent of each other, to keys, buttons and runs.
 
 import { Exchange } from "./exchange.js";
 import { listen } from "./keyboard.js";
@@ -147,7 +147,7 @@ function failed(error) {
   status.failed(error.message);
   service.failed(error);
   if (error.detail?.code === "context_length_exceeded") offerTheEnd();
-  if (!(error instanceof CompletionError)) console.error(error); // ours, not the server's: for whoever looks
+  if (!(error instanceof CompletionError)) console.error(error); // a bug of the page, not a server error
 }
 
 // The service tells
@@ -164,7 +164,7 @@ function described(parameters, facts) {
   tellSeed();
 }
 
-// Which seed made the text that stands here, for whoever locks it: also after a reload, or on another branch.
+// Shows the seed of the current text, so that the user can lock it, also after a reload or on another branch.
 function tellSeed() {
   const seed = notebook.tree.lastRun?.facts.seed;
   if (seed) panel.explain({ seed });

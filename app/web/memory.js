@@ -1,6 +1,6 @@
 // What the page remembers over a reload: the tree of texts and the settings, under one key. Written a moment after
 // the last change, and at once when the page goes: for this tab, which another one must not take its text from, and for
-// the next visit, where the last one to write holds. Knows nothing of what they mean.
+// the next visit, where the last write wins.
 
 const KEY = "inkstream.notebook";
 const DELAY = 400; // ms

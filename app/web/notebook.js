@@ -1,5 +1,5 @@
 // The life of the document: generate, stop, undo, redo, regenerate, pick another token, take a branch. Holds the text
-// and its history, runs one request at a time, and tells its view what happened. Knows no element and no address.
+// and its history, runs one request at a time, and notifies its view of changes.
 
 import { Manuscript } from "./text/manuscript.js";
 import { Tree } from "./text/tree.js";

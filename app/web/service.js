@@ -1,5 +1,5 @@
-// Who answers: the model's line at the top, what the page asks of it before the first run, and the key, where the
-// service wants one. Knows nothing of texts and runs.
+// The service's status: the model's line at the top, the requests before the first run, and the key, if the service
+// needs one.
 
 import { ask, model } from "./request/completion.js";
 import { authorization, useKey } from "./request/key.js";

@@ -1,5 +1,5 @@
 // The line under the text: what is going on, how fast it goes, how much of the context is used, which seed it had.
-// Counts and times the tokens as this browser sees them. Knows nothing of requests: main.js tells it what happened.
+// Counts and times the tokens as this browser receives them; main.js reports the events.
 
 const FIRST = "Waiting for the first token";
 const NONE = "\u2013"; // en dash

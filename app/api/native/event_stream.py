@@ -1,4 +1,4 @@
-"""A streamed completion of the native door: its events, and the client that may lose them and come back."""
+"""Resumable event stream of the native completion API."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OTHER_WEIGHTS = "the weights that this stream began with are no longer served: 
 
 
 class Subscription:
-    """One connection's hold on a stream; a newer one takes it over."""
+    """One connection's subscription to a stream; a newer connection replaces it."""
 
 
 class ResumableStream:
-    """Every frame is numbered and kept; one reader at a time gets them."""
+    """A completion whose frames are numbered and kept for resumption; one connection at a time reads them."""
 
     def __init__(
         self, job: RequestHandle, shelf: ResumeStore, *, owner: str, extra: Mapping[str, Any], journal_bytes: int
@@ -41,11 +41,11 @@ class ResumableStream:
         shelf.put(self)
 
     def attach(self) -> Subscription:
-        """A connection wants the frames. Raises Unavailable, ApiError where its engine cannot go on."""
+        """Subscribes a connection. Raises Unavailable or ApiError if the completion cannot be resumed."""
         if self._paused and self._job.completion.stream.is_open:
             if self._job.admitted.served.is_closed:
                 raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
-            self._job.service.require_open()  # not ready is no obstacle: it waits for the engine as all others do
+            self._job.service.require_open()  # an engine that is not ready is fine: the stream waits
             self._job.go_on()
         self._paused = False
         self._shelf.come_back(self)
@@ -54,7 +54,7 @@ class ResumableStream:
         return self._reader
 
     def detach(self, reader: Subscription) -> None:
-        """The connection is over: the engine is free at once; the client may come back for a while."""
+        """Unsubscribes: suspends the completion at once; the client may reconnect within the resume timeout."""
         if reader is self._reader:
             self._reader = None
             if self.is_finished:
@@ -65,7 +65,7 @@ class ResumableStream:
             self._shelf.leave(self)
 
     def cancel(self) -> bool:
-        """Ends the text, and its reader is told so; False where it had ended already."""
+        """Cancels the completion and notifies its reader; False if it had already finished."""
         running = self._job.completion.stream.is_open
         self._job.completion.stream.cancel()
         if running:
@@ -73,20 +73,20 @@ class ResumableStream:
         return running
 
     def facts(self) -> dict[str, Any]:
-        """For the line in the log of a request that goes on with this stream."""
+        """Facts for the log line of a request that resumes this stream."""
         return {**self._job.facts(), "stream": self.name}
 
     def close(self) -> None:
-        """Nobody comes back."""
+        """Releases the completion; the stream can no longer be resumed."""
         self._job.close()
 
     @property
     def next_number(self) -> int:
-        """The number of the frame that comes next."""
+        """The next frame's number."""
         return self._journal.next_number
 
     def keeps(self, number: int) -> bool:
-        """Whether the frames from this one on can be given again."""
+        """Whether all frames from this number on can be replayed."""
         return self._journal.first <= number <= self._journal.next_number
 
     async def frames(self, reader: Subscription, number: int = 0) -> AsyncIterator[bytes]:
@@ -98,7 +98,7 @@ class ResumableStream:
                 yield frames
 
     async def _next(self, reader: Subscription) -> bytes:
-        """Frames of all the news there is, but for what would keep others waiting; nothing where there is none."""
+        """Encodes all pending events, up to a time slice; empty if there are none."""
         completion = self._job.completion
         frames: list[bytes] = []
         try:

@@ -45,7 +45,7 @@ class CompleteRequest(CompletionFields):
 
     @property
     def wish(self) -> GenerationRequest:
-        """What was asked for."""
+        """The generation request."""
         return self.to_wish(
             self.prompt,
             max_tokens=_DEFAULT_MAX_TOKENS,
@@ -121,7 +121,7 @@ def next_number(request_id: str, last_event_id: str | None) -> int:
 
 
 async def _whole(job: RequestHandle, extra: dict[str, Any]) -> dict[str, Any]:
-    """The answer in one object. Raises EngineError."""
+    """The response as one object. Raises EngineError."""
     collected = await job.collect()
     asked = job.admitted.wish.logprobs is not None
     choices = []

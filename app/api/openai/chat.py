@@ -40,13 +40,13 @@ class ChatToken(ChatTop):
 
 
 class ChatLogprobs(BaseModel):
-    """Where they were asked for."""
+    """Log-probabilities, if requested."""
 
     content: list[ChatToken] = Field(description="One entry for each token.")
 
 
 class ChatMessage(BaseModel):
-    """What the model says; in a stream, what is new of it."""
+    """The model's message; in a stream, its new part."""
 
     role: str | None = Field(None, description="assistant; in a stream only in a choice's first chunk.")
     content: str | None = Field(None, description="The text.")
@@ -105,12 +105,12 @@ async def _rendered(template: ChatTemplate | None, body: ChatRequest, account: W
 
 
 class _ChatAnswer(Responder):
-    """Choices with a message, or in a stream with what is new of it."""
+    """Choices with a message, or in a stream with its new part."""
 
     def __init__(self, job: RequestHandle, body: ChatRequest, head: dict[str, Any]) -> None:
         super().__init__(job, body, head)
         self._begun: set[int] = set()
-        """Choices of which a chunk was sent."""
+        """Choices for which a chunk was sent."""
 
     def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
         tokenizer = self.job.admitted.tokenizer

@@ -1,4 +1,4 @@
-"""OpenAI's door: POST /v1/completions, streaming or not, for the clients that people have."""
+"""OpenAI-compatible endpoint POST /v1/completions, streaming or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def completions(request: Request, service: ServiceDep, metrics: MetricsDep
 
 
 class _TextAnswer(Responder):
-    """Choices with a text and log-probabilities in the legacy shape; in a stream they look the same."""
+    """Choices with text and log-probabilities in the legacy format; chunks of a stream have the same format."""
 
     def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
         asked = self.job.admitted.wish.logprobs is not None

@@ -1,4 +1,4 @@
-"""Writes OpenAI-compatible answers: one JSON object or data-only frames, log-probabilities, usage, warnings."""
+"""OpenAI-compatible responses: one JSON object or data-only frames, log-probabilities, usage, warnings."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from app.http.json_stream import Elements
 from model.tokenizer.tokenizer import Tokenizer
 
 NOT_ENDED = '"logprobs": null, "finish_reason": null, "stop_reason": null}'
-"""The end of a choice that goes on and was not asked for log-probabilities."""
+"""The end of an unfinished choice without log-probabilities."""
 
 
 def frame(data: Mapping[str, Any]) -> bytes:
-    """One frame. The JSON is ASCII: some clients take U+2028 for the end of a line."""
+    """One frame. The JSON is ASCII, because some clients treat U+2028 as a line end."""
     return f"data: {json.dumps(data)}\n\n".encode("ascii")
 
 
 class ChunkWriter:
-    """Writes chunks that begin with `head` and end with `extra`, each with one choice between them."""
+    """Encodes chunks of one choice each, with the fields of `head` before it and those of `extra` after it."""
 
     def __init__(self, head: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         self._before = f'data: {json.dumps(head)[:-1]}, "choices": ['
         self._behind = "]" + "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in extra.items())
 
     def chunk(self, choice: str, more: str = "") -> bytes:
-        """A chunk with this choice, which is JSON already; `more` stands at its end, comma first."""
+        """A chunk with this choice, which is encoded JSON; `more` is appended, with a leading comma."""
         return f"{self._before}{choice}{self._behind}{more}}}\n\n".encode("ascii")
 
 
@@ -49,7 +49,7 @@ def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, 
 
 
 def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, Elements]:
-    """logprobs(), made while it is written."""
+    """logprobs(), computed lazily while it is sent."""
 
     def column(value: _Column) -> Elements:
         return Elements(lambda: ([value(tokenizer, detail)] for detail in details))
@@ -58,7 +58,7 @@ def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, Ele
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
-    """A token as text, where its bytes are some; else the bytes, or how the vocabulary writes it."""
+    """A token's text if its bytes are valid UTF-8; otherwise its bytes, or its name in the vocabulary."""
     data = tokenizer.token_bytes(token)
     try:
         if data:
@@ -69,7 +69,7 @@ def name_of(tokenizer: Tokenizer, token: int) -> str:
 
 
 def one_by_one(delta: Delta) -> Iterator[Delta]:
-    """The delta in pieces of one token each; a token that completes no character goes with the next that does."""
+    """Splits a delta by token; a token that completes no character is joined with the next one that does."""
     if len(delta.tokens) < 2:
         yield delta
         return
@@ -84,7 +84,7 @@ def one_by_one(delta: Delta) -> Iterator[Delta]:
 
 
 def _top_by_name(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, float | None]:
-    """The most likely tokens, the chosen one always among them; a name that two tokens share goes to the likelier."""
+    """The most likely tokens, always including the chosen one; if two share a name, the likelier one gets it."""
     named = {name_of(tokenizer, detail.id): detail.logprob}
     others: dict[str, float | None] = {}
     for token, logprob in detail.top:
@@ -108,7 +108,7 @@ PING_SECONDS = 15.0
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside its text."""
+    """What a stream reports besides its text."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -117,7 +117,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIBody(Protocol):
-    """What every request of these doors may say."""
+    """Fields that all OpenAI-compatible requests share."""
 
     stream: bool | None
     stream_options: StreamOptions | None
@@ -126,12 +126,12 @@ class OpenAIBody(Protocol):
 
     @property
     def warnings(self) -> list[str]:
-        """What was sent and has no effect."""
+        """Fields that were sent and have no effect."""
         ...
 
 
 def head_of(job: RequestHandle, prefix: str, kind: str) -> dict[str, Any]:
-    """What stands at the beginning of an answer and of every chunk."""
+    """The leading fields of a response and of every chunk."""
     return {
         "id": f"{prefix}-{job.name.removeprefix('req-')}",
         "object": kind,
@@ -143,7 +143,7 @@ def head_of(job: RequestHandle, prefix: str, kind: str) -> dict[str, Any]:
 
 
 class Responder:
-    """One request's answer; what a choice looks like is the door's own."""
+    """Writes one request's response; subclasses define the format of a choice."""
 
     def __init__(self, job: RequestHandle, body: OpenAIBody, head: dict[str, Any]) -> None:
         self.job = job
@@ -162,33 +162,33 @@ class Responder:
         self._chunks = ChunkWriter(head, self._extra)
 
     def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
-        """A choice of an answer in one object; large parts are made while they are written (json_stream.Elements)."""
+        """A choice of a non-streaming response; large parts are encoded lazily (json_stream.Elements)."""
         raise NotImplementedError
 
     def part_of_choice(
         self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Finished | None
     ) -> dict[str, Any]:
-        """What a chunk tells of a choice."""
+        """A choice's part in a chunk."""
         raise NotImplementedError
 
     def text_of_choice(self, index: int, text: str) -> str:
-        """part_of_choice() without tokens and end, as JSON; nearly all chunks are of this kind."""
+        """part_of_choice() without tokens and finish reason, as JSON; nearly all chunks are of this kind."""
         raise NotImplementedError
 
     async def respond(self, request: Request) -> Response:
-        """The response; the job ends with it."""
+        """Sends the response, which ends the job."""
         if self._stream:
             return sse.EventStreamResponse(self._frames(), self.job.close, self.job.headers)
         return await self.job.respond(self._whole(), request)
 
     async def _whole(self) -> dict[str, Any]:
-        """The answer in one object. Raises EngineError."""
+        """The response as one object. Raises EngineError."""
         collected = self._best(await self.job.collect())
         choices = [self.whole_choice(i, one) for i, one in enumerate(collected)]
         return {**self._head, "choices": choices, "usage": self.job.completion.usage(), **self._extra}
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        """Data-only frames; a sign of life after long silence; `[DONE]` in the end."""
+        """Data-only frames, with heartbeats during long silence, and `[DONE]` at the end."""
         last = time.monotonic()
         while not self._is_over:
             if frames := await self._next():
@@ -200,7 +200,7 @@ class Responder:
         yield b"data: [DONE]\n\n"
 
     async def _next(self) -> bytes:
-        """Frames of all the news there is, but for what would keep others waiting; nothing where there is none."""
+        """Encodes all pending events, up to a time slice; empty if there are none."""
         completion = self.job.completion
         frames: list[bytes] = []
         try:
@@ -223,7 +223,7 @@ class Responder:
         if not isinstance(news, Delta):
             return b""
         tokens = (*self._pending.pop(news.index, ()), *news.tokens)
-        if not news.text:  # tokens without text go with the next that have some, or with the end
+        if not news.text:  # tokens without text are sent with the next text, or with the end
             self._pending[news.index] = tokens
             return b""
         parts = one_by_one(Delta(news.index, news.text, tokens))
@@ -240,7 +240,7 @@ class Responder:
         return self._chunks.chunk(choice, ', "usage": null' if self._tells_usage else "")
 
     def _best(self, collected: list[CollectedOutput]) -> list[CollectedOutput]:
-        """Of every prompt's continuations the n best, by the mean log-probability of their tokens."""
+        """The n best continuations of each prompt, by the mean log-probability of their tokens."""
         wish, choices = self.job.admitted.wish, self.job.completion.choices
         if not wish.ranks:
             return collected

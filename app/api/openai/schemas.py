@@ -17,7 +17,7 @@ _NOT_FOR_CHATS = ("prompt", "echo", "suffix", "best_of", "tools", "tool_choice",
 
 
 class OpenAIFields(SamplingFields):
-    """Fields of both OpenAI doors. An unknown field is accepted and named in `warnings`."""
+    """Fields of both OpenAI endpoints. An unknown field is accepted and named in `warnings`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,12 +36,12 @@ class OpenAIFields(SamplingFields):
 
     @property
     def guide(self) -> tuple[str, Any] | None:
-        """What the text must follow: the name of the field, and its value."""
+        """The grammar constraint: the name of the field, and its value."""
         return super().guide if self.response_format is None else ("response_format", self.response_format)
 
     @property
     def warnings(self) -> list[str]:
-        """What was sent and has no effect."""
+        """Fields that were sent and have no effect."""
         names = list(self.model_extra or {})
         if options := self.stream_options:
             names += [f"stream_options.{name}" for name in options.model_extra or {}]
@@ -71,7 +71,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
 
     @property
     def wish(self) -> GenerationRequest:
-        """What was asked for; what was not is neutral here, whatever the weights' own files say."""
+        """The generation request; missing values are neutral, regardless of the weights' generation_config.json."""
         return self.to_wish(
             "" if self.prompt is None else self.prompt,
             max_tokens=_DEFAULT_MAX_TOKENS,
@@ -83,7 +83,7 @@ class CompletionsRequest(OpenAIFields, CompletionFields):
 
 
 class TextPart(BaseModel):
-    """A piece of a message."""
+    """A part of a message."""
 
     model_config = ConfigDict(strict=True)
 
@@ -102,7 +102,7 @@ class Message(BaseModel):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """As chat templates want it: the content in one string."""
+        """The message as chat templates expect it: the content as one string."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
         return {**(self.model_extra or {}), "role": self.role, "content": content, "name": self.name}
 
@@ -141,7 +141,7 @@ class ChatRequest(OpenAIFields):
         return self
 
     def wish_for(self, prompt: str) -> GenerationRequest:
-        """What was asked for, once the template has made one text of the messages."""
+        """The generation request for the prompt that the chat template rendered."""
         limit = _WHOLE_CONTEXT if self.max_completion_tokens is None else self.max_completion_tokens
         return self.to_wish(
             prompt,

@@ -1,4 +1,4 @@
-// The body of POST /complete, put together as text (literal.js says why). Pure: knows no element and no connection.
+// Builds the body of POST /complete as text (literal.js says why). Pure.
 
 import { literal } from "./literal.js";
 

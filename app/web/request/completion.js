@@ -1,6 +1,5 @@
-// The server, as the page sees it: complete() is one POST /complete as a sequence of events, ask() any other question
-// as its JSON. Waits where the server says "later", and goes on with a stream whose connection broke.
-// Knows nothing of the page: no element, no text area, no storage.
+// Client of the service: complete() sends POST /complete and yields its events, ask() sends any other request and
+// returns its JSON. Retries after Retry-After, and resumes a stream whose connection broke.
 
 import { requestBody } from "./body.js";
 import { parseExact } from "./exact.js";
@@ -93,7 +92,7 @@ async function* stream(response, signal) {
   }
 }
 
-// A connection that goes might come back: only this tells the server that nobody wants the rest.
+// A disconnected client might reconnect: only this tells the server to cancel the completion.
 function cancel(id) {
   if (id) fetch(streamPath(id), { method: "DELETE", headers: authorization(), keepalive: true }).catch(() => {});
 }

@@ -1,5 +1,4 @@
-// The element that one types a value into, by the kind of the parameter: each has `value`, a text, and focus().
-// Knows nothing of labels, limits or defaults.
+// Input controls by type of parameter: each has `value`, a string, and focus().
 
 import { element, put } from "../elements.js";
 

@@ -1,5 +1,4 @@
-// The ways out of the page: the present request as a program, and the text with its settings as a link. Knows neither
-// of the two by itself: it asks, puts the answer on the clipboard, and says so.
+// Copies the current request as a program, or the text and its settings as a link, to the clipboard.
 
 import { element, put } from "../elements.js";
 import { copy, REFUSED } from "./clipboard.js";

@@ -1,5 +1,4 @@
-// The key that a service may ask for: kept for this tab alone (in memory where there is no storage), sent as
-// Authorization, never a part of an address. Knows no request and no element.
+// The API key: kept for this tab only (in memory if there is no storage), sent as Authorization, never part of a URL.
 
 const PLACE = "inkstream.key";
 let key = stored();

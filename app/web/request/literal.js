@@ -1,7 +1,7 @@
 // One value of a request between the two ways of writing it: as the user types it into a field, and as JSON. No
 // number on the way is a JavaScript number: a seed is an int64, of which those hold 53 bits. What cannot be what the
 // field is for goes out as the string it is: there is one judge of values, the server, and it explains itself better.
-// Pure: knows no field by its name.
+// Pure.
 
 const ESCAPES = { "\\n": "\n", "\\r": "\r", "\\t": "\t", "\\\\": "\\" };
 

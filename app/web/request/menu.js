@@ -1,5 +1,5 @@
 // A button with a menu: opened by a click, Enter, Space or an arrow key; arrows, Home and End go through it, Escape and
-// a click elsewhere close it. Knows nothing of what its items do.
+// a click elsewhere close it.
 
 import { element, put } from "../elements.js";
 

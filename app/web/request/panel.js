@@ -1,5 +1,5 @@
-// The settings of a request: the main ones in sight, the others folded away, each as the server describes it. Knows
-// nothing of what they mean and sends nothing: it holds what is typed, in the user's own characters.
+// The settings panel of a request: the main ones visible, the others folded away, each as the server describes it.
+// Values are kept exactly as the user typed them.
 
 import { classed, element, put } from "../elements.js";
 import { Field } from "./field.js";

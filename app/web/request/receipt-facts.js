@@ -1,6 +1,6 @@
 // What a receipt says: read from JSON, turned into settings to send again, and two runs compared by theirs. `settings`
 // and `seed` of a receipt, sent with the same prompt, give the same text on the same weights, build and hardware.
-// Pure: knows no element and no connection.
+// Pure.
 
 import { parseExact } from "./exact.js";
 import { typedAs } from "./literal.js";
@@ -14,7 +14,7 @@ const WHY = {
   version: "the service is another version",
 };
 
-/** The receipt in a text that somebody pasted, its seed a text of digits; an Error in words where there is none. */
+/** Parses a receipt that the user pasted, its seed a string of digits; throws an Error with a message if invalid. */
 export function readReceipt(text) {
   let found;
   try {

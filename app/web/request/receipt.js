@@ -1,5 +1,4 @@
-// The receipt of a run, to be read, copied and replayed, and a place for a receipt that somebody has sent. Knows what
-// a receipt looks like, and nothing of how a text is made from it.
+// The receipt of a run, to be read, copied and replayed, and an input for a receipt from another user.
 
 import { element, put } from "../elements.js";
 import { copy, REFUSED } from "./clipboard.js";

@@ -1,5 +1,5 @@
-// A run once more, beside the document: the same prompt with the settings and the seed of its receipt. Whether the
-// text is the same is told by receipt-facts.js. Knows no element.
+// Replays a run without changing the document: the same prompt with the settings and the seed of its receipt.
+// receipt-facts.js compares the texts.
 
 import { compared, typedOf } from "./receipt-facts.js";
 

@@ -1,6 +1,6 @@
 // The parameters of POST /complete, read out of the server's own description (GET /openapi.json): what may be set,
 // of which kind, within which limits. A field that this page has never heard of comes along by its type.
-// Pure: knows no element, no value, no request.
+// Pure.
 
 const PATH = "/complete";
 const MAIN = ["temperature", "top_p", "top_k", "max_tokens", "seed", "n"];

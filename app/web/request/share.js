@@ -1,6 +1,6 @@
-// A text and its settings as the fragment of a link, and back. A browser does not send a fragment to the server: who
-// has the link has the text, and nobody else. A letter says how it was packed: "a" is JSON, deflated, in base64url.
-// Pure: knows no address bar and no clipboard.
+// Encodes a text and its settings as the fragment of a link, and decodes it. Browsers do not send fragments to the
+// server: only people with the link have the text. The first letter is the format: "a" is deflated JSON in base64url.
+// Pure.
 
 const VERSION = "a";
 const FORM = /^#?([a-z])\.([A-Za-z0-9_-]+)$/;
@@ -45,7 +45,7 @@ async function unpacked(data) {
   }
 }
 
-// Whoever made the link may have meant ill.
+// The link is untrusted input.
 function checked(state) {
   const { text, typed } = state ?? {};
   const isSetting = ([name, value]) => /^[a-z][a-z0-9_]{0,63}$/.test(name) && typeof value === "string";

@@ -34,7 +34,7 @@ export class Slider {
     this.element.style.setProperty("--at", (value - min) / (max - min));
   }
 
-  // The event that has brought us here goes on to whoever listens further up: the field has its text by then.
+  // The input event bubbles to listeners on parent elements, which then find the field up to date.
   #slid() {
     this.#field.value = this.element.value;
     this.show();

@@ -1,6 +1,6 @@
 // Server-sent events from raw bytes: feed() takes a chunk as the network cut it and returns the events that
 // became complete. Follows the parsing rules of the HTML standard (9.2.6), which EventSource has built in but
-// offers for GET only. Pure: knows nothing of fetch, of JSON, of completions or of the page.
+// offers for GET only. Pure.
 
 const BOM = "\uFEFF";
 

@@ -1,6 +1,6 @@
-// What a screen reader hears of the page, beside the status line: whole sentences of the text as it streams, and
-// short messages. At most one announcement a second, since more would cut each other off. Knows nothing of the
-// document or the server: `region` is an element with aria-live="polite" that nobody sees.
+// Screen reader announcements, besides the status line: whole sentences of the text as it streams, and short messages.
+// At most one announcement per second, since more would cut each other off. `region` is a visually hidden element with
+// aria-live="polite".
 
 import { Sentences } from "./sentences.js";
 

@@ -1,6 +1,5 @@
 // The tree strip: every run as a dot, joined to what it went on from, and one line that says which run a dot is.
-// For the keyboard it is one stop, a tree whose arrows go along the lines. Knows nothing of the document: it is
-// told the runs, and tells which one was chosen.
+// For the keyboard it is one stop, a tree whose arrows go along the lines.
 
 import { classed, element } from "../elements.js";
 import { inOrder, lay, neighbour } from "./lanes.js";

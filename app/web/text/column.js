@@ -1,5 +1,5 @@
 // One continuation among several: its text as it streams, how it ended, how sure the model was of it, and the button
-// that takes it. Knows nothing of the others, nor of when to write.
+// that takes it.
 
 import { classed, element, put } from "../elements.js";
 import { Mirror } from "./mirror.js";
@@ -46,7 +46,7 @@ export class Column {
   }
 
   write() {
-    // A token begins with its space; at the head of a column it would be an indent that nobody wrote.
+    // A token starts with its space, which would look like an indent at the top of a column.
     if (this.#pending !== "") this.#text.append(this.#written ? this.#pending : this.#pending.replace(/^ +/, ""));
     this.#written ||= this.#pending !== "";
     this.#pending = "";

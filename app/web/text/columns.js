@@ -1,5 +1,5 @@
 // Continuations side by side, over the sheet: how the text ends so far, and the ways in which it may go on, as they
-// stream. One is taken, or none. Knows nothing of the document, its history or the server; main.js says what comes.
+// stream. One is taken, or none. main.js supplies the events.
 
 import { classed } from "../elements.js";
 import { Column } from "./column.js";

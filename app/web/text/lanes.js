@@ -1,5 +1,5 @@
 // Where the dots of the tree stand: a column for each depth, a lane for each branch, as in a small git graph. Pure:
-// runs in, places out; knows nothing of elements, pixels or what a run is.
+// maps runs to positions in the grid.
 //
 //   lane -1          o---o        older siblings stand above their parent's line,
 //   lane  0  o---o---o---o---o    the path one is on is straight,

@@ -1,5 +1,5 @@
 // The document as it stands: its text, and which stretches of it the model wrote ("units", one for each token that
-// came). Pure: knows no element, no server and no history. Offsets are in UTF-16 units, as everywhere in a browser.
+// came). Pure. Offsets are in UTF-16 units, as everywhere in a browser.
 
 export class Manuscript {
   #text;

@@ -1,6 +1,5 @@
 // The document's text once more, in two inks: what the user wrote and what the model wrote. A line of the text is a
-// block of its own, so that text which comes in at the end is laid out and painted with its own line only. Knows
-// nothing of the textarea that it lies under, nor of when to write.
+// block of its own, so that appending text lays out and paints its last line only.
 
 import { element } from "../elements.js";
 

@@ -1,6 +1,5 @@
-// Where a sentence ends in text that comes bit by bit. Pure: text in, whole sentences out; knows nothing of tokens,
-// of who reads them, or of time. English rules; where it is in doubt it waits, since a sentence too long is heard
-// as one, and one torn apart is not.
+// Incremental sentence splitter: text chunks in, whole sentences out. Pure. English rules; it waits if in doubt, since
+// a sentence that is too long is still understood, and one that is cut is not.
 
 // A mark, then the quotes and brackets that close with it. A blank line ends a sentence too (a heading, a verse).
 const END = /[.!?\u2026]+["'\u201d\u2019\u00bb)\]*_]*(?=\s)|[\u3002\uff01\uff1f]+[\u300d\u201d]*|(?=\n[ \t\r]*\n)/gu;

@@ -1,8 +1,7 @@
 // The sheet: one textarea, and a mirror behind it that shows the same text with the model's words in another ink (a
 // textarea has one colour only). The mirror's height makes the textarea's, and both scroll together in `scroller`.
 // While text streams it is seen in the mirror, with one write per animation frame; the textarea, which lays its whole
-// text out again for every letter, follows now and then. Knows nothing of where text comes from: no server, no
-// history, no storage.
+// text out again for every letter, follows now and then.
 
 import { difference } from "./manuscript.js";
 import { Mirror } from "./mirror.js";

@@ -1,5 +1,5 @@
 // The history of the document, as a tree: undoing and going on another way grows a branch, and nothing is lost.
-// Pure: knows no element, no storage and nothing of how a state came about.
+// Pure.
 
 import { difference, Manuscript } from "./manuscript.js";
 

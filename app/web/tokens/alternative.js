@@ -1,5 +1,5 @@
 // A token that may be taken in a place: a button with its bar. Beside it one that could not be drawn alone (a part of
-// a character) says why. Knows how a token is shown; neither where it stands nor what taking it does.
+// a character) says why.
 
 import { element, put } from "../elements.js";
 import { isPart, isSilent, percent, spoken, written } from "./token.js";

@@ -1,5 +1,5 @@
 // The next token as bars: what the model says (outline) and what sampling leaves of it (filled), drawn again at once
-// when a setting changes. Knows no request and no document: it is shown the most likely tokens of a place.
+// when a setting changes.
 
 import { element, put } from "../elements.js";
 import { Alternative, obstacle, walk } from "./alternative.js";

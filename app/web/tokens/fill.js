@@ -1,5 +1,5 @@
 // The tokens of the whole document: those that were streamed, and for all other text (the user's own words, what a
-// reload kept) the tokens as the model reads them, measured by the server. Knows no element and no address.
+// reload kept) the tokens as the model reads them, measured by the server.
 
 import { gaps, isTold, placed, single, within } from "./units.js";
 

@@ -1,6 +1,6 @@
 // A long paragraph that grows, in rows of a bounded length: a browser lays out a paragraph as a whole, and 2,000 tokens
 // of one take it 10 ms. Where a line ends anyway, the next one may as well begin a row of its own. It does not look
-// different, until the width changes: then unfold(). Knows no units: `split(token, at)` cuts an element in two.
+// different, until the width changes: then unfold(). `split(token, at)` cuts an element in two.
 
 const MOST = 200; // tokens in a row
 const FOLD = "fold";

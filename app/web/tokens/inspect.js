@@ -1,6 +1,5 @@
 // The inspect view: the text as the sheet shows it, each token tinted by its probability, to be walked by keys like
-// buttons of which one has the focus. Enter opens what could have stood there. Knows units; neither the server nor
-// what taking another token does.
+// buttons of which one has the focus. Enter opens the alternatives of a token.
 
 import { element, put } from "../elements.js";
 import { lineEnd, middle, nextLine } from "./lines.js";

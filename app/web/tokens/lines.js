@@ -1,5 +1,5 @@
-// Where tokens stand in lines, as the browser has set them. Knows elements and their neighbours; `beside(element, step)`
-// gives the one before (-1) or behind (1), or null.
+// Positions of tokens in lines as laid out by the browser. `beside(element, step)` returns the previous (-1) or next
+// (1) token, or null.
 
 /** The element in the line above (-1) or below (1) that is nearest to `x`, or null where there is no such line. */
 export function nextLine(token, step, x, beside) {

@@ -1,6 +1,6 @@
 // The next token after a text that is being written: asked for when the hand rests, one question at a time, and none
-// twice. Knows no element and no address: `ask(text, signal)` answers with the server's token, or null at the end of
-// the context; `onanswer(token)` and `onerror(error)` take what comes of it.
+// twice. `ask(text, signal)` resolves to the server's token, or null at the end of the context; `onanswer(token)` and
+// `onerror(error)` receive the result.
 
 const REST = 300; // ms without a key
 
@@ -37,7 +37,7 @@ export class NextToken {
       const token = await this.#ask(text, request.signal);
       if (this.#request === request) this.#onanswer(token);
     } catch (error) {
-      if (this.#request !== request) return; // nobody waits for it any more
+      if (this.#request !== request) return; // superseded by a newer request
       this.#wanted = null; // the same text may be asked for again
       this.#onerror(error);
     }

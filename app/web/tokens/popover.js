@@ -1,5 +1,5 @@
 // What could have stood in the place of a token: the most likely ones to choose from, and the numbers of the place.
-// Lies above the page beside its token. Knows a unit and an element to stand beside; not the text.
+// Shown above the page next to its token.
 
 import { element, put } from "../elements.js";
 import { Alternative, label, obstacle, walk } from "./alternative.js";

@@ -1,4 +1,4 @@
-// What the page asks the server about tokens. Knows nothing of the document.
+// The page's requests to the server about tokens.
 
 import { ask } from "../request/completion.js";
 

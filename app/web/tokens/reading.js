@@ -1,5 +1,5 @@
 // What the page shows of tokens, kept in step with the document: the inspect view and what it has to have measured,
-// and the bars of the next token. Knows the views and what to ask; neither addresses nor what taking a token does.
+// and the bars of the next token.
 
 import { difference } from "../text/manuscript.js";
 import { Bars } from "./bars.js";
@@ -115,8 +115,8 @@ export class Reading {
     }
   }
 
-  // What was measured before still holds where nothing in front of it has changed. Of the last token nobody knows,
-  // unless the model itself went on behind it: a letter more may make another token of it.
+  // Earlier measurements stay valid as long as nothing before them has changed. The last token is uncertain unless the
+  // model itself continued after it, because one more letter may change it.
   #measured(text, units) {
     const { start } = difference(this.#known.text, text);
     const ends = new Set(units.map((unit) => unit.start));

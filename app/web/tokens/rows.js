@@ -1,6 +1,6 @@
 // The text, one element for each token and one row for each paragraph, so that a token that comes makes the browser
 // lay out one paragraph and not the text (and of a long one its end: fold.js). What streams in is written once a frame,
-// and no more than the frame has time for. Knows what a unit is and how likely it was; neither keys nor what is selected.
+// and no more than the frame has time for.
 
 import { element } from "../elements.js";
 import { fold, unfold } from "./fold.js";

@@ -1,7 +1,6 @@
 // What sampling leaves of the next token's distribution: temperature -> top_k -> typical_p -> top_p -> min_p, in the
 // server's order and by its rules (docs/sampling.md): every filter is a threshold, and equals stay together.
-// The server tells the most likely tokens; of the others only what they have together is known (tail.js).
-// Pure: knows no element and no request.
+// The server sends the most likely tokens; of the others only their total is known (tail.js). Pure.
 
 import { tail } from "./tail.js";
 import { restOf } from "./token.js";
@@ -48,7 +47,7 @@ function keepCount(groups, count) {
   let before = 0;
   const edge = groups.find((group) => (before += group.count) >= count);
   if (!edge) return;
-  if (edge.count > 1) edge.count -= before - count; // they differ, although nobody told by how much
+  if (edge.count > 1) edge.count -= before - count; // these tokens differ, but by how much is unknown
   drop(groups, ({ logprob }) => logprob < edge.logprob);
 }
 

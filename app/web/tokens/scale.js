@@ -1,6 +1,6 @@
 // How likely a token was, as a tint: the less likely, the darker on paper, the brighter in the dark. Steps and not a
 // slide, so that two of them can be told apart, and one hue, so that no eye needs to tell hues. The tints themselves
-// are in tokens.css, with a contrast of 4.5 to 1 to the ink. Knows no token.
+// are in tokens.css, with a contrast of 4.5 to 1 to the ink.
 
 import { element } from "../elements.js";
 

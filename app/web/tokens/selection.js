@@ -1,5 +1,5 @@
 // The one token that is selected: it alone can have the focus, its blanks are seen, and a screen reader hears what it
-// was worth. A token may be of several elements (a line end cuts it): the first stands for it. Knows no keys.
+// was worth. A token may consist of several elements (a line break splits it): the first one represents it.
 
 import { bits, MARKS, percent, probability, rank, spoken, surprise } from "./token.js";
 

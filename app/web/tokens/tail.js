@@ -1,5 +1,5 @@
-// The tokens that the server did not tell: how many there are and what they have together is known, and they are taken
-// to fall off as a power law from the last one that was told, as words do. Pure: knows no filter.
+// The tokens that the server did not send: their number and total are known, and they are assumed to fall off as a
+// power law from the last one that was sent, as words do. Pure.
 // Spread evenly instead, the shares after temperature and top_p were off by four times as much.
 
 import { restOf } from "./token.js";

@@ -1,6 +1,6 @@
 // One token as the server tells of it, { id, text, bytes, logprob, top }, and what a reader wants to know: how likely
 // it was, which place it had, how open the place was, and how it is written where blanks must be seen.
-// Pure: knows no element and no document.
+// Pure.
 
 const NBSP = "\u00a0";
 /** What is drawn in the place of a blank. */

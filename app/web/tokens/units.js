@@ -1,6 +1,6 @@
 // Units of the document in which every token stands alone: { start, end, tokens }, with several tokens only where they
 // share a character. Made of what the server streams (tokens with their bytes) or of what it measured afterwards
-// (tokens with their places). Pure: knows no server, no element. Offsets in UTF-16 units, as everywhere in a browser.
+// (tokens with their places). Pure. Offsets in UTF-16 units, as everywhere in a browser.
 
 /**
  * The units of a run, cut into one for each token. The server's `text` of a part of a character is U+FFFD, so text is
