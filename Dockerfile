@@ -45,7 +45,7 @@ RUN /opt/inkstream/bin/pip install --no-deps --no-build-isolation . && /opt/inks
 COPY --from=kernels /kernels /kernels
 RUN cd / && built="$(/opt/inkstream/bin/python -c 'from app.engine.cpu.toolchain.library_cache import PACKAGED; print(PACKAGED)')" \
     && mkdir "$built" && cp /kernels/inkstream-* "$built"
-# Readable for the user below, whatever the umask of whoever trained or checked out.
+# Readable for the user below, whatever the umask of the user who trained the weights or checked them out.
 COPY weights weights
 RUN chmod -R a+rX weights
 

@@ -1,4 +1,4 @@
-"""The classroom's two questions about speed, asked of this code: `python -m benchmarks.attention`.
+"""Attention benchmark of the course, applied to this code: `python -m benchmarks.attention`.
 
 1. What does one matrix product over all heads save against a loop over the heads (PerHeadAttend, CausalAttend)?
 2. What does a KV cache save against computing the whole text again for each token (model.nn.reference, app.engine)?

@@ -1,4 +1,4 @@
-"""Clients that cost little: they keep N streams open, count tokens in the bytes, and read nothing else of them."""
+"""Cheap stream clients: they keep N streams open and count tokens in the raw bytes without parsing the events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drawing costs by itself, with torch and natively: `python -m benchmarks.draw LIBRARY`.
+"""Sampler micro-benchmark, torch against native: `python -m benchmarks.draw LIBRARY`.
 
 Rows of random logits, 200 prompt and 64 generated tokens before each; both samplers take their turns on the same rows.
 LIBRARY is the compiled kernels. Figures are microseconds a step, medians over the turns; the last line of stdout is one

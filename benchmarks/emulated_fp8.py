@@ -1,4 +1,4 @@
-"""A decoder that rounds as `--quantize fp8` does on a GPU, on a CPU: what that costs in quality, without its speed."""
+"""A decoder that emulates the rounding of `--quantize fp8` on a CPU, to measure its cost in quality."""
 
 from __future__ import annotations
 

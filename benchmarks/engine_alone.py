@@ -1,4 +1,4 @@
-"""An engine in this process around a decoder that is there already: no service, no pipe, no weights directory."""
+"""An in-process engine around a decoder that is already built: no service, no pipe, no weights directory."""
 
 from __future__ import annotations
 

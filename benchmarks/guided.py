@@ -1,8 +1,8 @@
-"""What a JSON schema costs: tokens per second of the engine without and with one, `python -m benchmarks.guided`.
+"""Cost of a JSON schema: tokens per second of the engine without and with one, `python -m benchmarks.guided`.
 
 The engine runs in this process, without service and pipe. The two ways are timed in turn, so that a slow moment of the
-machine meets both; figures are medians. The schema's compilation, which in the service holds up nobody but its own
-request, is told apart. The last line of stdout is one JSON object.
+machine affects both; figures are medians. The schema's compilation, which in the service delays only its own request,
+is reported separately. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations

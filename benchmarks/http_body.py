@@ -1,7 +1,7 @@
-"""The body of an HTTP/1.1 response, bytes in, bytes out.
+"""Incremental decoder of HTTP/1.1 response bodies.
 
 Three framings, one face: `feed` takes what the socket gave and returns the decoded bytes that are whole by now,
-`finish` is told that the peer closed, `done` says that the body has ended.
+Call `finish` when the peer closes; `done` is true once the body has ended.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def parse_address(url: str) -> Address:
 
 
 class Response:
-    """Mutable, owned by whoever made the request; read it to its end before the next one."""
+    """Mutable, owned by the caller that sent the request; read it to its end before the next one."""
 
     def __init__(self, *, status: int, keep_alive: bool, body: Body, reader: asyncio.StreamReader) -> None:
         self.status = status

@@ -1,4 +1,4 @@
-"""The events of one /v1/completions stream in, what they showed out. Pure: the time is told, not read.
+"""Timeline of one /v1/completions stream, built from its events. The caller passes the time.
 
 Data alone: chunks of JSON, the last of them with the usage, then `[DONE]`.
 """

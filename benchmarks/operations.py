@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, operation by operation: `python -m benchmarks.operations [--shape C]`.
+"""Profile of a decode step, operation by operation: `python -m benchmarks.operations [--shape C]`.
 
 The native kernels, random weights, 200 tokens before each row; medians over steps, summed over layers. The last line is
 one JSON object.

@@ -1,4 +1,4 @@
-"""What to measure: the flags of the load and the plan they make."""
+"""The load generator's plan, and the flags that set it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LoadPlan:
     api: str = "complete"
     """complete: POST /complete. openai: POST /v1/completions, of any server that knows `ignore_eos`."""
     api_key: str = field(default="", repr=False)
-    """From the variable alone: everybody can read the arguments of a process, and results are shown around."""
+    """From the variable alone: every user can read the arguments of a process, and results are shared."""
 
     def __post_init__(self) -> None:
         if not self.address.is_loopback and not self.allow_remote:

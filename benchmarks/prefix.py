@@ -1,4 +1,4 @@
-"""What the prefix cache saves, and what a long prompt costs those beside it: `python -m benchmarks.prefix`.
+"""Benefit of the prefix cache, and cost of a long prompt for concurrent streams: `python -m benchmarks.prefix`.
 
 The real service with a model of 1,024 tokens (shape C of benchmarks/peers with random weights; others by --weights):
 

@@ -71,7 +71,7 @@ class Window:
 
 
 async def drive(address: Address, plan: PrefixPlan, vocab: int) -> tuple[list[Pair], list[Window], list[Window]]:
-    """Pairs, windows of streams alone, windows with prompts beside them. Raises RequestFailed."""
+    """Pairs, windows of streams alone, windows with concurrent prompts. Raises RequestFailed."""
     client = _Client(address, vocab)
     pairs, alone, beside = [], [], []
     for number in range(plan.rounds + 1):

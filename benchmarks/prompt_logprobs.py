@@ -1,4 +1,4 @@
-"""What the log-probabilities of a long prompt cost: `python -m benchmarks.prompt_logprobs`. Linux, on the CPU.
+"""Cost of the log-probabilities of a long prompt: `python -m benchmarks.prompt_logprobs`. Linux, on the CPU.
 
 Eight streams run; a prompt of 1,000 tokens (or as many as the context holds) comes in, once with the 20 most likely
 tokens for each of its places and once without. Each time it is a fresh process that holds an engine without a pipe:
@@ -45,7 +45,7 @@ _LEAD_IN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRun:
-    """One prompt beside eight streams, in one process."""
+    """One prompt concurrent with eight streams, in one process."""
 
     prompt_tokens: int
     dtype: str

@@ -1,4 +1,4 @@
-"""Pseudo-prose to complete. Deterministic; no two prompts begin alike, so that the prefix cache does not flatter."""
+"""Pseudo-prose prompts. Deterministic; no two share a prefix, so that the prefix cache does not flatter the figures."""
 
 from __future__ import annotations
 

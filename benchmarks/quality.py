@@ -1,4 +1,4 @@
-"""What a number format costs in quality: `python -m benchmarks.quality --text FILE...`, in bits per byte.
+"""Cost of a number format in quality, in bits per byte: `python -m benchmarks.quality --text FILE...`.
 
 Every way reads the same windows of tokens and is asked for the log-probability of each token but the first. Bits per
 byte are comparable between tokenizers and between machines; lower is better. fp8 takes a GPU: here its rounding is

@@ -1,4 +1,4 @@
-"""What several engines are worth on this machine: `python -m benchmarks.replicas [--replicas 2]`.
+"""Speedup of several engines on this machine: `python -m benchmarks.replicas [--replicas 2]`.
 
 Two services of the same weights, one with one engine and one with several, which share the same cores (or have a GPU
 each). The same load goes to the one and to the other in turn, each round with new prompts, so that whatever else the
@@ -72,7 +72,7 @@ async def _measure(one: Running, several: Running, options: argparse.Namespace) 
             connection.close()
     pairs = []
     for seed in range(options.rounds):
-        # Whoever comes second finds a machine that is warm: they change places.
+        # The service measured second finds a warm machine, so the order alternates.
         order = (one, several) if seed % 2 == 0 else (several, one)
         speeds = {service.address: await _speed(service, seed, options) for service in order}
         pairs.append((speeds[one.address], speeds[several.address]))

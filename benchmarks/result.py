@@ -1,4 +1,4 @@
-"""What a load run found: table rows for the eye, one JSON line for programs."""
+"""Result of a load run: table rows for people, one JSON line for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real service in a process of its own, for as long as somebody looks at it."""
+"""Context manager that runs the real service in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.http_client import Address, Connection
 _ROOT = Path(__file__).parent.parent
 _START_SECONDS = 120.0
 _PAUSE_SECONDS = 0.005
-"""Between two questions: short beside what is measured, long enough to leave the cores to those who are asked."""
+"""Pause between two polls: short compared with the measured times, long enough to leave the cores to the service."""
 
 
 class NotStarted(RuntimeError):

@@ -1,4 +1,4 @@
-"""What drawing a token costs beside computing it: `python -m benchmarks.sampling`.
+"""Cost of sampling a token compared with computing it: `python -m benchmarks.sampling`.
 
 Four ways to draw, each by an engine of its own in this process (real weights, no service, no pipe): greedy, plain
 (temperature 0.8), with every filter, and with every filter, penalty, bias and log-probabilities at once. The engines

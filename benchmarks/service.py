@@ -1,6 +1,6 @@
-"""What the service around the engine costs: the real service, its engine replaced by a stand-in, on loopback.
+"""Overhead of the service around the engine: the real service with a fake engine, on loopback.
 
-`python -m benchmarks.service [--weights DIR] [--streams 1,8,32] [--step-ms MS]`. For each door and number of streams:
+`python -m benchmarks.service [--weights DIR] [--streams 1,8,32] [--step-ms MS]`. For each API and number of streams:
 CPU microseconds per token of the API process, of the stand-in and of this load, tokens a second, the time to the first
 token, and the gaps between reads. Linux only: CPU time is read from /proc. The last line is one JSON object.
 """
@@ -28,7 +28,7 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One door at one number of streams."""
+    """One API at one number of streams."""
 
     door: str
     streams: int
@@ -96,7 +96,7 @@ def _wait_for_port(service: subprocess.Popen[bytes], log: Path) -> int | None:
     while service.poll() is None and time.monotonic() < deadline:
         text = log.read_text()
         if "ready:" in text and (found := re.search(r"listening on \S+:(\d+)", text)):
-            time.sleep(0.3)  # the tokenizer is loaded beside the engine
+            time.sleep(0.3)  # the tokenizer loads while the engine does
             return int(found.group(1))
         time.sleep(0.02)
     return None

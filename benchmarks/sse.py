@@ -1,4 +1,4 @@
-"""Server-sent events, bytes in, events out.
+"""Incremental parser of server-sent events.
 
 The part of the standard that the service uses: `event:` and `data:` lines, comments and other fields passed over, an
 empty line ends an event (https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6). A line may be

@@ -1,4 +1,4 @@
-"""An engine process without a model: answers every request with its own prompt, over and over. No torch.
+"""A fake engine process without a model: answers every request with its own prompt, repeated. No torch.
 
 `python -m benchmarks.stand_in STEP_MS FD`, started by benchmarks.stand_in_service. A step gives every open request one
 token, all in one StepReport, and takes STEP_MS; with 0 the pipe sets the pace. Guides, scores and caches are not its

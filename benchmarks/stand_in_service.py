@@ -1,4 +1,4 @@
-"""The service with a stand-in for its engine: `python -m benchmarks.stand_in_service WEIGHTS STEP_MS`, on any port."""
+"""The service with a fake engine: `python -m benchmarks.stand_in_service WEIGHTS STEP_MS`, on any port."""
 
 from __future__ import annotations
 

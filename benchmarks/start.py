@@ -1,4 +1,4 @@
-"""How long the service takes to start: `python -m benchmarks.start [--starts N] [--kernels native,torch]`.
+"""Startup time of the service: `python -m benchmarks.start [--starts N] [--kernels native,torch]`.
 
 Seconds from the start of the process until /health/live answers, until /health/ready answers with 200, and until the
 first token of the first request is there; kinds of kernels in turn, medians and the range. Native kernels should lie in

@@ -1,4 +1,4 @@
-"""Many outcomes in, a few numbers out. Pure."""
+"""Summary statistics over many outcomes."""
 
 from __future__ import annotations
 

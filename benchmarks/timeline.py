@@ -1,4 +1,4 @@
-"""The events of one completion stream in, what they showed out. Pure: the time is told, not read."""
+"""Timeline of one completion stream, built from its events. The caller passes the time."""
 
 from __future__ import annotations
 

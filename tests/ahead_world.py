@@ -1,4 +1,4 @@
-"""An engine that is one step ahead of a simulated device, and what its clients have of it."""
+"""An engine that launches one step ahead of a simulated device, and the events that its clients receive."""
 
 from __future__ import annotations
 

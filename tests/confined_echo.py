@@ -1,4 +1,4 @@
-"""A child for tests/test_killable.py: does what the question says."""
+"""A sandbox child for tests/test_killable.py: executes the command in its request."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
-# httpx gives up after 5 s of silence where nobody says otherwise. That is no promise of the service, and a machine that
-# has something else to do may be silent for as long.
+# httpx times out after 5 s of silence by default. The service does not promise to answer within that, and a busy
+# machine may be silent for longer.
 for _kind in ("connect", "read", "write", "pool"):
     setattr(inspect.signature(httpx.get).parameters["timeout"].default, _kind, 60.0)
 
@@ -127,7 +127,7 @@ def promise(request: pytest.FixtureRequest) -> Promise:
 
 @pytest.fixture(scope="session")
 def sampling_library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
-    """The native kernels of drawing alone, with doors to what only tests look at."""
+    """The native sampling kernels alone, with entry points for tests."""
     if not shutil.which("g++"):
         pytest.skip("the native sampler needs g++")
     return compiled_sampler(tmp_path_factory.mktemp("native"))
@@ -185,7 +185,7 @@ class Server:
 
 
 _STARTED: list[subprocess.Popen[str]] = []
-"""Every service that start_server() has started and nobody has seen the end of."""
+"""Every service that start_server() has started and no test has stopped yet."""
 
 
 @pytest.fixture(autouse=True)
@@ -331,7 +331,7 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def native_library() -> Path:
-    """The real kernels for this machine, from the cache of whoever runs the tests; built where they are not there."""
+    """The real kernels for this machine, from the current user's cache; built if the cache lacks them."""
     try:
         return find_or_build()
     except (UnsupportedCpu, BuildError) as error:

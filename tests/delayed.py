@@ -1,4 +1,4 @@
-"""A device that takes its time: what is launched is computed when it is collected, from what was known at the launch.
+"""A slow device: computes a launched step only when it is collected, from its state at the launch.
 
 It stands before any runner. Tokens that it has drawn and not told it keeps to itself, as a GPU does, and it looks after
 what the engine may know, launch and give back.
@@ -64,7 +64,7 @@ class Delayed:
 
     def run(self, plan: BatchPlan) -> StepResult:
         assert not self._flights, "a step is run while another one is in flight"
-        assert not any(_reads_drawn(chunk) for chunk in plan.chunks), "a token that nobody has drawn"
+        assert not any(_reads_drawn(chunk) for chunk in plan.chunks), "reads a token that no step has sampled"
         self.before_run(plan)
         self.begun.append(plan)
         drawing = [chunk.sequence.request.id for chunk in plan.chunks if chunk.samples]
@@ -82,8 +82,8 @@ class Delayed:
         drawing = [c.sequence for flight in self._flights for c in flight.plan.chunks if c.samples]
         for chunk in plan.chunks:
             missing = chunk.stop - len(chunk.sequence.tokens)
-            assert not chunk.sequence.ended, "nobody waits for it"
-            assert missing <= drawing.count(chunk.sequence), "a token that nobody draws"
+            assert not chunk.sequence.ended, "a row of a sequence that has ended"
+            assert missing <= drawing.count(chunk.sequence), "reads a token that no step in flight samples"
             assert _reads_drawn(chunk) == (missing == 1)
         kept = BatchPlan(tuple(map(_as_it_is, plan.chunks)), clear=plan.clear, copies=plan.copies)
         used = {block for chunk in kept.chunks for block in chunk.sequence.blocks}

@@ -1,4 +1,4 @@
-"""A C++ compiler that does what a test wants, in no time, and counts how often it was called."""
+"""A fake C++ compiler: does what a test scripts, instantly, and counts its calls."""
 
 from __future__ import annotations
 

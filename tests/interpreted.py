@@ -1,8 +1,8 @@
-"""Triton's interpreter, mended where it gets in the way of tests. Knows no kernel.
+"""Patches for Triton's interpreter, where its behavior differs from a GPU's in ways that matter to tests.
 
 The interpreter multiplies by numpy, whose library takes another formula for some rows of a matrix than for others (64
-by 32 by 64 in float32: of rows moved to other places 16 numbers in 100 differed). A GPU's matrix unit has one, and with
-numpy's nobody could see whether a kernel keeps the law of rows. Here products are added one after another.
+by 32 by 64 in float32: of rows moved to other indexes 16 numbers in 100 differed). A GPU's matrix unit has one formula;
+numpy's several would hide whether a kernel is batch invariant. Here products are added one after another.
 
 Functions that kernels call are given the interpreter's language at each call, though the kernel has it already: most of
 a small kernel's time. Here each file is given it once. And numpy 2.4 makes no integer of an array of one number, which

@@ -1,4 +1,4 @@
-"""A small tokenizer of every kind that people bring, built with the tokenizers package as their makers built theirs."""
+"""Small tokenizers of every supported kind, built with the tokenizers package as their authors built them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches every step's kernels through Triton's own way to a GPU, without one, and prints which variants were wanted.
+"""Launches every step's kernels through Triton's GPU path, without a GPU, and prints the requested variants.
 
 Nothing is compiled and nothing computed: what is asked for is noted. In a process with TRITON_INTERPRET=1 there is no
 such way, so the tests start this one without it.
@@ -32,7 +32,7 @@ ROWS, TOKENS, BLOCKS = 12, 64, 96
 
 
 class Driver:
-    """A Hopper GPU, as far as anybody asks before a kernel is compiled."""
+    """A Hopper GPU, as far as Triton queries it before a kernel is compiled."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -45,7 +45,7 @@ class Driver:
 
 
 def asked() -> list[Request]:
-    """Of all lengths, alone and beside one another, with all that the device draws by."""
+    """Requests of all lengths, alone and batched, with all sampling parameters of the device."""
     params = [
         SamplingParams(temperature=0),
         SamplingParams(top_k=5, logprobs=3),
@@ -83,7 +83,7 @@ def main() -> dict[str, Any]:
     runner.warm_up(TOKENS)
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)
-    runner.graphs.steps.out.tokens_S.zero_()  # else nobody has drawn anything
+    runner.graphs.steps.out.tokens_S.zero_()  # no step has sampled a token yet
     scheduler = Scheduler(StepLimits(tokens_per_step=TOKENS, max_running=ROWS), BlockPool(BLOCKS, 64))
     texts = run_all(Engine(scheduler, runner, runner), asked())
     runner.run(dummies(1, TOKENS, prompt_logprobs=0))

@@ -1,7 +1,7 @@
 """Hashes for every pinned package: python tests/lock.py, after a change of constraints.txt (make lock).
 
 Writes requirements.lock (what the service needs) and requirements-dev.lock (what development needs besides). torch
-stands in neither: whoever installs chooses its build. uv asks the index for the hashes of every wheel there is of a
+is in neither: the user chooses its build at installation. uv asks the index for the hashes of every wheel there is of a
 pin, so a lock serves every platform; nothing is resolved anew.
 """
 
@@ -67,7 +67,7 @@ def _lock(path: Path, names: set[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "pins.txt"
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in pins().items() if name in names))
-        # Options that find packages elsewhere (PIP_FIND_LINKS of a machine) must not decide what everybody installs.
+        # Options that find packages elsewhere (PIP_FIND_LINKS of a machine) must not decide what all users install.
         command = [
             sys.executable,
             "-m",

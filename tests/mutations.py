@@ -1,4 +1,4 @@
-"""Seeded ways to break a weights directory that is a dict of its files. Knows no checker and no disk.
+"""Seeded ways to break a weights directory that is a dict of its files.
 
 A file is bytes, or an Other: something that is no regular file of the directory.
 """

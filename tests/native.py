@@ -22,7 +22,7 @@ Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]
 _SOURCE = Path(__file__).parent.parent / "app/engine/cpu/source"
 _FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 _WARNINGS = ["-Wall", "-Wextra", "-Werror"]
-# With doors to what only tests look at.
+# With entry points for tests.
 _UNIT = """
 #include "draw.h"
 extern "C" {
@@ -48,7 +48,7 @@ def compiled(folder: Path) -> CDLL:
 
 
 def native_sample(library: CDLL) -> Sample:
-    """The native sampler with the interface of its twin: for any vocabulary."""
+    """The native sampler with the interface of its reference: for any vocabulary."""
     sampler = cache(lambda vocab: NativeSampler(library, vocab))
     return lambda logits_SV, rows: sampler(logits_SV.shape[1]).sample(logits_SV, rows)
 

@@ -1,6 +1,6 @@
-"""The decoders of the notebooks once more, of torch.nn modules and plain formulas: what ours must agree with.
+"""Reimplements the notebooks' decoders from torch.nn modules and plain formulas, as an oracle for ours.
 
-Each is built from a Decoder, whose weights it copies. Knows nothing of our attention, positions or blocks.
+Each is built from a Decoder, whose weights it copies.
 Shape legend: B sequences, N tokens of each, S tokens of a source, D width, V vocabulary.
 """
 

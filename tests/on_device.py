@@ -1,4 +1,4 @@
-"""An engine that computes as on a GPU, on whatever device a decoder lies: torch's twins of the kernels, no graphs."""
+"""Emulates a GPU engine on any device that holds a decoder: reference kernels in torch, no graphs."""
 
 from __future__ import annotations
 

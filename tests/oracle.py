@@ -91,7 +91,7 @@ def drawn(left: Survivors, number: float) -> tuple[int, bool]:
 def _keep_until(left: Survivors, cost: dict[int, float], share: float, *, slack: float) -> None:
     """The fewest tokens of least cost that together reach this share; all that tie with the last of them.
 
-    slack: by how much rounding may change a cost, beside its share of the cost.
+    slack: by how much rounding may change a cost, in addition to its share of the cost.
     """
     wanted = share * sum(left.weights.values())
     order, reached = sorted(cost, key=lambda token: cost[token]), 0.0

@@ -1,4 +1,4 @@
-"""Replicas for tests of app/cluster: played from a list, or real applications that are lost on demand."""
+"""Replicas for tests of app/cluster: scripted ones, or real applications that a test can kill."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lost:
 
 
 class Silent:
-    """In a played answer: nothing more comes, and nobody dies."""
+    """In a played answer: the replica hangs from here on, without dying."""
 
 
 Scripted = Part | type[Lost | Silent] | asyncio.Event
@@ -77,7 +77,7 @@ class Played:
             self.closed += 1
 
     async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
-        """The same to everybody."""
+        """The same answer to every request."""
         self.calls_of_all.append(call)
         self.tasks = [asyncio.ensure_future(_come(one)) for one in self._all]
         return self.tasks

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, without CUDA: the operations of a step recorded with their tensors, and done again on those.
+"""A CUDA graph emulated without CUDA: records the operations of a step with their tensors, and replays them.
 
 A replay runs no Python of the step: what the host decided or read while it was recorded stays as it was then. Reading
 a number of the device while recording is an error, as it is there.

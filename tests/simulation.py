@@ -30,7 +30,7 @@ class SimulatedDevice:
         self.prompt_tokens = 0
         """Tokens of prompts that were computed."""
         self.poison: set[tuple[int, int]] = set()
-        """Slots whose numbers are not finite: nobody else may look at their blocks before they are cleared."""
+        """Slots whose numbers are not finite: no other request may read their blocks before they are cleared."""
 
     def run(self, plan: BatchPlan, *, bad: str = "", late: frozenset[str] = frozenset()) -> StepResult:
         """Rows of `late` requests are computed and not drawn from, as where a mask is not there yet."""

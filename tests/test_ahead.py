@@ -1,4 +1,4 @@
-"""One step ahead: every stream as alone, a token wasted at most, nothing given back while a step uses it."""
+"""One step ahead: every stream as alone, at most one token wasted, no block freed while a step uses it."""
 
 from __future__ import annotations
 

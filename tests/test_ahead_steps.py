@@ -69,7 +69,7 @@ def test_a_stop_token_wastes_one_row_and_its_blocks_are_held_until_that_is_colle
     assert world.engine.has_work and not world.engine.scheduler.running
     assert world.engine.scheduler.pool.counts.active > 0, "the row in flight writes to them"
     report = world.step()
-    assert not (report.events or report.failed or report.scores), "nobody waits for it"
+    assert not (report.events or report.failed or report.scores), "the request has left"
     assert world.device.draws["a"] == len(world.delivered.tokens("a")) + 1
     world.check_the_end()
 
@@ -97,7 +97,7 @@ def test_who_comes_while_a_step_is_in_flight_is_in_the_next_launch() -> None:
     world.check_the_end()
 
 
-def test_where_blocks_are_short_nobody_gives_way_before_what_is_in_flight_is_committed() -> None:
+def test_where_blocks_are_short_no_request_is_preempted_before_what_is_in_flight_is_committed() -> None:
     world, _ = _world(_request("a", 4, max_tokens=12), _request("b", 4, first=20, max_tokens=12), blocks=5)
     world.run()
     assert world.engine.scheduler.preemptions > 0, "the cache was meant to be too small"
@@ -119,7 +119,7 @@ def test_a_step_that_needs_the_host_is_run_when_all_before_it_is_committed() -> 
     world.check_the_end()
 
 
-def test_a_launch_that_raises_loses_nothing_and_fails_nobody_that_can_be_computed() -> None:
+def test_a_launch_that_raises_loses_nothing_and_fails_no_request_that_can_be_computed() -> None:
     world, _ = _world(_request("a"), _request("b", 6, first=20))
     world.step()
     world.device.before_launch = _raise
@@ -206,7 +206,7 @@ def test_the_blocks_of_a_leader_that_is_cancelled_are_held_while_a_fork_copies_f
     world.check_the_end()
 
 
-def test_an_error_of_what_is_in_flight_is_nobodys_fault() -> None:
+def test_an_error_of_what_is_in_flight_blames_no_request() -> None:
     world, faulty = _world(_request("a"))
     world.step()
     faulty.device.run = lambda _plan, **_: _raise(_plan)  # type: ignore[assignment, method-assign]

@@ -1,4 +1,4 @@
-"""What an engine says while it is put together, and what is refused where memory is missing."""
+"""What an engine reports while it starts, and its errors when memory is missing."""
 
 from __future__ import annotations
 

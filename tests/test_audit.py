@@ -1,4 +1,4 @@
-"""Blocks are looked after in production: counted and logged, never raised, and not so often that it costs anything."""
+"""Block leak check in production: violations are counted and logged, never raised, at negligible cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.Lo
 def test_it_looks_every_so_many_steps(blocks: int, steps: int) -> None:
     scheduler = make_scheduler(blocks, 4, 64, 4)
     audit = BlockLeakCheck(scheduler)
-    scheduler.pool.allocate(1)  # nobody's
+    scheduler.pool.allocate(1)  # a leaked block
     for _ in range(steps - 1):
         audit.after_step()
     assert scheduler.block_violations == 0

@@ -1,4 +1,4 @@
-"""What a new user gets wrong with python -m model.train: one clear line, exit 2, and nothing left behind."""
+"""Common mistakes with python -m model.train: one clear line, exit 2, and no files left behind."""
 
 from __future__ import annotations
 

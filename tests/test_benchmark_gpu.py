@@ -1,4 +1,4 @@
-"""`make gpu-check` runs as a whole without a GPU, and what breaks in it breaks alone."""
+"""`make gpu-check` runs as a whole without a GPU, and a failing stage affects no other."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_a_stage_dies_with_what_it_has_started(tmp_path: Path, monkeypatch: pyte
     name = _stage_of(tmp_path, monkeypatch, "stage_starts", body)
     assert run_apart(name, _bench(tmp_path, 60), lambda _: None, tmp_path / "log").status == "done"
     pid, deadline = (tmp_path / "pid").read_text(), time.monotonic() + 60
-    while not (is_gone := _is_gone(pid)) and time.monotonic() < deadline:  # whoever is killed ends when it has a core
+    while not (is_gone := _is_gone(pid)) and time.monotonic() < deadline:  # a killed process ends once it gets a core
         time.sleep(0.01)
     assert is_gone
 
 
 def _is_gone(pid: str) -> bool:
-    """Until somebody takes its exit code in, a zombie stays."""
+    """A process stays a zombie until its parent reaps it."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):

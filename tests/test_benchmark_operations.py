@@ -1,4 +1,4 @@
-"""The benchmark of operations tells of every kind of them, and that they make up the step."""
+"""The benchmark of operations reports every kind of them, and their times add up to the step."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_head_says_what_the_hub_asks() -> None:
     }
 
 
-def test_nobody_s_licence_or_language_is_made_up() -> None:
+def test_license_and_language_are_never_made_up() -> None:
     head, _ = card(replace(FACTS, license=None, language=None))
     assert "license" not in head and "language" not in head
 
@@ -111,7 +111,7 @@ def test_the_card_says_plainly_what_the_model_cannot_do() -> None:
     assert "knows no facts" in body and "follows no instructions" in body.replace("\n", " ")
 
 
-def test_where_files_lie_is_nobody_s_business_unless_only_that_tells_them_apart() -> None:
+def test_folders_of_files_are_hidden_unless_only_they_tell_them_apart() -> None:
     assert without_places(["/home/me/a.txt", "b/*.md", "-"]) == ["a.txt", "*.md", "standard input"]
     assert without_places(["/one/a.txt", "/two/a.txt"]) == ["/one/a.txt", "/two/a.txt"]
     assert without_places(["same.txt", "same.txt"]) == ["same.txt", "same.txt"]

@@ -1,6 +1,6 @@
 """inkstream complete: what it sends, what it prints, and what it says when something is wrong.
 
-Against the real service where it can be; what a service does seldom is played by a small one that answers as told.
+Against the real service where it can be; rare behavior comes from a small fake service with scripted answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}
 
 @dataclass
 class Played:
-    """A service that answers every request as told, and remembers what it was sent."""
+    """A fake service that answers every request from a script, and records the requests."""
 
     url: str = ""
     status: int = 200
@@ -291,7 +291,7 @@ def test_a_refusal_says_when_to_come_back(played: Played, run: Run) -> None:
     assert run("a", "--url", played.url) == (1, "", "error: the queue is full (it may work again in 7 s)\n")
 
 
-def test_whoever_lacks_a_key_is_told_where_it_goes(played: Played, run: Run) -> None:
+def test_an_error_for_a_missing_key_says_where_the_key_goes(played: Played, run: Run) -> None:
     played.answers(401, {"error": {"message": "this service asks for a key: send the header"}})
     code, _, error = run("a", "--url", played.url)
     assert (code, error.count("\n")) == (1, 1)
@@ -299,7 +299,7 @@ def test_whoever_lacks_a_key_is_told_where_it_goes(played: Played, run: Run) -> 
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_somebody_elses_server_is_not_taken_for_a_service(played: Played, run: Run, more: tuple[str, ...]) -> None:
+def test_a_foreign_server_is_not_taken_for_a_service(played: Played, run: Run, more: tuple[str, ...]) -> None:
     played.headers, played.parts = {"content-type": "text/html"}, [b"<html>"]
     code, _, error = run("a", "--url", played.url, *more)
     assert (code, "not as inkstream does" in error) == (2, True)

@@ -1,4 +1,4 @@
-"""How the loss is computed on a device, and that every way has the same loss and the same gradients."""
+"""Loss backends: all have the same loss and the same gradients on every device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "python3-dev" in missing_for("cpu", here)
 
 
-def test_a_cpu_is_not_searched_for_a_compiler_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_not_searched_for_a_compiler_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(objective_module, "missing_for")
     assert computing_for("auto", "cpu") == computing_for("off", "cpu") == _BY_HAND
     assert computing_for("off", "cuda") == _PLAIN

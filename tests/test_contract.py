@@ -1,4 +1,4 @@
-"""One request, four ways to ask: both doors, streamed or whole, also broken off and resumed; one answer."""
+"""One request in four forms: both APIs, streamed or not, also interrupted and resumed; one answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's threads are as many as the cores that are really there, in a container as outside."""
+"""The engine's thread count equals the available cores, in a container as outside."""
 
 from __future__ import annotations
 

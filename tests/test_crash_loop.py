@@ -1,4 +1,4 @@
-"""When an engine that crashes again and again is given up."""
+"""Restart policy: when the service gives up on an engine that keeps crashing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_old_crashes_do_not_count() -> None:
 
 
 def _of_bad_requests(count: int, pause: float, *, is_proven: bool = True) -> list[bool]:
-    """Verdicts on two crashes of each; the engine answers the probe between them, and nobody else comes."""
+    """Verdicts on two crashes of each; the engine answers the canary between them, and no other request arrives."""
     loop, now, verdicts = RestartPolicy(), 0.0, []
     for number in range(count):
         for explained in (False, True):
@@ -49,7 +49,7 @@ def _of_bad_requests(count: int, pause: float, *, is_proven: bool = True) -> lis
     return verdicts
 
 
-def test_bad_requests_do_not_end_a_service_where_nobody_else_comes() -> None:
+def test_bad_requests_do_not_end_an_otherwise_idle_service() -> None:
     assert not any(_of_bad_requests(MOST_PARDONS, 1.0))
     assert _of_bad_requests(2, 1.0, is_proven=False)[-1], "an engine that cannot even answer the probe"
 
@@ -59,7 +59,7 @@ def test_an_engine_that_does_nothing_but_answer_probes_is_given_up() -> None:
     assert not any(_of_bad_requests(50, 2 * WINDOW_SECONDS / MOST_PARDONS))
 
 
-def test_tokens_for_somebody_forgive_all() -> None:
+def test_tokens_for_any_client_forgive_all() -> None:
     loop = RestartPolicy()
     for number in range(5 * MOST_PARDONS):
         assert not loop.record(number, delivered=True, explained=False)

@@ -1,4 +1,4 @@
-"""Work shared out to threads: whose is what, what is raised, and that gradient and update are those of one thread."""
+"""Training thread pool: partition of the work, errors, and the same gradient and update as with one thread."""
 
 from __future__ import annotations
 

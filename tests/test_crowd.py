@@ -1,4 +1,4 @@
-"""Who makes room for whom, without a connection."""
+"""Eviction queue: which connection is evicted for which, without real connections."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_json_lines_with_line_separators_inside_stay_whole(tmp_path: Path) -> No
 
 
 def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path) -> None:
-    """Runs that stand on somebody's disk must go on with the next version."""
+    """Runs on a user's disk must resume with the next version."""
     documents = [f"Document {i} says \u201chello\u201d." for i in range(400)]
     (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
     corpus = _prepare([tmp_path / "a.txt"], tmp_path / "cache", straighten=0.5)

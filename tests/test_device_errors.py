@@ -1,4 +1,4 @@
-"""What CUDA's errors say of the device, in torch's own types and words, and what the engine makes of them."""
+"""Classification of CUDA errors, in torch's own types and messages, and the engine's reaction."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_an_error_came_of_is_found_behind_it() -> None:
     assert not lacked_device_memory(MemoryError()), "that is the host's"
 
 
-def test_a_code_that_nobody_knows_is_taken_for_one_that_stays() -> None:
+def test_an_unknown_code_counts_as_permanent() -> None:
     assert lost_device(accelerator_error(12345, "something new")) == "something new"
     assert lost_device(torch.AcceleratorError("said otherwise")) == "said otherwise"
 

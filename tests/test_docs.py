@@ -1,4 +1,4 @@
-"""The README says what is: settings table, tree, fields, example."""
+"""The README matches the code: settings table, tree, fields, example."""
 
 from __future__ import annotations
 

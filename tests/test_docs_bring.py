@@ -1,4 +1,4 @@
-"""docs/bring-your-model.md says what is: its scripts bring a nanoGPT, its tables name everything."""
+"""docs/bring-your-model.md matches the code: its scripts convert a nanoGPT, its tables are complete."""
 
 from __future__ import annotations
 

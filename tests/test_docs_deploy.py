@@ -1,4 +1,4 @@
-"""Every command of docs/deploy.md is run by tests/container/run, or it is said here why not."""
+"""tests/container/run runs every command of docs/deploy.md; this file lists the exceptions with reasons."""
 
 from __future__ import annotations
 

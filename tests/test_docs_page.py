@@ -1,4 +1,4 @@
-"""/docs in a real browser: it tells every route, tries them, streams, and asks nobody but the service."""
+"""/docs in a real browser: it lists every route, tries them, streams, and contacts no host but the service."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from wire import parse_events
 
 @pytest.fixture
 def page(browser, server):
-    """A reader of /docs. At the end: no console error, no CSP violation, no request to anybody else."""
+    """A reader of /docs. At the end: no console error, no CSP violation, no request to another host."""
     context = browser.new_context(base_url=server.url)
     context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()

@@ -1,4 +1,4 @@
-"""docs/train.md says what is: its commands are run in their order, only shorter, and its tables name what there is."""
+"""docs/train.md matches the code: its commands run in order, shortened, and its tables are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The average of the weights, the best weights kept, and that neither disturbs what is learnt."""
+"""EMA of the weights and the best checkpoint; neither changes the training."""
 
 from __future__ import annotations
 

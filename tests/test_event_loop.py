@@ -1,4 +1,4 @@
-"""Signals reach the event loop once each, however close behind one another they come."""
+"""Each signal reaches the event loop once, however close together they arrive."""
 
 from __future__ import annotations
 

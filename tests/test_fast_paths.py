@@ -1,4 +1,4 @@
-"""Short ways that nearly all tokens take give byte for byte what the long ways give."""
+"""Fast paths that nearly all tokens take give byte for byte the result of the slow paths."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_fault_happens_as_often_as_ordered(
     monkeypatch.setattr(fault_injection, "_SWITCHBOARD", _Switchboard(tmp_path))
     Faults(tmp_path).arm("a.point", do, after=1, times=2, match="victim")
     happened = []
-    for detail in ("victim 1", "somebody", "victim 2", "victim 3", "victim 4"):
+    for detail in ("victim 1", "bystander", "victim 2", "victim 3", "victim 4"):
         try:
             fault_injection.fault("a.point", detail)
         except error:

@@ -1,4 +1,4 @@
-"""Several engines behind one face: who takes what, and what becomes of it when one crashes or is gone for good.
+"""Engine pool: routing of requests, and recovery when an engine crashes or is abandoned.
 
 The clients are real; the engines are played by the test, and draw by a hash of all tokens before, as a model does.
 """
@@ -94,7 +94,7 @@ class Played:
     dismiss = give_up
 
     def step(self) -> None:
-        """Reads its pipe, and gives a token to everybody who has a place."""
+        """Reads its pipe, and gives a token to each request that has a slot."""
         if self.ready is None:
             return
         taken, started, events = [], [], []
@@ -135,7 +135,7 @@ class Played:
 
 
 class World:
-    """A fleet, its engines, and everything that its streams were told."""
+    """An engine pool, its engines, and all events of its streams."""
 
     def __init__(self, n: int = 2, *, places: int = 4, room: int = 1000, load: bool = True) -> None:
         queue = FairQueue(QueueLimits(max_requests=room, max_prompt_tokens=100_000))
@@ -302,7 +302,7 @@ def test_after_a_crash_what_only_waited_goes_on_elsewhere_and_keeps_its_place() 
         assert world.fleet.ready and world.fleet.restarts == 1
         calm = [s for s in world.streams if world.home(s) == 1]
         world.step(40)
-        assert not any(stream.is_open for stream in calm), "nobody waits for the engine that is gone"
+        assert not any(stream.is_open for stream in calm), "a stream waits for the engine that crashed"
         held_up = [s for s in world.streams if s.is_open]
         assert len(held_up) == 2
         world.engines[0].load()
@@ -436,7 +436,7 @@ def test_what_only_waits_goes_to_the_engine_that_is_back_first() -> None:
 
 
 def test_what_an_engine_that_is_being_killed_may_have_does_not_go_elsewhere() -> None:
-    """Until it is gone it may still speak, and nobody knows yet who is to blame."""
+    """Until it has exited it may still send events, and the crash has no suspect yet."""
 
     async def scenario() -> None:
         world = World(places=1)
@@ -670,7 +670,7 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
                 if world.fleet.ready:
                     world.submit(prompt, n=draw.randint(1, 3), max_tokens=draw.randint(1, 20))
             elif what < 0.36 and engine.ready:
-                # So that nobody is twice a suspect by bad luck: whoever is tried has shown two tokens.
+                # So that no request is a suspect twice by bad luck: the one on trial has produced two tokens.
                 world.step(8 if engine.client.n_suspects else 0)
                 if not engine.client.n_suspects:
                     engine.crash()
@@ -701,7 +701,7 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
 
 
 def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> None:
-    """By a text of ours, alone in it; whoever else is a suspect, and whoever is new, waits for that."""
+    """The canary request runs alone in it; other suspects and new requests wait for it to finish."""
 
     async def scenario() -> None:
         world = World(1)
@@ -718,7 +718,7 @@ def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> Non
         world.step()
         assert engine.seen == [NAME] and client.n_suspects == 3 and world.fleet.queue.position(NAME) is None
         engine.crash()
-        assert client.n_suspects == 2 and not client.is_probing, "a crash of the probe is nobody's fault"
+        assert client.n_suspects == 2 and not client.is_probing, "a crash during the canary request blames no request"
         assert NAME not in client._streams
         engine.load()
         newcomer = world.submit((9,) * 8)
@@ -727,7 +727,7 @@ def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> Non
         assert (await world.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
         engine.crash()
         engine.load()
-        assert not client.is_probing, "nobody was blamed for this crash"
+        assert not client.is_probing, "no request was blamed for this crash"
         assert client.replayed == replayed + 2
 
     in_loop(scenario)

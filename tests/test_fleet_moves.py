@@ -1,4 +1,4 @@
-"""Whoever waits for one engine begins with another that has places: nothing is lost, doubled, or out of its turn."""
+"""Requests that wait for a busy engine move to one with free capacity: none is lost, run twice, or out of order."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_an_engine_that_has_places_takes_what_waits_for_another() -> None:
         streams = [world.submit((who,) * 8, max_tokens=2 if who % 2 else LONG) for who in range(8)]
         assert sorted(map(world.home, streams)) == [0] * 4 + [1] * 4
         world.step(12)
-        assert not any(stream.queue_position is not None for stream in streams), "somebody waits beside free places"
+        assert not any(stream.queue_position is not None for stream in streams), "a request waits despite free slots"
         assert [len(engine.running) for engine in world.engines] == [2, 2]
         assert not world.engines[0].waiting and not world.fleet.queue._places
         assert await world.texts() == [alone(stream) for stream in streams]
-        assert sum(client.replayed for client in world.fleet.engines) == 0, "nobody's engine has crashed"
+        assert sum(client.replayed for client in world.fleet.engines) == 0, "no engine has crashed"
 
     in_loop(scenario)
 
 
-def test_those_that_move_begin_in_the_order_of_the_queue_whoever_calls_most() -> None:
+def test_those_that_move_begin_in_the_order_of_the_queue_for_every_tenant() -> None:
     async def scenario() -> None:
         world = lopsided(1)
         world.submit((0,), max_tokens=LONG)

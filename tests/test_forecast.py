@@ -1,4 +1,4 @@
-"""--dry-run and --preset auto: what is told beforehand is what comes, and nothing is written."""
+"""--dry-run and --preset auto: the forecast matches the run, and no files are written."""
 
 from __future__ import annotations
 

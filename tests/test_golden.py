@@ -1,4 +1,4 @@
-"""golden.json: a model proves that it still says what it said when it was written."""
+"""golden.json: a model still gives the log-probabilities that were recorded with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A capture on a CUDA that is made up: what is done in which order, and what is told where memory is missing."""
+"""CUDA graph capture on a fake CUDA: order of operations, and errors when memory is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head of any number of tokens gives the logits of the model, from rows that a GPU's matrix units take well."""
+"""The padded LM head, for any vocabulary size, gives the logits of the model from aligned rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder whose products are rounded is the same decoder, nearly; what stays as it was is told."""
+"""Quantizing a decoder changes its results little; layers that stay unquantized are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products in int8 and fp8: near the exact ones, row by row for themselves, refused where they cannot be."""
+"""Matrix products in int8 and fp8: close to the exact ones, batch invariant, refused where unsupported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU would be the first to show, asked on a CPU: pauses of the compiler, memory that nobody counted."""
+"""Problems that would otherwise first show on a GPU, tested on a CPU: compiler pauses, memory missing from the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as on a GPU, on the CPU: the tokens of the torch way at both depths, captured or not, in any company."""
+"""GPU steps emulated on the CPU: the same tokens as the torch backend at both depths, captured or not, in any batch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
 
 
 def test_guides_and_scored_prompts_take_their_turn_among_launched_steps() -> None:
-    """They need the host, and so does every step that they are in; nobody's text shows it."""
+    """They need the host, and so does every step that they are in; no request's text changes."""
     decoder, requests = tiny_decoder(), _mixed()
     wanted, scores = _told(tiny_engine(decoder, blocks=200, guides=_guides()), requests)
     engine = tiny_device_engine(decoder, blocks=200, guides=_guides())
@@ -140,7 +140,7 @@ def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
 
 
 def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it stops: rows that the host took for told are told again."""
+    """For any point at which it stops: rows that the host believed uploaded are uploaded again."""
     engine = tiny_device_engine(tiny_decoder(), blocks=400)
     failing = _FailingLaunches(engine.runner)
     engine.isolation._ahead = failing
@@ -186,7 +186,7 @@ def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
     assert not rows.knows(first[0].sequence) and rows.knows(second[0].sequence)
 
 
-def test_one_of_nobodys_has_room_beside_as_many_as_may_run() -> None:
+def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
     """After a step that failed, isolation tries whether anything can be computed at all."""
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     running = _sequences(2)

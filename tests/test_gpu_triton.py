@@ -1,4 +1,4 @@
-"""The device's whole way with Triton's kernels: the tokens of the torch way, in the interpreter or on a GPU."""
+"""The GPU backend with Triton's kernels: the tokens of the torch backend, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool for grammar work: turns by key, caps, and what becomes of jobs that are cancelled or fail."""
+"""The pool for grammar work: turns by key, caps, and jobs that are canceled or fail."""
 
 from __future__ import annotations
 

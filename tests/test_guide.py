@@ -1,4 +1,4 @@
-"""A request's fields as one guide, and what is refused before anything is compiled."""
+"""Grammar of a request's fields, and errors before anything is compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guides are checked in a process that may be killed, and that comes back."""
+"""Grammars are validated in a process that is killed on time-out and restarted."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weight
     _run(story())
 
 
-def test_a_check_that_nobody_waits_for_leaves_no_answer_to_the_next(weights: Path) -> None:
+def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
     async def story() -> None:
         checker = GrammarValidator(weights, seconds=60)
         try:

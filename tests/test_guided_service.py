@@ -1,4 +1,4 @@
-"""Constrained decoding through the service: what was asked for is what comes, in every shape of answer."""
+"""Guided decoding through the service: the output follows the grammar, in every form of answer."""
 
 from __future__ import annotations
 

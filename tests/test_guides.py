@@ -1,4 +1,4 @@
-"""Constrained decoding in the engine: masks against brute force, texts against schemas, the law of rows."""
+"""Guided decoding in the engine: masks against brute force, texts against schemas, batch invariance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service and readers who take nothing for a while: blocks are free, memory is bounded, the text is the same."""
+"""The service with clients that stop reading: blocks are freed, memory is bounded, the text is the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def held_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A stream that nobody reads, when it was held and the engine has nothing more to do with it.
+    """A stream whose client does not read, once it is suspended and the engine has no work for it.
 
     Where the event loop gets no core for long, most of a stream may arrive at once at a writer who waits for it, who
     is not held for that: another try.

@@ -1,4 +1,4 @@
-"""Streams whose readers take nothing: held once much waits, submitted again once it was taken, the same in the end."""
+"""Suspended streams: suspended once their buffer is full, resumed when it was read, with the same text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOP = tuple((token, -1.0) for token in range(20))
 
 
 class _Supervisor:
-    """An engine that is told everything and that the test plays."""
+    """A fake engine that receives all messages and that the test drives."""
 
     ready: Any = object()
     is_gone = False
@@ -63,7 +63,7 @@ class _World:
         self.client.on_report(StepReport(at=1.0, **parts))
 
     def step(self, *, top: tuple[tuple[int, float], ...] = ()) -> None:
-        """A token for everybody, if the engine has anything to do."""
+        """One token for each request, if the engine has any."""
         self.listen()
         events = []
         for name, request in list(self.open.items()):
@@ -111,7 +111,7 @@ def _run(test: Any) -> None:
 
 
 @pytest.mark.parametrize(("n", "top"), [(1, ()), (3, ()), (16, TOP)])
-def test_a_stream_that_nobody_reads_is_dropped_and_goes_on_when_it_is_read(n: int, top: Any) -> None:
+def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int, top: Any) -> None:
     async def check() -> None:
         world = _World(room=n)
         stream = world.submit(n, 900 if top else 3 * MOST_WAITING)
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_a_held_stream_and_comes_back_is_submitted_once() -
         before = world.submitted
         taken = await stream.receive()
         world.listen()
-        assert len(taken) == waiting and world.submitted == before, "nobody listens: it is parked"
+        assert len(taken) == waiting and world.submitted == before, "without a reader the stream stays suspended"
         world.client.resume(stream)
         world.listen()
         assert world.submitted == before + 3
@@ -170,7 +170,7 @@ def test_a_client_that_leaves_a_held_stream_and_comes_back_is_submitted_once() -
 
 
 def test_a_stream_that_is_held_again_at_once_gets_on() -> None:
-    """Parked with a full buffer, and resumed by somebody who does not read either: a token more each time."""
+    """Suspended with a full buffer, and resumed by a client that does not read either: a token more each time."""
 
     async def check() -> None:
         world = _World()
@@ -264,7 +264,7 @@ def test_it_needs_no_room_in_a_queue_that_is_full_by_now() -> None:
     _run(check())
 
 
-def test_prompt_scores_that_nobody_takes_go_on_where_they_stood() -> None:
+def test_unread_prompt_scores_resume_where_they_stopped() -> None:
     async def check() -> None:
         world = _World()
         names = ("r0", "r1")

@@ -1,4 +1,4 @@
-"""`suffix`: the prompt and what follows it stand between the tokens that the model was taught for the middle."""
+"""`suffix`: prompt and suffix are placed between the fill-in-the-middle tokens of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""make install, with stand-ins for Python and pip: what was interrupted is made to its end."""
+"""make install, with fake Python and pip: an interrupted installation is completed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log tells of a step that was computed row by row; that only one request fails is in tests/promises."""
+"""Log lines of a step that was retried row by row; tests/promises checks that only one request fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FailsOnce:
     def run(self, plan: BatchPlan) -> StepResult:  # noqa: ARG002 - the protocol
         self.steps += 1
         if self.steps == 1:
-            raise RuntimeError("a canary that somebody sent")
+            raise RuntimeError("a canary from a prompt")
         return StepResult()
 
 

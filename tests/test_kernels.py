@@ -1,4 +1,4 @@
-"""What a step does on a device: twins and Triton's kernels against one slow reference, and the law of rows."""
+"""Operations of a step on a device: reference and Triton kernels against a slow oracle, and batch invariance."""
 
 from __future__ import annotations
 

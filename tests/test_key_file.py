@@ -1,4 +1,4 @@
-"""Who may read a file of keys: its user alone, or the group that a container's secret is meant for."""
+"""Permissions of a key file: readable by its user alone, or by the group of a container's secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from app.access.api_keys import KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 
-SOMEBODY, GROUP = 10001, 10001
+USER, GROUP = 10001, 10001
 
 
 @pytest.fixture
@@ -32,15 +32,15 @@ def test_a_secret_that_was_handed_to_our_group_is_taken(file: Path, mode: int, m
     file.chmod(mode)
     owner = file.stat()
     for groups in ([owner.st_gid], [GROUP + 1, GROUP + 2, owner.st_gid]):
-        _become(monkeypatch, owner.st_uid + SOMEBODY, *groups)
+        _become(monkeypatch, owner.st_uid + USER, *groups)
         assert [key.name for key in read_keys(file)] == ["alice"]
 
 
 def test_what_is_ours_must_be_ours_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.chmod(0o440)
     status = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda descriptor: _owned_by(status(descriptor), SOMEBODY, GROUP))
-    _become(monkeypatch, SOMEBODY, GROUP)
+    monkeypatch.setattr(os, "fstat", lambda descriptor: _owned_by(status(descriptor), USER, GROUP))
+    _become(monkeypatch, USER, GROUP)
     with pytest.raises(KeyFileError, match="can be read by others: chmod 600"):
         read_keys(file)
 
@@ -48,7 +48,7 @@ def test_what_is_ours_must_be_ours_alone(file: Path, monkeypatch: pytest.MonkeyP
 def test_a_group_of_others_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.chmod(0o440)
     owner = file.stat()
-    _become(monkeypatch, owner.st_uid + SOMEBODY, owner.st_gid + GROUP)
+    _become(monkeypatch, owner.st_uid + USER, owner.st_gid + GROUP)
     with pytest.raises(KeyFileError, match="can be read by others"):
         read_keys(file)
 
@@ -57,7 +57,7 @@ def test_a_group_of_others_is_refused(file: Path, monkeypatch: pytest.MonkeyPatc
 def test_nothing_else_may_be_open(file: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     file.chmod(mode)
     owner = file.stat()
-    for user in (owner.st_uid, owner.st_uid + SOMEBODY, 0):
+    for user in (owner.st_uid, owner.st_uid + USER, 0):
         _become(monkeypatch, user, owner.st_gid)
         with pytest.raises(KeyFileError, match="can be read by others"):
             read_keys(file)
@@ -71,11 +71,11 @@ def test_who_could_read_it_can_after_a_change(file: Path) -> None:
     revoke_key(file, "alice")
     after = file.stat()
     assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (0, GROUP, 0o640)
-    os.chown(file, SOMEBODY, GROUP)
+    os.chown(file, USER, GROUP)
     file.chmod(0o600)
     add_key(file, stored(new_key(), "alice"))
     after = file.stat()
-    assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (SOMEBODY, GROUP, 0o600)
+    assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (USER, GROUP, 0o600)
 
 
 def _owned_by(status: os.stat_result, user: int, group: int) -> os.stat_result:

@@ -1,4 +1,4 @@
-"""The child that may be killed: answers, limits, and that nothing of it stays behind."""
+"""The sandboxed worker: answers, limits, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_child_gets_no_more_memory_and_writes_no_files(tmp_path: Path) -> None
     _with(use)
 
 
-def test_an_answer_nobody_waits_for_is_not_taken_for_the_next_ones() -> None:
+def test_an_abandoned_answer_is_not_taken_for_the_next_one() -> None:
     async def use(pool: Pool) -> None:
         await pool.put(b"hello")
         asking = asyncio.create_task(pool.put(b"sleep 10"))
@@ -127,7 +127,7 @@ def test_a_child_ends_with_its_parent_or_shortly_after() -> None:
 
     async def pid_of_a_child(question: bytes) -> int:
         pool = Pool(seconds=0.2)
-        pool.allow(60.0)  # the child has been told the shorter one
+        pool.allow(60.0)  # the child knows the shorter one
         await pool.put(b"hello")
         child = pool._children[0]
         pid, process = child.pid, child._process

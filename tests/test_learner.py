@@ -1,4 +1,4 @@
-"""One step's gradients: the same whatever is computed at once, in half the rows where memory ends."""
+"""Gradients of one step: the same for any micro-batch size, halved when memory runs out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that leave, in every state: what they had is free at once, long before their texts would have ended."""
+"""Clients that disconnect, in every state: their resources are freed at once, long before their texts would end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conftest import Server, is_clean, start_server, stop_server
 from tiny import tiny_weights
 from wire import whole
 
-# 40 of these take minutes when nobody stops them.
+# 40 of these take minutes unless they are canceled.
 ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 SOON = 30.0  # how soon is promised in tests/promises/test_r04_leaving_clients.py
 _HEAD = b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

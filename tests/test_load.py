@@ -1,4 +1,4 @@
-"""The load generator against a little fake server: what it counts, what it calls an error, and what it prints."""
+"""The load generator against a small fake server: its counts, its errors, and its output."""
 
 from __future__ import annotations
 

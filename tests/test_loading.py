@@ -1,4 +1,4 @@
-"""Weights on their way to a device: one of the file's tensors at a time, each made once, and one look at the end."""
+"""Loading weights to a device: one tensor of the file at a time, each created once, with one final check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = {
 
 
 class CountedFile:
-    """safe_open whose tensors are told apart: how many are alive at once, and where they were asked to be."""
+    """safe_open that tracks its tensors: how many are alive at once, and their requested devices."""
 
     alive = most = 0
     devices: list[str]
@@ -79,7 +79,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedFile]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_tensor_of_the_file_is_there_at_a_time(kind: str, counted: type[CountedFile], tmp_path: Path) -> None:
-    """Whatever a device holds beside the decoder is no more than that."""
+    """So a device holds at most one tensor in addition to the decoder."""
     directory = tiny_weights(tmp_path, **KINDS[kind])
     load(directory, device=CPU, dtype=torch.bfloat16)
     assert (counted.most, counted.alive, counted.devices) == (1, 0, ["cpu"])

@@ -1,4 +1,4 @@
-"""A log that nobody reads stops nothing: neither requests, nor the engine, nor the end."""
+"""A log pipe without a reader blocks nothing: neither requests, nor the engine, nor the shutdown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _fill(url: str, count: int) -> None:
             assert client.get("/health/live").status_code == 200
 
 
-def test_a_log_that_nobody_reads_holds_neither_requests_nor_the_end(weights: Path) -> None:
+def test_an_unread_log_blocks_neither_requests_nor_the_shutdown(weights: Path) -> None:
     with _served(weights) as (process, url, _):
         _fill(url, BEFORE_FULL)
         answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
@@ -80,7 +80,7 @@ def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, w
         assert not faults.is_armed("engine.step")
 
 
-def test_a_second_signal_ends_at_once_although_nobody_reads(weights: Path) -> None:
+def test_a_second_signal_ends_at_once_with_an_unread_log(weights: Path) -> None:
     with _served(weights) as (process, url, _):
         _fill(url, BEFORE_FULL)
         body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
@@ -171,7 +171,7 @@ def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, in
     assert any(thread.name == "log" for thread in threading.enumerate())
 
 
-def test_a_pipe_that_somebody_made_non_blocking_loses_nothing(pipe: tuple[int, int]) -> None:
+def test_a_non_blocking_pipe_loses_nothing(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     os.set_blocking(theirs, False)
     writer = AsyncLogHandler(theirs, "utf-8")

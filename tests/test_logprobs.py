@@ -1,4 +1,4 @@
-"""Log-probabilities: by the row alone, most likely first, the lower id among equals."""
+"""Log-probabilities: independent of other rows, most likely first, lower id first among equals."""
 
 from __future__ import annotations
 

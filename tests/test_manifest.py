@@ -1,4 +1,4 @@
-"""manifest.json: a set of files is whole, or somebody is told which file is not of it."""
+"""manifest.json: a set of files is complete, or the error names the file that does not belong to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def test_a_whole_set_is_whole_and_may_hold_more(whole: Path) -> None:
-    (whole / "README.md").write_text("of somebody else")
+    (whole / "README.md").write_text("an unrelated file")
     assert check_manifest(whole)
     (whole / MANIFEST_FILE).unlink()
     assert not check_manifest(whole)

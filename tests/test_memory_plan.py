@@ -1,4 +1,4 @@
-"""The plan of a GPU's memory by numbers, on devices that are made up; a start is refused with what would help."""
+"""The GPU memory plan in numbers, on fake devices; a refused start names the remedy."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_utilization_that_is_advised_is_the_least_that_has_room() -> None:
     assert PLAN.utilization_for(6400 * M - 200 * M - 100 * M - 1400 * M + 1) is None
 
 
-def test_a_gpus_cache_takes_all_that_is_left_with_the_block_that_is_nobodys() -> None:
+def test_a_gpus_cache_takes_all_that_is_left_with_the_padding_block() -> None:
     room = _room()
     blocks = room.blocks_on_gpu(0, PLAN)
     assert room.cache_bytes(blocks) <= PLAN.cache_room < room.cache_bytes(blocks + 1)
@@ -155,7 +155,7 @@ def test_too_little_memory_is_refused_with_the_numbers_that_would_do() -> None:
 
 
 def test_where_no_number_helps_nothing_is_promised() -> None:
-    """The new engine of a reload beside the old one that has taken nearly all."""
+    """The new engine of a reload next to the old one, which has taken nearly all."""
     full = replace(PLAN, utilization=0.9, other=6000 * M)
     message = _refused(_room(), full)
     assert "6,000 MiB are taken by others" in message and message.endswith("end what else uses the GPU")
@@ -199,7 +199,7 @@ def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> No
     ids=["torch", "triton", "cublas"],
 )
 def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(error: Exception) -> None:
-    """Whoever lacks the memory."""
+    """Whether torch or Triton reports the missing memory."""
 
     def lacks() -> None:
         raise error
@@ -237,7 +237,7 @@ def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows:
     assert [bool(chunk.scores) for chunk in costly.chunks] == [lengths[0] > 2] + [False] * (rows - 1)
 
 
-def test_an_engine_computes_the_largest_step_and_nobodys_cache_is_touched() -> None:
+def test_an_engine_computes_the_largest_step_and_touches_no_requests_cache() -> None:
     engine = tiny_engine(tiny_decoder(), blocks=4)
     before = engine.runner.compute._cache.data[:, :, :4].clone()  # type: ignore[attr-defined]
     plan = largest_step(StepLimits(tokens_per_step=24, max_running=4), 64)

@@ -27,7 +27,7 @@ READ = {"", ".py", ".md", ".h", ".cpp", ".js", ".mjs", ".html", ".toml", ".yml",
 HISTORY = {"CHANGELOG.md", "docs/train-log.md"}
 """Tell what was. What they name as a path has to exist all the same, so that a reader can follow it."""
 
-# Mentioned, and not in the repository: made by a run, named as an example, or somebody else's.
+# Mentioned, and not in the repository: made by a run, named as an example, or from another project.
 MADE = ("app/engine/cpu/built", "benchmarks/results", "keys/keys.json")
 EXAMPLES = ("about.md", "chars.py", "gpt.py", "notes.md", "transformer.h")
 FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "Python.h", "malloc.h", "sitecustomize.py")
@@ -245,7 +245,7 @@ def test_what_is_mentioned_exists(kind: str) -> None:
     ("kind", "text", "found"),
     [
         ("paths", "see app/nowhere.py, docs/ and app/engine/gone/", ["app/nowhere.py", "app/engine/gone/"]),
-        ("paths", "engine/worker.py, source/draw.h, app/*.py and engine/nobody.py", ["engine/nobody.py"]),
+        ("paths", "engine/worker.py, source/draw.h, app/*.py and engine/absent.py", ["engine/absent.py"]),
         ("files", "worker.py, but not wurker.py", ["wurker.py"]),
         ("modules", "python -m app.engine.wurker, app.engine.worker", ["app.engine.wurker"]),
         ("modules", "app.common.types.Request, app.common.types.Nothing", ["app.common.types.Nothing"]),

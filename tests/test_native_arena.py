@@ -1,4 +1,4 @@
-"""Memory for the kernels: where it lies, and that the system may put large pages under it."""
+"""Memory for the kernels: its address range, and that the system may back it with huge pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building the kernels' library: what it depends on, what may go wrong, and that nothing of a failure stays."""
+"""Building the kernels' library: its dependencies, its errors, and that a failure leaves no files."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_library_that_is_damaged_or_that_others_could_have_written_is_built_ag
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("whose", ["library", "note", "directory"])
-def test_what_belongs_to_somebody_else_is_not_loaded(shelf: Path, whose: str) -> None:
+def test_what_belongs_to_another_user_is_not_loaded(shelf: Path, whose: str) -> None:
     library = find_or_build(shelf)
     os.chown({"library": library, "note": _note(library), "directory": shelf}[whose], 54321, -1)
     assert find(shelf) is None
@@ -209,7 +209,7 @@ def test_a_library_that_would_not_work_is_not_kept(
     assert _left(shelf) == set()
 
 
-def test_one_that_crashes_when_it_is_loaded_takes_nobody_along(
+def test_one_that_crashes_when_it_is_loaded_does_not_end_the_process(
     tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crash = '#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_abi() { return now; }'

@@ -1,4 +1,4 @@
-"""Who computes, for every wish, model and library; and that what cannot be is refused in one line."""
+"""Backend selection for every setting, model and library; impossible ones are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native kernels against the model they compute: numbers, cache blocks, levels. The laws are in test_parity*.py."""
+"""The native kernels against the model they compute: numbers, cache blocks, levels. test_parity*.py has the rest."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_blocks_are_cleared_and_copied_before_a_step() -> None:
 
 
 def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> None:
-    """avx2 is the twin for machines without AVX-512: fewer registers, pairs of bfloat16 taken apart."""
+    """avx2 is the variant for machines without AVX-512: fewer registers, pairs of bfloat16 split."""
     assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
     library = Library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
     ways = ((torch.float32, False, 5e-4), (torch.float32, True, 5e-4), (torch.bfloat16, False, 1.0))

@@ -1,4 +1,4 @@
-"""Which kernels a CPU gets, by what it says of itself."""
+"""Which kernels a CPU gets, by its feature flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native sampler against its twin, on vocabularies of every size; what only the native one could get wrong."""
+"""The native sampler against its reference, on vocabularies of every size, and on native-only edge cases."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_given_tokens_are_scored_to_the_last_digits(sampling_library: CDLL, voca
 
 
 def test_of_many_equal_tokens_the_lowest_ids_are_reported(sampling_library: CDLL) -> None:
-    """Equal as log-probabilities are told: logits may differ by less than their last digit."""
+    """Equal as reported log-probabilities: logits may differ by less than their last digit."""
     logits = torch.zeros(1, 4096)
     logits[0, 100:] = 1e-9
     ((own, top),) = NativeSampler(sampling_library, 4096).top_logprobs(logits, [4000], 3)

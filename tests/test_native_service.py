@@ -1,4 +1,4 @@
-"""Native kernels around the real service: chosen once, built behind it, named in every receipt, gone with it."""
+"""Native kernels in the real service: selected once, built in the background, named in every receipt, ended with it."""
 
 from __future__ import annotations
 

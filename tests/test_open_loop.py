@@ -1,4 +1,4 @@
-"""The open-loop load generator of the promises: requests go out on time whatever becomes of those before."""
+"""The open-loop load generator of the promises: requests go out on time, independent of earlier answers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def _break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
-    for patience in (0.1, 3.0, 3.0):  # where nobody gets a core for so long, they go out late and come late
+    for patience in (0.1, 3.0, 3.0):  # without a free core, requests go out late and arrive late
         outcomes, arrivals = _offered(_never, rate=200, seconds=0.5, patience=patience)
         if len(arrivals) == 100 and summary(outcomes).late.p50 < 0.2:
             break

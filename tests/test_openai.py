@@ -1,4 +1,4 @@
-"""POST /v1/completions: OpenAI's shapes, strict where clients are, and the same text as the native door."""
+"""POST /v1/completions: OpenAI's shapes, strict where clients are, and the same text as the native endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of OpenAI's doors where something goes wrong in the middle of what is written at once."""
+"""OpenAI streams with an error in the middle of one write."""
 
 from __future__ import annotations
 

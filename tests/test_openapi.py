@@ -1,4 +1,4 @@
-"""The OpenAPI document leaves nothing to guess, and what the service sends is what it says."""
+"""The OpenAPI document is complete, and the service's answers match it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of rows for every switch of ModelConfig: alone = batched = chunked = cached = preempted, bit for bit."""
+"""Batch invariance for every switch of ModelConfig: alone = batched = chunked = cached = preempted, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists and objects are counted, whatever stands in texts, and counting is quick whatever is sent."""
+"""Lists and objects in bodies are counted correctly next to any strings, and counting is fast for any input."""
 
 from __future__ import annotations
 

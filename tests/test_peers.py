@@ -1,4 +1,4 @@
-"""The comparison with peers, its pure parts: plan, numbers, shapes, names, tables. Nothing is installed or measured."""
+"""The pure parts of the comparison with peers: plan, numbers, shapes, names, tables. Installs and measures nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sides that run as processes, and tools that fail: little fakes, no peer."""
+"""Sides that run as processes, and tools that fail: small fakes, no peer."""
 
 from __future__ import annotations
 

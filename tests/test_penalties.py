@@ -1,4 +1,4 @@
-"""Guides, biases and penalties: each does to the logits what its formula says, before anything is drawn."""
+"""Grammars, biases and penalties: each changes the logits by its formula, before sampling."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_guide_is_of_its_own_row(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_nobody(sample: Sample, temperature: float) -> None:
+def test_a_guide_that_allows_nothing_gives_no_token_and_hurts_no_other_row(sample: Sample, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, logprobs=1, typical_p=0.5)
     rows = [SamplingInput(params, [], 0), SamplingInput(params, [], 0, (), _mask())]
     assert sample(LOGITS.expand(2, -1), rows) == [sample(LOGITS[None], rows[:1])[0], SampledToken(None)]

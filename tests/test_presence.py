@@ -1,4 +1,4 @@
-"""A directory that is no weights directory: what is missing, and what to do with what is there instead."""
+"""Errors for a directory without weights: what is missing, and what to do with its files."""
 
 from __future__ import annotations
 

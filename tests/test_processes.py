@@ -179,7 +179,7 @@ def test_a_signal_lets_open_streams_end_refuses_new_ones_and_exits_zero(
 
 
 def test_sigterm_to_the_whole_process_group_is_a_drain_too(own_server: Server, faults: Faults) -> None:
-    """systemd and `timeout` signal everybody."""
+    """systemd and `timeout` signal all processes."""
     engine = _engine_pid(own_server)
     with httpx.Client() as client:
         _, lines = _half_a_stream(client, own_server, faults)
@@ -215,7 +215,7 @@ def test_an_engine_that_cannot_be_started_ends_the_service(tmp_path: Path, weigh
 
 def test_a_folder_called_app_in_the_working_directory_does_not_matter(tmp_path: Path, weights: Path) -> None:
     (tmp_path / "app").mkdir()
-    (tmp_path / "app/__init__.py").write_text("raise RuntimeError('somebody else')")
+    (tmp_path / "app/__init__.py").write_text("raise RuntimeError('another package')")
     sabotage = f"import os; sys.path[0] = {str(ROOT)!r}; os.chdir({str(tmp_path)!r})"
     server = start_server(tmp_path, weights, sabotage=sabotage)
     assert stop_server(server) == 0

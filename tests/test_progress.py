@@ -1,4 +1,4 @@
-"""The line that a person watches: what it says at which width, and what a terminal shows of it."""
+"""The progress bar: its content at each width, and its output on a terminal."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_eighty_columns_have_loss_held_out_speed_and_time_left() -> None:
     assert "loss" in narrow and "epoch" not in narrow and "#" in narrow
 
 
-def test_what_nobody_knows_is_not_made_up() -> None:
+def test_unknown_values_are_not_made_up() -> None:
     status = Status(progress=progress(1), loss=2.0, tokens_per_second=0.0, mfu=None, held_out=None, seconds_left=None)
     assert plain_line(status) == "step 1 loss 2.0000 tokens 100 epoch 0.10 5.0 % done, ? left"
     drawn = "".join(bar_line(status, 140, filled="#", empty="."))
@@ -188,7 +188,7 @@ def test_a_terminal_that_has_gone_ends_nothing(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])
-def test_there_is_no_bar_where_nobody_wants_one(
+def test_there_is_no_bar_where_none_is_wanted(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
 ) -> None:
     terminal.take_over()

@@ -1,4 +1,4 @@
-"""An engine proves itself on golden.json before its first request, in whatever numbers it computes."""
+"""The golden check: an engine verifies golden.json before its first request, in any number format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connection adds to uvicorn's, beside what tests/promises hold it to."""
+"""Additions of our HTTP protocol class to uvicorn's that tests/promises do not cover."""
 
 from __future__ import annotations
 

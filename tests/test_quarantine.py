@@ -1,4 +1,4 @@
-"""The quarantine: a poisoned request is found in two crashes, and nobody else is ever refused."""
+"""Crash recovery: two crashes identify a poisoned request, and no other request is ever refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _World:
     fuse=st.integers(0, PROOF - 1),
     late=st.integers(0, 5),
 )
-def test_a_poisoned_request_is_refused_after_two_crashes_and_nobody_else(
+def test_only_the_poisoned_request_is_refused_after_two_crashes(
     names: list[str], poison: int, slots: int, fuse: int, late: int
 ) -> None:
     """Whichever it is, whenever it comes, and also where it first makes a step of progress in every life."""
@@ -97,7 +97,7 @@ def test_a_poisoned_request_is_refused_after_two_crashes_and_nobody_else(
     data=st.lists(st.sampled_from(["come", "step", "step", "step", "leave", "kill"]), max_size=60),
     slots=st.integers(1, 5),
 )
-def test_crashes_from_outside_with_progress_between_them_refuse_nobody(data: list[str], slots: int) -> None:
+def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data: list[str], slots: int) -> None:
     world = _World(slots=slots)
     for number, deed in enumerate(data):
         if deed == "come":
@@ -163,7 +163,7 @@ def test_what_only_waited_in_the_engine_is_no_suspect_and_what_it_had_not_taken_
     assert quarantine.next(lambda _: 0) is None
 
 
-def test_a_suspect_that_nobody_wants_any_more_lets_the_next_one_go() -> None:
+def test_a_canceled_suspect_lets_the_next_one_go() -> None:
     quarantine = CrashRecovery()
     for name in ("a", "b"):
         quarantine.hold(name)

@@ -1,4 +1,4 @@
-"""Who comes in next: callers take turns, nobody waits for ever, and nobody holds every place alone."""
+"""Admission order: tenants take turns, no request waits forever, and no tenant occupies all slots."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_a_caller_that_may_not_come_is_passed_over() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**32))
-def test_nobody_waits_longer_than_its_own_before_it_times_the_callers(n_callers: int, places: int, seed: int) -> None:
-    """Arrivals all the time, of callers of very different zeal."""
+def test_a_request_waits_at_most_its_own_before_it_times_the_callers(n_callers: int, places: int, seed: int) -> None:
+    """Continuous arrivals, of tenants with very different rates."""
     draw, queue, waited = random.Random(seed), WaitingQueue(), {}
     for i in range(200):
-        # The first caller sends as many as all others together.
+        # The first tenant sends as many as all others together.
         salt = str(max(0, draw.randrange(2 * n_callers) - n_callers))
         sequence = _sequence(str(i), salt)
         before = sum(s.request.salt == salt for s in queue)

@@ -1,4 +1,4 @@
-"""What callers may take: never more in any 60 seconds, given back in every case, and told when to come back."""
+"""Rate limits of tenants: never exceeded in any 60 seconds, refunded in every case, with a correct Retry-After."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_limits_nothing_is_kept() -> None:
 
 
 @given(st.lists(_TAKES, min_size=1, max_size=80))
-def test_never_more_than_the_limit_in_any_minute_and_whoever_waits_as_told_gets_in(
+def test_never_more_than_the_limit_in_any_minute_and_retry_after_is_enough(
     takes: list[tuple[float, int, int]],
 ) -> None:
     quotas, caller, now = RateLimiter(), _caller(requests_per_minute=5, tokens_per_minute=100), 1000.0
@@ -87,7 +87,7 @@ def test_tokens_that_were_not_taken_are_given_back_once() -> None:
     lease.end(0)  # long forgotten
 
 
-def test_requests_at_a_time_are_let_go_at_the_end_and_while_nobody_listens() -> None:
+def test_requests_at_a_time_are_released_at_the_end_and_while_the_client_is_away() -> None:
     quotas, caller = RateLimiter(), _caller(concurrency=2)
     first, second = (quotas.take(caller, 1, 0.0) for _ in range(2))
     with pytest.raises(QuotaUsedUp, match="2 requests at a time"):

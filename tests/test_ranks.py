@@ -1,4 +1,4 @@
-"""Several processes that train together: they learn what one learns, one of them writes, and they end together."""
+"""Distributed training: several processes learn what one learns, one of them writes, and all end together."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_sizes_are_told_once(tmp_path: Path, text: Path) -> None:
 
 
 class Shelf:
-    """A store within one process, where nobody waits for what is not there."""
+    """An in-process store whose reads never wait for a missing key."""
 
     def __init__(self) -> None:
         self.written: Counter[str] = Counter()

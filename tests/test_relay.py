@@ -1,4 +1,4 @@
-"""What clients of the front see when a replica is lost: nothing, or a clean error; never half an answer."""
+"""Clients of the gateway when a replica is lost: no effect, or a clean error; never half an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(front: Gateway, path: str, method: str = "POST", **request: Any) -> http
     async def visit() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front") as client:
             response = await client.request(method, path, **request)
-        # At once, and not when somebody collects the garbage: a replica would compute until then.
+        # At once, not at the next garbage collection: a replica would compute until then.
         assert isinstance(front._replicas, Played)
         assert front._replicas.closed == len(front._replicas.calls)
         return response
@@ -148,7 +148,7 @@ def test_a_stream_of_the_other_door_that_had_begun_ends_with_an_error(ending: li
     assert counted(front)["failed"] == 1
 
 
-def test_nobody_waits_for_ever_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_waits_forever_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_module, "_QUICK_SECONDS", 0.01)
     replicas = Played(*[[Silent]] * 4)
     front = front_of(replicas, queue_timeout=0.01)
@@ -158,11 +158,9 @@ def test_nobody_waits_for_ever_for_a_replica(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("hung", [[Silent], taken(Silent), taken(JSON, b"{", Silent)], ids=["at once", "taken", "half"])
-def test_whoever_asks_for_health_is_answered_by_another_replica_where_one_hangs(
-    monkeypatch: pytest.MonkeyPatch, hung: Any
-) -> None:
+def test_health_is_answered_by_another_replica_where_one_hangs(monkeypatch: pytest.MonkeyPatch, hung: Any) -> None:
     class Hangs(asyncio.Event):
-        """From then on nobody else is to be late, on a machine that is busy."""
+        """Raises the timeout once the first replica hangs, so that on a busy machine no other replica times out."""
 
         async def wait(self) -> Literal[True]:
             monkeypatch.setattr(front_module, "_QUICK_SECONDS", 60.0)

@@ -1,4 +1,4 @@
-"""Clients of the front that come back, are there twice, or end their streams: real routes, replicas lost on demand."""
+"""Clients of the gateway that resume, duplicate or cancel their streams: real routes, replicas that a test kills."""
 
 from __future__ import annotations
 

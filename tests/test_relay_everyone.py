@@ -1,4 +1,4 @@
-"""What is asked of all replicas at once: one that hangs keeps nobody's answer back, and is told of."""
+"""Broadcasts to all replicas: one that hangs delays no other replica's answer, and is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = Head(404, JSON.headers)
 
 
 def ask(replicas: Played, method: str, path: str) -> httpx.Response:
-    """One question, and nobody is asked any longer when it is answered."""
+    """One request; no call to a replica is still open when it is answered."""
 
     async def visit() -> httpx.Response:
         app = Gateway(Settings(), replicas, resends=0)
@@ -33,18 +33,18 @@ def ask(replicas: Played, method: str, path: str) -> httpx.Response:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever hangs is known to hang at once."""
+    """A replica that hangs times out at once."""
     monkeypatch.setattr(front_module, "_TOGETHER_SECONDS", 0.05)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for one that hangs waits for ever."""
+    """A replica that hangs never times out."""
     monkeypatch.setattr(front_module, "_TOGETHER_SECONDS", 3600.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_stops_a_stream_is_answered_by_the_replica_that_has_it_whoever_hangs() -> None:
+def test_a_delete_is_answered_by_the_replica_that_has_the_stream_while_others_hang() -> None:
     has_it = Whole("b", JSON, b'{"id": "req-1", "cancelled": true}')
     replicas = Played(all_of=[Silent, Whole("a", UNKNOWN, b"{}"), has_it])
     assert ask(replicas, "DELETE", "/complete/req-1").json() == {"id": "req-1", "cancelled": True}
@@ -54,7 +54,7 @@ def test_who_stops_a_stream_is_answered_by_the_replica_that_has_it_whoever_hangs
 @pytest.mark.parametrize(
     ("others", "status"), [([], 404), ([Lost], 404), ([Silent], 503)], ids=["all answer", "one is lost", "one hangs"]
 )
-def test_nobody_is_told_that_there_is_no_such_stream_while_one_who_may_have_it_hangs(
+def test_a_stream_is_not_reported_missing_while_a_replica_that_may_have_it_hangs(
     others: list[Any], status: int
 ) -> None:
     response = ask(Played(all_of=[Whole("a", UNKNOWN, b"{}"), *others]), "DELETE", "/complete/req-1")
@@ -92,7 +92,7 @@ _OF, _SILENT = "inkstream_relay_replica_answers", "inkstream_relay_silent_replic
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("all_of", [[], [Silent], [Lost], [Silent, Silent]])
-def test_where_nobody_answers_the_front_says_so(all_of: list[Any]) -> None:
+def test_where_no_replica_answers_the_front_says_so(all_of: list[Any]) -> None:
     for method, path in (("GET", "/metrics"), ("DELETE", "/complete/req-1")):
         response = ask(Played(all_of=all_of), method, path)
         assert response.status_code == 503 and response.headers["retry-after"]
@@ -116,7 +116,7 @@ def test_a_stream_that_the_front_knows_is_stopped_although_its_replica_hangs() -
             assert (await client.delete(f"/complete/{name}")).json() == {"id": name, "cancelled": True}
             late.set()
             assert '"code": "cancelled"' in (await reading).text
-            assert (await client.delete(f"/complete/{name}")).status_code == 404, "it has ended, whoever hangs"
+            assert (await client.delete(f"/complete/{name}")).status_code == 404, "the stream has ended"
             assert len(replicas.calls) == 1
 
     asyncio.run(visits())

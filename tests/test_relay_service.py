@@ -1,4 +1,4 @@
-"""The front before the real service, whose replicas are lost at one place after the other: the text stays the same."""
+"""The gateway in front of the real service, with a replica lost at each point in turn: the text stays the same."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _ask(app: FastAPI, deaths: Sequence[int], path: str, method: str = "PO
 
 
 def test_wherever_a_replica_is_lost_the_answer_is_that_of_one(settings: Settings) -> None:
-    """Streams with the details of their tokens and of several choices, a seed that nobody sent, whole answers."""
+    """Streams with token details and several choices, a seed chosen by the service, answers without streaming."""
 
     async def visits() -> None:
         app = create_app(settings)

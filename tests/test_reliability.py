@@ -1,4 +1,4 @@
-"""RELIABILITY.md is what its generator makes of figures that tests wrote down, and every promise is tested."""
+"""RELIABILITY.md equals what its generator makes of the recorded figures, and every promise is tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights beside old ones, with engines that do what a test tells them: who serves, who is closed, what is said."""
+"""Hot reload with scripted engines: which instance serves, which is closed, and the log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from model.files import write_files
 
 
 class FakeEngine:
-    """Loads when it is told to."""
+    """Loads when the test lets it."""
 
     def __init__(self) -> None:
         self.ready: Any = None
@@ -195,7 +195,7 @@ def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
     assert len(lines) == 1 and words in lines[0] and "the old ones stay" in lines[0]
 
 
-def test_an_error_that_nobody_has_thought_of_refuses_one_load_and_no_later_one(
+def test_an_unexpected_error_refuses_one_load_and_no_later_one(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken() -> ModelInstance:
@@ -396,7 +396,7 @@ def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_plac
     asyncio.run(scenario())
 
 
-def test_a_look_sees_what_was_replaced_and_not_what_is_nobodys_business(directory: Path) -> None:
+def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) -> None:
     before = look(directory)
     (directory / ".model.safetensors.1.tmp").write_bytes(b"half")
     (directory / "README.md").write_text("a card")

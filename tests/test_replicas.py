@@ -1,4 +1,4 @@
-"""A service with two engines: what one of them promises, both keep. With fake engines, and with real ones the texts."""
+"""A service with two engines keeps the promises of one. With fake engines; texts with real ones."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_drain_waits_for_the_streams_of_all_engines(pair: Server) -> None:
 
 
 def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, server: Server, faults: Faults) -> None:
-    """Of all doors, with choices, log-probabilities and prompts in common; each engine has its part of them.
+    """Requests to all endpoints, with choices, log-probabilities and shared prompts; each engine gets a share of them.
 
     Each stops itself at its tenth step: however late we look, both have been at work.
     """

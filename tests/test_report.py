@@ -1,4 +1,4 @@
-"""What a run tells: log.jsonl through crashes and resumes, plain lines, and the pace of late."""
+"""Reports of a training run: log.jsonl through crashes and resumes, plain lines, and the recent pace."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_record_has_every_documented_key_and_each_measurement_stands_where
 
 
 def test_a_run_that_went_on_has_the_log_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
-    """The last snapshot was made at step 10; steps 11 to 13 were told, and are computed again."""
+    """The last snapshot was made at step 10; steps 11 to 13 were logged, and are computed again."""
     _tell(tmp_path / "whole", 1, 20, measure=(5, 15))
     _tell(tmp_path / "halves", 1, 13, measure=(5,))
     with (tmp_path / "halves/log.jsonl").open("a") as file:
@@ -139,7 +139,7 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
     assert pace.seconds_left == pytest.approx(1000, rel=0.05)
 
 
-def test_nothing_is_said_of_a_pace_that_nobody_knows_yet() -> None:
+def test_nothing_is_said_of_a_pace_that_is_not_known_yet() -> None:
     pace = Pace()
     pace.add(progress(1))
     assert (pace.tokens_per_second, pace.seconds_left, pace.loss) == (0.0, None, 2.0)
@@ -188,7 +188,7 @@ def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest
     assert told[0] == (str(tmp_path / "tensorboard"), 0.0, 1)
     assert ("loss", 2.0, 1) in told and ("held_out", 1.5, 1) in told and told[-1] == ("held_out_whole", 1.25, 1)
     assert len(set(told)) == len(told), "nothing is told twice"
-    assert not [key for key, _, _ in told if key == "mfu"], "what nobody knows is not drawn"
+    assert not [key for key, _, _ in told if key == "mfu"], "an unknown value is not plotted"
 
 
 def test_tensorboard_that_is_not_installed_is_said_in_one_line_before_anything_is_trained(

@@ -1,4 +1,4 @@
-"""Streams that break off and are taken up again, deadlines, and who may touch whose stream."""
+"""Streams that are interrupted and resumed, deadlines, and access to other tenants' streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.api.resume_store import ResumeStore
 
 LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 600, "temperature": 1.0, "seed": 3, "ignore_eos": True}
 ENDLESS = {**LONG, "max_tokens": 16_000}
-"""Computes for a minute where nobody stops it."""
+"""Computes for a minute unless it is canceled."""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_second_connection_takes_a_running_stream_over(long_server: Server, fa
     assert "event: done" not in text, "the first connection was meant to lose the stream"
 
 
-def test_a_stream_belongs_to_whoever_began_it(long_server: Server) -> None:
+def test_a_stream_belongs_to_the_tenant_that_began_it(long_server: Server) -> None:
     mine, other = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer other"}
     name = _first_events(long_server, 5, mine, **ENDLESS)[0].data["id"]
     for headers in (None, other):
@@ -172,7 +172,7 @@ def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
     assert _resume(long_server, name, {"Last-Event-ID": "other:3"}).status_code == 400
 
 
-def test_time_away_is_nobodys_time(long_server: Server) -> None:
+def test_time_away_does_not_count(long_server: Server) -> None:
     began = time.monotonic()
     seen = _first_events(long_server, 40, **LONG)
     assert is_clean(long_server), "it has been seen that the client left"
@@ -255,7 +255,7 @@ def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path, weights: 
     server = start_server(tmp_path, weights, "--max-running", "1", "--queue-timeout", "1", fake_ms=20)
     try:
         with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "max_tokens": 8000}, timeout=60) as busy:
-            parts = busy.iter_text()  # an iterator that nobody holds would close the response
+            parts = busy.iter_text()  # an unreferenced iterator would close the response
             next(parts)
             body = {"prompt": "a", "deadline_ms": 100}
             late = httpx.post(f"{server.url}/complete", json={**body, "stream": False})

@@ -1,4 +1,4 @@
-"""Which engine a request goes to: by its beginning and by what each has to do. Properties, and the cases that count."""
+"""Prefix router: picks an engine by cached prefix and load. Properties, and important cases."""
 
 from __future__ import annotations
 

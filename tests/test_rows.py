@@ -1,4 +1,4 @@
-"""Rows by themselves: words as tokens, padding that counts for nothing, an order that is a function of (seed, step)."""
+"""Training examples: words as tokens, padding without effect, an order that is a function of (seed, step)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what the library writes is read, and every lie is named before it is mapped."""
+"""The header of a safetensors file: valid ones are read, and every invalid one is named before the file is mapped."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from app.engine.sampling.sampling_input import SamplingInput
 
 
 def _row(params: SamplingParams, position: int = 0) -> SamplingInput:
-    """Only the position counts: without penalties nobody looks at the tokens."""
+    """Only the position counts: without penalties the sampler does not read the tokens."""
     return SamplingInput(params, range(position), position)
 
 
@@ -94,7 +94,7 @@ def test_a_nucleus_wider_than_the_first_try_is_exact(sample: Sample) -> None:
 @pytest.mark.parametrize(
     "params", [{}, {"logprobs": 3}, {"temperature": 0.0, "logprobs": 0}, {"top_k": 5, "top_p": 0.5}]
 )
-def test_a_row_that_is_not_finite_gives_no_token_and_hurts_nobody(sample: Sample, params: dict[str, Any]) -> None:
+def test_a_row_that_is_not_finite_gives_no_token_and_hurts_no_other_row(sample: Sample, params: dict[str, Any]) -> None:
     logits = torch.randn(3, 50)
     rows = [_row(SamplingParams(seed=i, **params)) for i in range(3)]
     clean = sample(logits, rows)

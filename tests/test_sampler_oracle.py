@@ -1,4 +1,4 @@
-"""5,000 generated rows: nothing accepted raises, company changes no bit, and the draw is the one of the definition."""
+"""5,000 generated rows: no accepted input raises, no other row changes a bit, and samples match the definition."""
 
 from __future__ import annotations
 

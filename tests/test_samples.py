@@ -1,4 +1,4 @@
-"""samples.md, the drawing behind it, and text that Markdown must not take for markup."""
+"""samples.md, its sampling, and text that Markdown must not interpret as markup."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypat
         if gallery.is_due(told):
             gallery.add({"step": step, "tokens": step, "fraction": step / 1000}, {"training": 1.0}, draw)
             drawn.append(step)
-            assert 2.0 * len(drawn) <= 0.01 * step or len(drawn) == 1, "what the first costs, nobody knows"
+            assert 2.0 * len(drawn) <= 0.01 * step or len(drawn) == 1, "the cost of the first is unknown"
     assert drawn == [50, 400, 600]
 
 

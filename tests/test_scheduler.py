@@ -93,7 +93,7 @@ def test_the_simulation_notices_a_shared_block_with_other_content(monkeypatch: p
         _simulate_many(500)
 
 
-def test_nobody_is_preempted_more_than_four_times() -> None:
+def test_no_request_is_preempted_more_than_four_times() -> None:
     scheduler, device = make_scheduler(20, 1, 64, 16), SimulatedDevice(1)
     for i in range(30):
         scheduler.add(Request(id=f"r{i}", prompt=(1 + i, 2), max_tokens=15))
@@ -119,7 +119,7 @@ def test_a_step_that_others_wait_for_carries_few_prompt_tokens() -> None:
     scheduler, device = make_scheduler(64, 4, 40, 8, beside=5), SimulatedDevice(4)
     for i in range(4):
         scheduler.add(Request(id=f"decode {i}", prompt=(i, i, i), max_tokens=30))
-    assert [len(step(scheduler, device)[0].chunks) for _ in range(2)] == [4, 4], "nobody waits yet: all prompts at once"
+    assert [len(step(scheduler, device)[0].chunks) for _ in range(2)] == [4, 4], "no decode waits: all prompts at once"
     scheduler.add(Request(id="prompt", prompt=tuple(range(60)), max_tokens=1))
     sizes = [_sizes(step(scheduler, device)[0]) for _ in range(2)]
     assert sizes == [[1, 1, 1, 1, 16]] * 2, "four for each decode, where that is more than five"
@@ -127,7 +127,7 @@ def test_a_step_that_others_wait_for_carries_few_prompt_tokens() -> None:
         scheduler.cancel(f"decode {i}")
     assert _sizes(step(scheduler, device)[0]) == [1, 5]
     scheduler.cancel("decode 3")
-    assert _sizes(step(scheduler, device)[0]) == [23], "nobody waits any more"
+    assert _sizes(step(scheduler, device)[0]) == [23], "no decode waits any more"
 
 
 def _sizes(plan: BatchPlan) -> list[int]:
@@ -178,7 +178,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_are_cleared_for_the
 
 
 def test_who_leaves_before_a_draw_leaves_blocks_that_are_cleared() -> None:
-    """Whether what it wrote is finite, nobody knows yet."""
+    """The scheduler does not know yet whether what it wrote is finite."""
     scheduler, device = make_scheduler(16, 4, 8, 4), SimulatedDevice(4)
     scheduler.add(Request(id="left", prompt=tuple(range(1, 20)), max_tokens=3))
     plan, _ = step(scheduler, device)

@@ -1,4 +1,4 @@
-"""POST /score: what it says equals a forward pass of the model, however the texts come."""
+"""POST /score: its results equal a forward pass of the model, for every form of input."""
 
 from __future__ import annotations
 

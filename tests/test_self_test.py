@@ -1,4 +1,4 @@
-"""--deterministic: the trial passes where rows are independent, and finds out where they are not."""
+"""--deterministic: the startup check passes where rows are independent, and fails where they are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose streams make room on a full shelf; tests/test_resume.py has the rest of it."""
+"""Eviction from a full resume store; tests/test_resume.py covers the rest of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Left:
         self.is_closed = True
 
 
-def test_who_leaves_one_stream_after_the_other_pushes_out_nobody_elses() -> None:
+def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
     async def visit() -> None:
         shelf, flood = ResumeStore(60.0), [Left(f"f{i}", "flood") for i in range(1000)]
         others = [Left(f"o{i}", f"owner {i % 10}") for i in range(100)]

@@ -1,4 +1,4 @@
-"""What the engine process shows of itself: a heartbeat while it loads, and where it hangs."""
+"""Watchdog of the engine process: a heartbeat while it loads, and a stack trace where it hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_heart_beats_from_beginning_to_end_and_no_longer() -> None:
     assert len(beats) == count
 
 
-def test_a_heart_stops_where_nobody_listens() -> None:
+def test_a_heartbeat_stops_where_no_process_listens() -> None:
     def beat() -> None:
         raise BrokenPipeError
 
@@ -40,14 +40,14 @@ def test_a_heart_stops_where_nobody_listens() -> None:
 
 
 def _hang(folder: Path, program: str) -> str:
-    """What it says on standard error, which is a file: it can see there whether it was told."""
+    """Its standard error, which is a file: the process can see there whether the trace was written."""
     words = "import ctypes, os, time; from app.engine.checks.watchdog import HangTrace; trace = HangTrace(0.5)\n"
     with (folder / "told").open("w") as told:
         subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=told, check=True, timeout=60)
     return (folder / "told").read_text()
 
 
-def test_a_process_that_hangs_says_where_also_where_nobody_else_gets_the_gil(tmp_path: Path) -> None:
+def test_a_process_that_hangs_says_where_also_where_it_holds_the_gil(tmp_path: Path) -> None:
     stuck = "def stuck():\n    while not os.fstat(2).st_size: ctypes.PyDLL(None).usleep(ctypes.c_uint(800_000))\n"
     told = _hang(tmp_path, f"{stuck}trace.alive(time.monotonic())\nstuck()")
     assert "Timeout" in told and "stuck" in told

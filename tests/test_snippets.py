@@ -65,7 +65,7 @@ def recording() -> Iterator[Recorder]:
             self.wfile.write(recorder.answer.encode())
 
         def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+            """Logs nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         recorder.url = f"http://127.0.0.1:{server.server_port}/it's/complete"

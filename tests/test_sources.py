@@ -1,4 +1,4 @@
-"""Encoder-decoder models: every request looks at its own source, to the same bits whoever else is there."""
+"""Encoder-decoder models: every request attends to its own source, with the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def case(request: pytest.FixtureRequest) -> tuple[Decoder, list[Request], dict[s
         ("preempted", {"blocks": 12, "tokens_per_step": 1000}),
     ],
 )
-def test_a_request_gets_the_same_bits_whoever_else_is_there(
+def test_a_request_gets_the_same_bits_in_any_batch(
     name: str, engine: dict[str, int], case: tuple[Decoder, list[Request], dict[str, list[SampledEvent]]]
 ) -> None:
     decoder, requests, alone = case
@@ -113,7 +113,7 @@ def test_another_source_gives_another_text_although_the_prompt_is_cached() -> No
     assert texts == [_tokens(run_all(tiny_engine(decoder), [request])[request.id]) for request in asked]
 
 
-def test_a_slot_that_held_numbers_that_are_not_finite_harms_nobody() -> None:
+def test_a_slot_that_held_numbers_that_are_not_finite_harms_no_later_request() -> None:
     decoder, request = _decoder(), _requests(1, seed=6, sources=1)[0]
     engine = tiny_engine(decoder, max_running=1)
     sources = engine.runner.compute._sources

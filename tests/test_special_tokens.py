@@ -1,4 +1,4 @@
-"""What starts and ends a text: the settings beside tokenizer.json, held against transformers over the same files."""
+"""Special tokens at the start and end of a text: the settings next to tokenizer.json, compared with transformers."""
 
 from __future__ import annotations
 

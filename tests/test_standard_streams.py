@@ -1,4 +1,4 @@
-"""Whoever starts the service may have closed the standard streams: no socket takes their numbers."""
+"""Standard streams that are closed at the start: no socket takes their descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start of the engine leaves alone."""
+"""Modules and resources that an engine's start does not touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's start takes, by phase, and where Triton is told to keep its kernels."""
+"""Startup times of an engine, by phase, and the directory that Triton gets for its kernels."""
 
 from __future__ import annotations
 

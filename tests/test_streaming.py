@@ -1,4 +1,4 @@
-"""POST /complete over a real socket: events, parity with the plain answer and with being alone, leaving early."""
+"""POST /complete over a real socket: events, parity without streaming and with running alone, early disconnects."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_tokens_of_a_stop_string_are_not_shown_not_even_half_characters(server: 
 
 
 def test_a_second_request_finds_its_prompt_in_the_cache(server: Server) -> None:
-    body = {"prompt": "A prompt that nobody else sends, long enough for blocks. " * 4, "max_tokens": 5, "seed": 1}
+    body = {"prompt": "A prompt that no other test sends, long enough for blocks. " * 4, "max_tokens": 5, "seed": 1}
     first, second = whole(server.url, **body), whole(server.url, **body)
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16

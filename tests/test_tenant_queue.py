@@ -1,4 +1,4 @@
-"""Turns by tenant: order, the last worker, bounds, charges. A worker's time is what the test says it was."""
+"""Turns by tenant: order, the last worker, bounds, charges. The test sets a worker's time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_tenant_never_occupies_the_last_worker() -> None:
     _run(story())
 
 
-def test_the_tenant_with_the_least_recent_work_is_next_whoever_came_first() -> None:
+def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arrival() -> None:
     async def story() -> None:
         line = Line(_queue())
         for _ in range(5):

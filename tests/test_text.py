@@ -1,4 +1,4 @@
-"""Half characters and half stop strings: what comes out never depends on where the pieces were cut."""
+"""The detokenizer: partial characters and stop strings; the output does not depend on how the input is split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers with unusual regular expressions: found, timed before they are served, run where they can be killed."""
+"""Tokenizers with unusual regular expressions: detected, timed before they are served, run in a killable process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer: text there and back, exact bytes, and files that are no tokenizer."""
+"""The tokenizer: round trips, exact bytes, and invalid files."""
 
 from __future__ import annotations
 

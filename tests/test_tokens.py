@@ -1,4 +1,4 @@
-"""The tokenizer over HTTP, and the facts of the model: there and back, the places, what is refused."""
+"""The tokenizer endpoints and the facts of the model: round trips, character offsets, errors."""
 
 from __future__ import annotations
 

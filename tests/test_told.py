@@ -1,4 +1,4 @@
-"""A stream that two replicas have written is the text of one, however each of them cuts it."""
+"""The stream splicer: a stream that two replicas produced equals the text of one, however each splits it."""
 
 from __future__ import annotations
 

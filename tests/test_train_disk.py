@@ -1,4 +1,4 @@
-"""A disk that gets full while a model is trained: what was learnt is not thrown away, and nobody is left to guess."""
+"""A disk that gets full during training: the weights so far are kept, and the error says what to do."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_disk_full_from_any_operation_on_ends_in_a_result_or_in_one_line(
 def test_a_disk_without_a_byte_left_is_told_in_one_line_and_nothing_stays(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder is made where no byte can be written; whose the lock is could not be, and was told of the output."""
+    """mkdir works on a full disk; writing the lock's owner failed, and the error blamed the output."""
     real = Path.open
 
     def full(path: Path, mode: str = "r", **named: Any) -> IO[Any]:

@@ -1,4 +1,4 @@
-"""Numbers that are no numbers: exit 3, the weights of before are kept, and nothing else is ever saved."""
+"""Diverged training: exit 3, the last good weights are kept, and no others are ever saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are written out equal those of plain autograd."""
+"""Handwritten gradients equal those of plain autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training that begins from weights: each family comes out as it went in, only wiser, and others read it alike."""
+"""Fine-tuning: each family keeps its format, and other libraries read the result alike."""
 
 from __future__ import annotations
 

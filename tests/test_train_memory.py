@@ -1,4 +1,4 @@
-"""What is freed stays with the process, for all of its threads."""
+"""Freed memory stays with the process, for all of its threads."""
 
 from __future__ import annotations
 

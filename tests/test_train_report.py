@@ -1,4 +1,4 @@
-"""What a whole run leaves for people: log, curve, samples, card, and what it prints first and last."""
+"""Output of a whole run: log, curve, samples, card, and its first and last lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_run_leaves_what_a_person_wants_to_see(
 ) -> None:
     out = tmp_path / "out"
     unseen = tmp_path / "unseen_1.txt"
-    unseen.write_text("It was never seen that a fox could read what nobody had written. " * 20)
+    unseen.write_text("It was never seen that a fox could read what a hen had written. " * 20)
     assert train(text, out, *FLAGS, "--license", "mit", "--unseen", str(unseen)) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[:3]] == ["model:", "data:", "plan:"]

@@ -1,4 +1,4 @@
-"""Ctrl+C, SIGTERM and SIGHUP: what was learnt is saved at once, a second one ends, there are no tracebacks."""
+"""Ctrl+C, SIGTERM and SIGHUP: the first saves at once, a second one ends, without tracebacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of int8 and fp8 beside their twins: in Triton's interpreter, or on a GPU where there is one."""
+"""The int8 and fp8 kernels against their references: in Triton's interpreter, or on a GPU if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue as the API process sees it: bounds, places and waits that tell the truth about turns."""
+"""The queue limits of the API process: bounds, positions and wait estimates."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _line_filled_by_everybody() -> int:
     return len(line._places)
 
 
-def test_whoever_would_come_too_late_is_refused_at_once() -> None:
+def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
     line = _line()
     for i in range(20):
         line.join(_request(str(i)))
@@ -96,7 +96,7 @@ def test_whoever_would_come_too_late_is_refused_at_once() -> None:
     assert 8 <= refused.value.retry_after <= 12
     with line.reserved("", 1, 1, 9.0, 15.0):
         pass
-    line.begin([], 10.0, has_backlog=False)  # what was measured says nothing once nobody waits in the engine
+    line.begin([], 10.0, has_backlog=False)  # the measured pace means nothing once no request waits in the engine
     with line.reserved("", 1, 1, 10.0, 5.0):
         pass
 

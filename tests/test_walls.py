@@ -1,4 +1,4 @@
-"""The walls of the house: which folder may import which, what each may use from outside, no cycles, readable files."""
+"""Import rules: which folder may import which, what each may use from outside, no cycles, readable files."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_files_and_functions_stay_readable() -> None:
 
 
 def test_every_public_thing_says_what_it_does() -> None:
-    """Methods that only fill in somebody else's protocol are its to explain."""
+    """Methods that implement another library's protocol are documented there."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for path in (p for p in FILES if p.relative_to(ROOT).parts[0] != "benchmarks"):
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""The page's own arithmetic of sampling against the server's sampler, where the page knows the whole distribution."""
+"""The page's sampling arithmetic against the server's sampler, where the page knows the whole distribution."""
 
 import json
 import random

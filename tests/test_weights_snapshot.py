@@ -1,4 +1,4 @@
-"""What was opened is read, whatever becomes of the directory: in this process and in others."""
+"""A snapshot of opened weights stays readable when the directory changes: in this process and in others."""
 
 from __future__ import annotations
 

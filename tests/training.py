@@ -1,4 +1,4 @@
-"""Tiny runs of the training script in the test's own process: started, ended by a real signal, looked at."""
+"""Tiny in-process runs of the training script: started, ended by a real signal, inspected."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Everything that a GPU is needed for, in one run: `make gpu-check`."""
+"""All measurements that need a GPU, in one run: `make gpu-check`."""

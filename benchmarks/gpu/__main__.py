@@ -1,4 +1,4 @@
-"""Everything that a GPU is needed for, in one run of minutes: `make gpu-check`, or `python -m benchmarks.gpu`.
+"""All measurements that need a GPU, in one run of minutes: `make gpu-check`, or `python -m benchmarks.gpu`.
 
 For a machine that may be thrown away afterwards: no network, its own torch and Triton, nothing installed. Each stage is
 a process with its share of the time; one that fails is recorded, and the rest goes on. Findings are on disk at once,

@@ -1,4 +1,4 @@
-"""A stage in a process of its own, until it ends, dies, or its time is over.
+"""Runs a stage in a subprocess until it ends, crashes, or times out.
 
 An illegal access spoils a CUDA context for good, a hang never ends, and what one stage does not give back would be
 missing in the next. So each stage is forked off this process, which has loaded Python's side of everything and must
@@ -30,7 +30,7 @@ from benchmarks.gpu.finding import Bench, Finding, Unsupported
 Start = Literal["fork", "spawn"]
 
 GRACE_SECONDS = 3.0
-"""Beyond the deadline that the stage is told, by which it should have cut itself."""
+"""Grace period after the stage's deadline, by which the stage should have stopped on its own."""
 
 _EXIT_SECONDS = 20.0
 """A core dump may have to be written before there is an exit code."""
@@ -53,7 +53,7 @@ def run_apart(module: str, bench: Bench, hear: Callable[[Finding], None], log: P
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(module, bench, theirs, log))
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; those of a numeric library, if any, have nothing to do here.
+        # Python 3.12 warns of forks in processes with threads; those of a numeric library, if any, are idle here.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()

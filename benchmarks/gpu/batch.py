@@ -1,4 +1,4 @@
-"""256 requests of 1,024 tokens in and 1,024 out, all there from the start: what a crowd gets out of the bare engine."""
+"""Throughput of the bare engine on 256 concurrent requests of 1,024 prompt and 1,024 generated tokens."""
 
 from __future__ import annotations
 

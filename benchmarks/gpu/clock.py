@@ -1,4 +1,4 @@
-"""Seconds of work on a device: by its own events on a GPU, by the host's clock elsewhere."""
+"""Timers of work on a device: CUDA events on a GPU, the host's clock elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel against a reference in higher precision: runs what lies in conformance/."""
+"""Compares every kernel with a reference in higher precision: runs the checks in conformance/."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _outcome(what: str, check: Callable[..., Any], bench: Bench) -> Iterator[Fin
 
 
 def _is_missing(error: Exception) -> bool:
-    """A package that this machine has not got, which is told at the start; what is our own must load."""
+    """A package missing on this machine, which the run reports at the start; our own modules must load."""
     return isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(_OURS)
 
 

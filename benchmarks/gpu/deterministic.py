@@ -1,6 +1,6 @@
-"""Whether a request gets the same bits alone, beside others, and again: the self-test of --deterministic, and more.
+"""Whether a request gets the same bits alone, in a batch, and again: the check of --deterministic, and more.
 
-The same is told of how the engine computes by default, and on a GPU nothing is held against that.
+The report includes the engine's default mode too; on a GPU that mode may differ.
 """
 
 from __future__ import annotations

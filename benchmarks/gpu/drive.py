@@ -1,4 +1,4 @@
-"""Requests for an engine, and the steps that answer them."""
+"""Requests for an engine, and a loop that steps it until they finish."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_STEPS = 100_000
 
 @dataclass(slots=True)
 class Texts:
-    """What came of requests, by their ids. Owned by whoever runs them."""
+    """Results of requests, by request id. Owned by the code that runs the engine."""
 
     events: dict[str, list[SampledEvent]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

@@ -21,7 +21,7 @@ _BLOCK = {"cpu": 16, "cuda": 64}
 
 
 class Phases:
-    """Hears what an engine does before it is ready. Owned by whoever builds one."""
+    """Records the startup phases that an engine reports. Owned by the code that builds the engine."""
 
     def __init__(self) -> None:
         self._heard = [("before", time.monotonic())]

@@ -1,4 +1,4 @@
-"""What a stage finds, and what it is told. Pure: the standard library alone, so that a bare machine can load it."""
+"""Results and arguments of a stage. Standard library only, so that a machine without packages can import it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Captured steps against eager ones, and a step ahead against none: the same tokens, and if possible the same bits.
 
-One engine, in which the one and then the other is switched off; batches whose sizes lie on and beside the borders of
+One engine, in which the one and then the other is switched off; batches whose sizes lie on and next to the borders of
 what is captured, and shrink while they run.
 """
 
@@ -59,7 +59,7 @@ def _ways(engine: Engine, batches: list[list[Request]]) -> Iterator[_Way]:
 
 
 def _texts(engine: Engine, batches: list[list[Request]], salt: str) -> list[Texts]:
-    """Under a salt of its own no way finds in the cache what another has computed."""
+    """In a cache namespace of its own, no mode finds cached blocks that another has computed."""
     return [run_all(engine, [msgspec.structs.replace(r, salt=salt) for r in batch]) for batch in batches]
 
 

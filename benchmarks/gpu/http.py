@@ -1,4 +1,4 @@
-"""The whole service with the default weights, as `make serve` would start it, under the load generator."""
+"""Load test of the whole service with the default weights, started as `make serve` starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' generate on the same shapes with random weights, in the same run: what people have otherwise."""
+"""Baseline: the generate() of transformers on the same shapes with random weights, in the same run."""
 
 from __future__ import annotations
 

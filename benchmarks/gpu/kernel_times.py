@@ -1,4 +1,4 @@
-"""Which kernels a step's time goes to, by torch's profiler: what to make faster next.
+"""Kernel times of a step by torch's profiler, to find what to optimize next.
 
 Where a kernel is short, the profiler itself costs: shares are to be read from here, and the step's time from elsewhere.
 """

@@ -1,4 +1,4 @@
-"""What this machine is: the GPU, its memory, its clocks, driver, torch and Triton."""
+"""Facts about the machine: GPU, memory, clocks, driver, torch and Triton."""
 
 from __future__ import annotations
 

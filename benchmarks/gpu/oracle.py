@@ -1,4 +1,4 @@
-"""What model/nn/reference.py, in float32 on the CPU, says of a text that an engine wrote.
+"""Scores a generated text with model/nn/reference.py in float32 on the CPU.
 
 The engine's own tokens are read in one pass, and each is held against the logits before it: one token that a tie
 decided otherwise would make the rest of a free run incomparable.

@@ -1,4 +1,4 @@
-"""What is installed here, what is missing, and how wheels that were brought along are put on the path. No torch.
+"""Installed and missing packages, and the import path of bundled wheels. No torch.
 
 The machine with the GPU may be a bare one without a network: its own torch and Triton are taken as they are.
 """

@@ -1,4 +1,4 @@
-"""Whether there is a GPU that this torch can compute on, and what it is called."""
+"""Detects a GPU that this torch can compute on, and its name."""
 
 from __future__ import annotations
 

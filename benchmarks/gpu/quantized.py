@@ -1,4 +1,4 @@
-"""Decoding and reading with weights of eight bits, beside the same shape's bfloat16 in the same run."""
+"""Decoding and prefill with 8-bit weights, compared with bfloat16 of the same shape in the same run."""
 
 from __future__ import annotations
 

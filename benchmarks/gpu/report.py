@@ -1,4 +1,4 @@
-"""What a run found, as it grows: a table for the eye and JSON for programs, on disk after every stage. Pure."""
+"""The report of a run: a table and JSON, written to disk after every stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Report:
     """Mutable, owned by the run; written again whenever something is added."""
 
     path: Path
-    """Of the JSON file; the table lies beside it."""
+    """Path of the JSON file; the table is written next to it."""
     facts: Mapping[str, Any]
     records: list[Record] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ def file_name(device: str, date: str) -> str:
 
 
 def line(name: str, finding: Finding) -> str:
-    """For whoever watches."""
+    """One line of console output for a finding."""
     law = {True: "  ok", False: "  BROKEN", None: ""}[finding.ok]
     share = "" if finding.share is None else f"  {_percent(finding.share)} of the roof"
     note = f"  ({finding.note})" if finding.note else ""

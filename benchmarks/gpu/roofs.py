@@ -1,4 +1,4 @@
-"""How fast this GPU reads, copies and multiplies: the roofs that every other figure stands under. On random numbers.
+"""Measures how fast this GPU reads, copies and multiplies: the roofline of all other figures. On random numbers.
 
 Zeros draw less power and come out faster than any model's numbers would.
 """

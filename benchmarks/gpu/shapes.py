@@ -1,4 +1,4 @@
-"""The models that are measured, and random weights for them, made where they are used: 16 GB need no file.
+"""The measured models, with random weights created in memory: 16 GB need no file.
 
 Every matrix keeps the size of what goes through it, so that a text depends on all of them, and logits are as far apart
 as those of a trained model: with flat ones the next token would hang on the last bit of a sum.

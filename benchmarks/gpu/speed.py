@@ -1,6 +1,6 @@
-"""Tokens a second of the bare engine: decoding 1, 8, 32 and 256 texts at once, and reading a prompt.
+"""Tokens per second of the bare engine: decoding 1, 8, 32 and 256 texts at once, and prefill.
 
-A figure stands beside its share of the roof: what the GPU would need to read all matrices and the keys and values of
+Each figure comes with its share of the roof: what the GPU would need to read all matrices and the keys and values of
 every text once, or to multiply, whichever is longer, through what was needed.
 """
 

@@ -1,4 +1,4 @@
-"""Which stages there are, in which order, and what part of the time each has. Pure: the standard library alone."""
+"""The stages, their order, and the share of the time that each gets. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a steady decode step waits for the device where it need not: torch's own check of synchronizing calls.
+"""Checks that a steady decode step never waits for the device needlessly: torch's check of synchronizing calls.
 
 It only warns here, and any warning breaks the law: an error would be taken for a request's by the engine, which would
 compute the step again row by row and go on.

@@ -1,4 +1,4 @@
-"""An engine that computes as on a GPU, on a CPU: twins of the kernels, steps ahead, captures that only pretend.
+"""Emulates a GPU engine on a CPU: reference kernels, steps in flight, captures that only record.
 
 So the whole of the check can be tried where there is no GPU: the same rows, steps and graphs, none of the kernels.
 """
@@ -29,7 +29,7 @@ _BLOCK = 16
 def device_engine(
     bench: Bench, shape: ModelConfig, read: Callable[..., Checkpoint] | None = None, **knobs: Any
 ) -> Engine:
-    """On a GPU what engine_of() gives; on a CPU its twin, which knows fewer knobs."""
+    """On a GPU the result of engine_of(); on a CPU its emulation, which has fewer options."""
     if bench.device == "cuda":
         return engine_of(bench, shape, read, **knobs)
     return _twin(shape, read or reader(shape), bench, **knobs)

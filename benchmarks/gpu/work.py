@@ -1,4 +1,4 @@
-"""What a step cannot do without, and how long the GPU needs for that at least. Pure, but for the shape's size."""
+"""The minimal work of a step, and the least time that a GPU needs for it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ours beside other engines and servers on the same machine in the same run: `python -m benchmarks.peers`."""
+"""This engine against others on the same machine in the same run: `python -m benchmarks.peers`."""

@@ -1,4 +1,4 @@
-"""Ours beside OpenVINO GenAI, llama.cpp, CTranslate2 and transformers: `python -m benchmarks.peers --models default,C`.
+"""Compares OpenVINO GenAI, llama.cpp, CTranslate2, transformers: `python -m benchmarks.peers --models default,C`.
 
 Peers are installed from PyPI on first use, each into an environment of its own below .peers/. Every side runs in a
 process of its own with the same threads and is asked in turn, A B C, B C A, ...; one computes at a time. Ratios are

@@ -1,4 +1,4 @@
-"""A side's process, from outside: started once, asked again and again."""
+"""Client of a side's process: started once, called repeatedly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in a peer's own format, made once by the peer's own tools beside the random checkpoints."""
+"""Converts the random checkpoints into each peer's own format, once, with the peer's own tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers.shapes import Model
 
 _ROOT = Path(__file__).parent.parent.parent
 _WEIGHT_FORMATS = {"bf16": "fp32", "f32": "fp32", "int8": "int8"}
-"""OpenVINO rounds to the precision that it is told to compute in when it loads a model."""
+"""OpenVINO rounds to its configured compute precision when it loads a model."""
 
 
 class ConvertError(RuntimeError):
@@ -45,7 +45,7 @@ def _fingerprint(model: Model) -> str:
 
 
 def made(target: Path, command: Sequence[str | Path], after: Sequence[str] = ()) -> Path:
-    """Runs the command on a path beside the target, which takes its name once the command has succeeded."""
+    """Runs the command on a temporary path next to the target, and renames it once the command has succeeded."""
     if target.exists():
         return target
     folder = target.parent

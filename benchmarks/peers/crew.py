@@ -1,4 +1,4 @@
-"""The sides of one comparison, each loaded in a process of its own; those that cannot, with their reasons."""
+"""The processes of one comparison, one for each side; reports the sides that cannot load, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llama.cpp calls the tensors of a Hugging Face checkpoint, and how it wants them laid out. Pure: numpy arrays."""
+"""Maps tensor names and layouts of Hugging Face checkpoints to llama.cpp's. NumPy arrays only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of the peers, made from PyPI on first use. A peer that cannot be installed is told with the reason.
+"""Virtual environments of the peers, created from PyPI on first use. A failed installation is reported with its reason.
 
 llama.cpp comes as the source of llama-cpp-python: its own cmake project gives libllama for this CPU, which the binding
 is pointed to, and llama-server, which the wheel does not have and which answers many requests at once.

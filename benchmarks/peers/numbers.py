@@ -1,4 +1,4 @@
-"""Samples of many rounds in, medians, spreads and ratios out. Pure."""
+"""Medians, spreads and ratios over samples of many rounds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def work_of(model: ModelSize, *, tokens: int, rows: int, kept: float, precision:
     """A step that takes in `tokens` tokens and draws for `rows` of them, each behind `kept` tokens of its own.
 
     All matrices are read once. Keys and values are in bfloat16 beside int8 weights. The products of attention are left
-    out of the operations: few beside those of the matrices at the lengths measured here.
+    out of the operations: few compared with those of the matrices at the lengths measured here.
     """
     kv_bytes = 4 if precision == "f32" else 2
     return Work(

@@ -1,4 +1,4 @@
-"""What is compared, and in which order. Pure: knows no process and no engine."""
+"""The comparisons to run, and their order."""
 
 from __future__ import annotations
 

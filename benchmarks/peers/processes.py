@@ -1,4 +1,4 @@
-"""Two services on free ports of this machine: ours as it is delivered, and llama.cpp's own server."""
+"""The two compared services on free local ports: this one as delivered, and llama.cpp's server."""
 
 from __future__ import annotations
 

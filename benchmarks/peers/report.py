@@ -1,4 +1,4 @@
-"""Results in, tables for the eye out. Pure."""
+"""Renders the results as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services side by side: each stays up, one is under load at a time; bare engines beside them under the same load.
+"""Services side by side: each stays up, one is under load at a time; bare engines for comparison, under the same load.
 
 The services are asked over HTTP by the load generator, both through /v1/completions; the engines in their own process.
 """

@@ -1,4 +1,4 @@
-"""A tokenizer of any size for models with random weights: the words of the benchmark's prompts, and made-up ones."""
+"""A tokenizer of any size for models with random weights: the words of the benchmark's prompts, plus made-up ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every script of a client shares: it runs its checks one by one and prints a line for each.
+"""Check runner of the client scripts: runs the checks one by one and prints a line for each.
 
 Standard library only: it runs in every client's environment.
 """

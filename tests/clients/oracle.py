@@ -1,7 +1,7 @@
-"""A direct forward pass of the model, for the clients' scripts: a question on each line in, an answer on each line out.
+"""A direct forward pass of the model for the client scripts: one JSON request per line in, one answer per line out.
 
 {"texts": [str]} -> ids of every text. {"rows": [[id]]} -> of every row, (log-probability, whether it was the best) of
-every id but the first. {"prompts": [[id]], "n": int} -> the n greedy ids that follow, as text. Knows no service.
+every id but the first. {"prompts": [[id]], "n": int} -> the n greedy ids that follow, as text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What docs/deploy.md promises of the containers, tried on real ones. tests/container/run builds them and starts this.
+"""Tests the promises of docs/deploy.md on real containers. tests/container/run builds them and starts this.
 
 One line for each check, and one JSON object of what was measured at the end. The first check that fails ends it.
 """

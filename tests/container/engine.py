@@ -95,7 +95,7 @@ def wait_for(what: Callable[[], bool], seconds: float = 120) -> float:
 
 
 def status(url: str, **more: Any) -> int:
-    """Of a GET; 0 where nobody answers."""
+    """Status code of a GET; 0 where the server does not answer."""
     try:
         return httpx.get(url, timeout=5, **more).status_code
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""Streams that are long enough to be interrupted, and what became of them. Knows no container."""
+"""Streams that are long enough to be interrupted, and their outcomes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Taken from Chromium's own trace, and counted by the thread's clock: it stands still while others have the core, so that
 a busy machine measures much what a quiet one does. A frame is everything since the frame before: reading the stream,
-scripts, style, layout, and recording what is to be painted. Knows nothing of what the page is.
+scripts, style, layout, and recording what is to be painted.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The hand on the page: fixtures of a real browser, and what a visitor does and sees in it (a plug-in of conftest.py).
+"""Pytest plug-in with fixtures of a real browser and the actions of a visitor of the page.
 
 What a server cannot be made to do at will (a queue, a lost connection, text that looks like markup) is played to the
 page by answering its request in the browser. Skipped where there is no Chromium: apt-get install chromium. Its
@@ -22,7 +22,7 @@ ARGS = [
 ]
 PROMPT = "Once upon a time"
 PATIENCE_MS = 120_000
-"""For what only has to happen: a browser that nobody has started on this machine before may take half a minute."""
+"""Timeout of steps without a deadline: the first start of a browser on a machine may take half a minute."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tokens with what could have stood in their places, as a server tells them, and the inspect view that shows them."""
+"""Tokens with their alternatives, as a server sends them, and the inspect view that shows them."""
 
 import math
 
@@ -14,7 +14,7 @@ WORDS = [
     "calm",
     "sea",
     "and",
-    "nobody",
+    "few",
     "knew",
     "what",
     "wind",

@@ -1,5 +1,4 @@
-"""A page of prose as a model would have written it, for screenshots: words with probabilities, and other ways it might
-have gone. Written for these tests. Knows nothing of browsers."""
+"""Sample prose for screenshots, with token probabilities and alternatives. Written for these tests."""
 
 import math
 import re
@@ -49,7 +48,7 @@ def placed(text):
 
 
 def scored(text):
-    """What POST /score answers for it: of the first token nobody knows how likely it was."""
+    """What POST /score answers for it: the first token has no probability."""
     first, *others = tokens(text)
     return {"scores": [{"tokens": [{**first, "logprob": None, "top": None}, *others]}]}
 

@@ -1,4 +1,4 @@
-"""What could have stood in the place of a token, and taking it, in a real browser."""
+"""A token's alternatives, and selecting one, in a real browser."""
 
 from hand import DONE, generate, play, status, text, wait_for
 from places import detail, piece, played, shows, stream, token

@@ -33,7 +33,7 @@ def dot(page, words):
 
 @pytest.fixture
 def branched(page):
-    """Beginning - "one" - "two", and beside "two" its sibling "three", where we are."""
+    """Beginning - "one" - "two", and next to "two" its sibling "three", the current branch."""
     play_run(page, " one")
     assert page.locator("#branches").is_hidden(), "one run is undone and redone: there is nowhere else to go"
     play_run(page, " two")

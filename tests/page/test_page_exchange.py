@@ -1,4 +1,4 @@
-"""What leaves the page and comes into it, in a real browser: programs, links, receipts and their replay."""
+"""Import and export of the page, in a real browser: programs, links, receipts and their replay."""
 
 import json
 import re

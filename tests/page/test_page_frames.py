@@ -1,4 +1,4 @@
-"""2,000 tokens without a stutter: what the page does for one frame while text streams in."""
+"""2,000 tokens without a stutter: the work of the page in each frame while text streams."""
 
 import pytest
 from frames import measured
@@ -87,7 +87,7 @@ def test_two_thousand_tokens_of_one_paragraph_stream_into_the_inspect_view_withi
 
 
 def test_the_measurement_sees_a_page_that_stutters(browser, page):
-    """The control: the same stream, shorter, with work in each frame that nobody asked for."""
+    """The control: the same stream, shorter, with needless work in each frame."""
     play(page, ("start", {"seed": 1}), *list(tokens())[:200], DONE)
     stream_by_frames(page, busy=BUSY)
     with measured(browser, page) as frames:

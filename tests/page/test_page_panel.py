@@ -1,4 +1,4 @@
-"""The settings in a real browser: made from the server's own schema, sent as typed, and told when they are wrong."""
+"""The settings in a real browser: built from the server's schema, sent as typed, with errors shown."""
 
 import json
 
@@ -22,7 +22,7 @@ def unfold(page):
 def sent(page):
     """What the page asks for now; the answer is played, and so are all later ones.
 
-    A browser that is told to leave requests alone, and at once to hold them again, may lose one in between.
+    A browser that stops intercepting requests and starts again at once may lose one in between.
     """
     play(page, START, DONE)
     with page.expect_request("**/complete") as request:

@@ -1,4 +1,4 @@
-"""Looking into the text: every token tinted by its probability, to be walked by keys, in a real browser."""
+"""The token view: every token tinted by its probability, with keyboard navigation, in a real browser."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Weights of which something is wrong, one way each: what a reload must refuse, and the words that say why."""
+"""Weights with one defect each that a reload must refuse, and the expected error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""32 requests of all kinds for an engine in this process, and what it makes of them."""
+"""32 requests of all kinds for an in-process engine, and their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model.nn.transformer import Decoder
 
 VICTIM = "victim"
 POISON = 7
-"""A token whose embedding is not finite; nobody but a victim reads or draws it."""
+"""A token whose embedding is not finite; only a victim reads or samples it."""
 
 
 def poisoned_decoder() -> Decoder:

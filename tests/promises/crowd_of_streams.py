@@ -1,4 +1,4 @@
-"""Many streams at once on one event loop in a thread of its own: what each said, and when it said it."""
+"""Many concurrent streams on one event loop in a thread: the events of each, with their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made from an OpenAPI document: bodies that fit it, and bodies that do not. Seeded; knows no service."""
+"""Requests generated from an OpenAPI document: bodies that fit it, and bodies that do not. Seeded."""
 
 from __future__ import annotations
 

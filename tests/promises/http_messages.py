@@ -1,6 +1,6 @@
 """Generator of HTTP/1.1 byte streams: valid requests, requests that are wrong in one way, and mutations of both.
 
-It knows nothing of the service. A message is what one client sends on one connection: one to three requests, split into
+A message is what one client sends on one connection: one to three requests, split into
 packets. The seed and the index of a message give the same bytes on every machine.
 """
 

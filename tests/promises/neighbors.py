@@ -1,4 +1,4 @@
-"""Two tenants of one service: what a victim's requests take alone, and concurrent with an attacker's load.
+"""Two tenants of one service: latency of a victim's requests alone, and concurrent with an attacker's load.
 
 As a program, it is the attacker: `python neighbors.py URL KEY CLIENTS` reads JSON [[path, body], ...] from standard
 input and sends them, each client one after another, until it is killed.

@@ -1,4 +1,4 @@
-"""An open-loop load generator: requests arrive at a fixed rate, whatever becomes of those before.
+"""An open-loop load generator: requests arrive at a fixed rate, independent of earlier answers.
 
 A closed loop waits for answers, and so offers an overloaded service just what it can bear. This one does not wait; it
 is bounded in count and in time. `run(plan)` measures in a process of its own, `started(plan)` lets the test look at the
@@ -141,7 +141,7 @@ class Load:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.seconds = plan.seconds
         self._longest = plan.seconds + plan.patience + 120  # it starts and sends late where others have the cores
-        # Not a pipe: nobody reads while the test looks at the service, and uvloop's processes write what fits, no more.
+        # Not a pipe: the test reads nothing while it watches the service, and uvloop's processes write only what fits.
         self._results = tempfile.TemporaryFile()  # noqa: SIM115 - stop() closes it
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],

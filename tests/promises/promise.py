@@ -1,4 +1,4 @@
-"""What a promise's test says of it: each figure against its target and its floor, written down for RELIABILITY.md.
+"""Figures of a promise's test against their target and floor, recorded for RELIABILITY.md.
 
 The floor fails the test, the target does not: RELIABILITY.md shows both.
 """

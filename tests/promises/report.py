@@ -1,6 +1,6 @@
-"""RELIABILITY.md, made from what the tests of promises wrote down.
+"""Generates RELIABILITY.md from the results that the tests of promises recorded.
 
-results.json beside this file keeps the last figures; merge() brings new ones in from where the tests leave them. A
+results.json next to this file keeps the last figures; merge() brings new ones in from where the tests leave them. A
 figure of full size is replaced by one of full size only, so that a run of the suite does not undo a night's measuring.
 """
 
@@ -35,7 +35,7 @@ What inkstream promises when things go wrong, and what was measured. Made by `ma
 {summary}
 Machine: {machines}.
 
-- **target** is what we want; a figure beside it is marked. **floor** is what a test fails below; "=" is the target.
+- **target** is what we want; a miss is marked. **floor** is what a test fails below; "=" is the target.
 - **n** is how many things were tried. **size** "full" is what the promise asks for (`make promises`, or
   `make promises ONLY="r10 s08"`, on a machine with nothing else to do: some tests take minutes, the soak half an hour);
   "ci" is the smaller number that `make test` runs every time, on a machine that may be busy.

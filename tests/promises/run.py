@@ -1,4 +1,4 @@
-"""The tests of promises at full size, a file after another, then RELIABILITY.md: make promises [ONLY="r10 s08"].
+"""Runs the tests of promises at full size, then writes RELIABILITY.md: make promises [ONLY="r10 s08"].
 
 One process at a time, because most of them measure. Each has its time; one that fails or takes too long does not keep
 the others from running. Exit status 1 where one failed, 2 for a promise that there is not.

@@ -1,4 +1,4 @@
-"""What a soak puts into the processes of a service, as their sitecustomize: a look at tasks, and a leak on demand.
+"""Sitecustomize of a soak test's service processes: reports their tasks, and leaks memory on demand.
 
 SIGUSR1 writes the number of asyncio tasks of the API process into the file SOAK_TASKS; SIGUSR2 makes every request from
 then on leave 64 KiB behind, a descriptor and a task. Nothing of it is in the service's own code.

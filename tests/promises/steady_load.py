@@ -1,4 +1,4 @@
-"""Clients that ask again and again, through three doors, and keep what they were told."""
+"""Closed-loop clients that send requests to three endpoints and record the answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Answer(NamedTuple):
 class SteadyLoad:
     """`with SteadyLoad(url, clients=6) as load:` and look at `load.answers` and `load.failures` behind it.
 
-    pause: seconds that each client takes between two requests, for engines that load beside it on few cores.
+    pause: seconds that each client takes between two requests, for engines that load at the same time on few cores.
     """
 
     def __init__(self, url: str, *, clients: int, max_tokens: int, pause: float = 0.0) -> None:

@@ -18,6 +18,6 @@ def has_taken_all(server: Server) -> bool:
     port = f"{int(server.url.rpartition(':')[2]):04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     own = [row for row in rows if row[1].endswith(f":{port}") and row[3] in (_ESTABLISHED, _LISTENING)]
-    assert own, "nobody listens there"
+    assert own, "no process listens there"
     # Of one that listens it is how many wait to be accepted, of all others how many bytes wait to be read.
     return not any(int(row[4].partition(":")[2], 16) for row in own)

@@ -1,4 +1,4 @@
-"""However much is offered, a bounded number waits, and everybody else is told at once when to come back."""
+"""Under any load a bounded number of requests waits, and the service refuses all others at once with Retry-After."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOTS, _TOKENS, _STEP, _QUEUE = 4, 160, 0.005, 12
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 """Requests a second; more than there can be, as a step takes a little longer.
 
-Few, for ten times as many must not be more than the cores can take beside others: the queue is to be too small.
+Few, so that ten times as many do not overload the cores: the queue should be the bottleneck.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 _QUOTAS = {"ann": {"requests_per_minute": 5}, "bob": {"tokens_per_minute": 3000}, "cyd": {"concurrency": 1}}
@@ -53,7 +53,7 @@ def _deepest(server: Server, load: open_loop.Load) -> tuple[float, int]:
 
 def _overloaded(server: Server, seconds: float) -> tuple[float, int, list[open_loop.Outcome]]:
     """What waited at most, at how many looks, and what came of the requests."""
-    # What was let in is written to its end, however slow the machine is: it takes 3 s where it is quick.
+    # Admitted requests are written to their end, on a machine of any speed: it takes 3 s on a fast one.
     plan = Plan(url=server.url, bodies=(_BODY,), rate=10 * _CAPACITY, seconds=seconds, patience=60)
     with open_loop.started(plan) as load:
         deepest, looks = _deepest(server, load)
@@ -78,7 +78,7 @@ def test_at_ten_times_the_load_the_queue_is_bounded_and_refusals_are_quick(serve
 
 
 def test_retry_after_tells_how_long_the_queue_takes(server: Server, promise: Promise) -> None:
-    """Long texts, so that seconds can be told: as long as those waited that got in at the same time."""
+    """Long texts, so that waits are measurable: as long as those of requests admitted at the same time."""
     body = json.dumps({"prompt": "Once", "max_tokens": 250, "ignore_eos": True}).encode()
 
     def measure() -> tuple[float, float, int]:

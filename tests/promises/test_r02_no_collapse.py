@@ -1,4 +1,4 @@
-"""Ten times the load that can be borne costs hardly any useful work, and when it is over all is as before."""
+"""Ten times the sustainable load costs hardly any goodput, and afterwards the service performs as before."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from promise import Promise
 _SLOTS, _TOKENS, _STEP = 4, 60, 0.005
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)
 _PATIENCE = 3.0
-"""Seconds after which nobody wants the answer any more: what ends later is no goodput.
+"""Seconds after which a client no longer wants the answer: what ends later is no goodput.
 
-Whoever is let in last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it should:
-a machine may be three times as slow and still answers in time.
+The request admitted last waits for two rounds of texts and for its own, which is 0.9 s where a step takes what it
+should: a machine may be three times as slow and still answers in time.
 """
 _BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": _TOKENS, "ignore_eos": True}).encode()
 _BOUNDED = ("--max-waiting", "8")
@@ -48,7 +48,7 @@ def _first_token(outcomes: list[Outcome]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Overloaded:
-    """What was seen of one overload, and beside it of what the service can."""
+    """Results of one overload, and the service's capacity for comparison."""
 
     peak: float
     goodput: float
@@ -92,7 +92,7 @@ def test_goodput_stays_at_ten_times_the_load_and_quiet_comes_back(
 
 
 def test_a_queue_without_bound_collapses(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """Positive control: the same load, and everybody waits."""
+    """Positive control: the same load, with an unbounded queue."""
     server = _start(tmp_path, weights, *_UNBOUNDED)
     try:
         seconds = promise.size(6, 20)
@@ -111,8 +111,8 @@ def _share_of_useful(outcomes: list[Outcome], since: float) -> float:
     return _goodput(outcomes, since) * sum(writing) / len(writing) / _SLOTS if writing else 0.0
 
 
-def test_nobody_is_let_in_who_could_not_write_much(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """A long queue and short deadlines: whoever would begin after half of its time is refused at once."""
+def test_requests_that_could_not_write_much_are_refused(tmp_path: Path, weights: Path, promise: Promise) -> None:
+    """A long queue and short deadlines: a request that would begin after half of its time is refused at once."""
     server = _start(tmp_path, weights, *_UNBOUNDED)
     try:
         body = _BODY[:-1] + b', "deadline_ms": 3000}'

@@ -124,7 +124,7 @@ CASES: list[tuple[Callable[[Server], _Cut], float, str | None]] = [
 
 
 def _measured(server: Server, promise: Promise, case: Callable[[Server], _Cut], due: float, status: int) -> _Cut:
-    """Whoever sends too late what it meant to send, as it got no core, was cut before: that is no such case."""
+    """A client that sends too late, because it got no core, was disconnected before that: such a run does not count."""
     return promise.measured(
         lambda: case(server), lambda cut: cut.at_least <= due + LATE and status_of(cut.said) == status
     )
@@ -205,7 +205,7 @@ def _needless_body(server: Server) -> tuple[float, bytes]:
         return seconds_until_close(connection)
 
 
-def test_a_body_that_nobody_needs_does_not_keep_the_connection(impatient: Server, promise: Promise) -> None:
+def test_an_unneeded_body_does_not_keep_the_connection(impatient: Server, promise: Promise) -> None:
     seconds, said = promise.measured(lambda: _needless_body(impatient), lambda found: found[0] < 2 + LATE)
     assert seconds < 2 + LATE and said == b""
 

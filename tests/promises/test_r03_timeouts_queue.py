@@ -30,7 +30,7 @@ def _serve(folder: Path, weights: Path, *, queue_timeout: float) -> Iterator[Ser
 
 @pytest.fixture
 def patient(tmp_path: Path, weights: Path) -> Iterator[Server]:
-    """Whoever stays may wait."""
+    """A service with a queue timeout that no test reaches."""
     yield from _serve(tmp_path, weights, queue_timeout=600)
 
 
@@ -112,7 +112,7 @@ def test_a_deadline_holds_in_the_queue_while_a_text_is_written_and_while_one_is_
         assert status == 504 and 0.25 <= seconds < 1
     assert is_clean(server, 30)
     long = {"max_tokens": 8000, "ignore_eos": True, "deadline_ms": 300}
-    # Without a token in its 300 ms it is told 504, as in the queue.
+    # Without a token in its 300 ms it gets 504, as in the queue.
     status, seconds, response = promise.measured(
         lambda: _post(server, **long), lambda found: is_on_time(found) and found[0] == 200
     )

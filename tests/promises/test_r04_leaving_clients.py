@@ -48,7 +48,7 @@ _STATES = ("body", "submitted", "queued", "prefilling", "decoding", "end")
 
 @dataclass(frozen=True, slots=True)
 class _Footprint:
-    """What a service holds beside its memory."""
+    """Resources that a service holds, except memory."""
 
     threads: int
     descriptors: int
@@ -111,7 +111,7 @@ def _texts(server: Server, n: int) -> list[str]:
 
 
 def _is_free(server: Server) -> bool:
-    """No block is anybody's, and nothing runs or waits: free + cached is all there is."""
+    """No request owns a block, and none runs or waits: free + cached is the total."""
     names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
     return not any(server.metric(name) for name in names)
 
@@ -124,7 +124,7 @@ def faults(tmp_path: Path) -> Faults:
 
 @pytest.fixture
 def server(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
-    """Nobody may come back to a stream: whoever has left is gone."""
+    """A service without resumable streams: a disconnect cancels the request."""
     flags = (
         "--max-running",
         "16",
@@ -169,7 +169,7 @@ def test_clients_that_leave_in_every_state_and_way_leave_nothing_behind(server: 
 
 
 def _at_rest(server: Server) -> _Footprint:
-    """The least of several looks: whoever has left may still be on its way out."""
+    """The least of several samples: the cleanup of a disconnected client may still be under way."""
     looks = []
     for _ in range(6):
         looks.append(_footprint(server))

@@ -65,7 +65,7 @@ def _is_open(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize("kind", CROWDS)
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_crowd_keeps_nobody_out(
+def test_a_crowd_keeps_no_other_client_out(
     small: Server, crowd: list[socket.socket], promise: Promise, kind: str, times: int
 ) -> None:
     for _ in range(OF_ONE * times):
@@ -77,7 +77,7 @@ def test_a_crowd_keeps_nobody_out(
 
 @pytest.mark.parametrize("data", [HALF_BODY, post({**STREAM, "max_tokens": 8000})], ids=["body", "answer"])
 def test_who_has_a_request_is_not_sent_off(small: Server, crowd: list[socket.socket], data: bytes) -> None:
-    """The other way round: with nobody who only waits there is no room, and those who are there stay."""
+    """The reverse: where no connection is idle, the service makes no room, and existing connections stay."""
     crowd += [_connect(small, address, data) for _ in range(OF_ONE) for address in ("127.0.0.2", "127.0.0.3")]
     assert small.wait_for(lambda: has_taken_all(small))  # until then they are as silent as any
     assert [_ask(small, address) for address in ("127.0.0.9", "127.0.0.2")] == [503, 503]

@@ -67,7 +67,7 @@ def _ask(server: Server) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of slow clients, and of others beside them."""
+    """Of slow clients, and of concurrent ones."""
 
     late: dict[str, float]
     """Seconds after the deadline until the last one of a kind was cut."""

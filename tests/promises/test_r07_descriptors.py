@@ -57,7 +57,7 @@ def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Pa
     server = start_server(tmp_path, weights, *FLAGS, sabotage=LIMIT_256)
     try:
         before = _n_files(server)
-        # Half of what is allowed is for one address. Who comes then finds nobody who only waits.
+        # One address may hold half of the limit. A connection after that finds no idle one to replace.
         busy = _connect_all(server, 80, HALF_BODY)
         assert server.wait_for(lambda: has_taken_all(server))
         busy += _connect_all(server, 920, HALF_BODY)

@@ -1,4 +1,4 @@
-"""Sixteen prompts of a megabyte beside a full batch keep neither the event loop nor a health check waiting."""
+"""Sixteen prompts of a megabyte next to a full batch delay neither the event loop nor a health check."""
 
 from __future__ import annotations
 

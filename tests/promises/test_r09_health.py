@@ -127,7 +127,7 @@ def test_six_ways_to_hang_are_found_and_the_engine_comes_back(tmp_path: Path, we
 
 
 def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path) -> None:
-    """The positive control: the same check fails where nobody watches."""
+    """The positive control: the same check fails without the watchdog."""
     server = start_server(tmp_path, weights, "--engine-silence", "600", fake_ms=5)
     try:
         os.kill(engine_pid(server), signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_without_the_watchdog_a_hang_is_not_found(tmp_path: Path, weights: Path)
 
 
 def test_a_guide_that_takes_its_time_is_no_hang(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """It is prepared beside the steps, and bounded by its own limits."""
+    """It compiles concurrently with the steps, within its own limits."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, "--engine-silence", "1", fake_ms=5, environment=faults.environment)
     lengths = iter(range(5, 8))  # a guide that was prepared already would take no time

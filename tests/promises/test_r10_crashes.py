@@ -90,14 +90,14 @@ def _disturbed(server: Server, asks: list[Ask], kills: int) -> tuple[list[Answer
     """The answers of a crowd whose engine is killed so often; and how often it was while streams ran."""
     killed = 0
     with crowd(server, asks) as answers:
-        # All were taken: whoever comes while an engine starts is sent away. Whole answers were asked for first.
+        # All were admitted: a starting service refuses requests. Those that do not stream were sent first.
         streams = [a for a, ask in zip(answers, asks, strict=True) if ask.body.get("stream", ask.path == "/complete")]
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in streams), 60)
         while killed < kills and not all(b"event: done" in a.body[-2000:] for a in answers):
             _kill(server)
             killed += 1
             assert server.wait_for(lambda: is_ready(server), 60), server.log.read_text()
-            # Whoever shows nothing between two crashes is refused, so those that tell nothing have their time, too.
+            # A request without progress between two crashes is refused, so those that do not stream get time, too.
             assert _all_move(answers) and server.wait_for(lambda: not server.metric("requests_suspect"), 60)
     return answers, killed
 
@@ -123,7 +123,7 @@ def test_streams_go_on_after_every_kill(tmp_path: Path, weights: Path, promise: 
 def test_requests_of_every_kind_go_on_after_a_kill(
     tmp_path: Path, promise: Promise, kernels: str, request: pytest.FixtureRequest
 ) -> None:
-    """A real model in float32: n, echo, log-probabilities, guides, best_of, scores, streamed and whole, both doors."""
+    """A real model in float32: n, echo, log-probabilities, guides, best_of, scores, streamed and whole, both APIs."""
     flags = ["--dtype", "float32", "--prompt-tokens-beside", "16"]
     if kernels == "native":
         library: Path = request.getfixturevalue("native_library")
@@ -142,7 +142,7 @@ def test_requests_of_every_kind_go_on_after_a_kill(
 
 
 @pytest.mark.parametrize("point", ["engine.step", "engine.submit"])
-def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
+def test_a_request_that_kills_the_engine_is_the_only_one_refused(
     tmp_path: Path, weights: Path, promise: Promise, point: str
 ) -> None:
     """When it is computed, or already when it is read; 31 others never hear of it."""
@@ -151,7 +151,7 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
     try:
         expected = _told(visit(server, asks))
         faults.arm(point, "kill", match="max_tokens=119,")
-        faults.arm("engine.forward", "sleep", seconds=0.05)  # whoever came behind the crash would be sent away
+        faults.arm("engine.forward", "sleep", seconds=0.05)  # a request after the crash would be refused
         poison = Ask(body={**_TEXT, "max_tokens": 119, "seed": 1})
         with crowd(server, asks) as answers:
             assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
@@ -175,7 +175,7 @@ def test_a_request_that_kills_the_engine_is_refused_and_nobody_else(
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_requests_that_kill_the_engine_do_not_end_a_service_where_nobody_else_comes(
+def test_requests_that_kill_the_engine_do_not_end_an_otherwise_idle_service(
     tmp_path: Path, weights: Path, promise: Promise, engines: int
 ) -> None:
     """After each the engine shows by a text of ours that it works; so no engine is given up, either."""
@@ -197,13 +197,13 @@ def test_requests_that_kill_the_engine_do_not_end_a_service_where_nobody_else_co
         assert stop_server(server) == 0
 
 
-def test_a_lost_device_is_a_pause_for_all_and_nobodys_fault(tmp_path: Path, weights: Path, promise: Promise) -> None:
+def test_a_lost_device_pauses_all_and_blames_no_request(tmp_path: Path, weights: Path, promise: Promise) -> None:
     """After such an error of CUDA every call fails: no row is tried, and the next engine has what was open."""
     faults, asks = Faults(tmp_path / "faults"), _streams(16, max_tokens=120)
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
     try:
         expected = _told(visit(server, asks))
-        faults.arm("engine.step", "sleep", seconds=0.05)  # whoever came behind the crash would be sent away
+        faults.arm("engine.step", "sleep", seconds=0.05)  # a request after the crash would be refused
         with crowd(server, asks) as answers:
             assert server.wait_for(lambda: all(answer.n_events > 3 for answer in answers), 60)
             faults.arm("engine.forward", "lose device", times=1)
@@ -219,7 +219,7 @@ def test_a_lost_device_is_a_pause_for_all_and_nobodys_fault(tmp_path: Path, weig
 
 
 def test_a_crash_loop_ends_the_service(tmp_path: Path, weights: Path, promise: Promise) -> None:
-    """An engine that dies at every step, whoever asks: streams are told so, and the exit code is not 0."""
+    """An engine that dies at every step, for any request: streams get an error, and the exit code is not 0."""
     faults = Faults(tmp_path / "faults")
     server = start_server(tmp_path, weights, fake_ms=5, environment=faults.environment)
     with crowd(server, _streams(8, max_tokens=8000)) as answers:  # 40 s, if they were let
@@ -260,7 +260,7 @@ def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_
         late = Ask(body={**_TEXT, "max_tokens": 300, "deadline_ms": 2000})
         expected = _told(visit(server, asks))
         with crowd(server, [*asks[:3], late]) as answers, _begun(server, asks[0]) as leaver:
-            parts = leaver.iter_raw()  # an iterator that nobody holds would close the response
+            parts = leaver.iter_raw()  # an unreferenced iterator would close the response
             next(parts)
             assert server.wait_for(lambda: all(answer.n_events > 5 for answer in answers))
             faults.arm("engine.step", "sleep", seconds=0.1)  # until the engine is killed the texts hardly go on
@@ -279,7 +279,7 @@ def test_clients_may_leave_cancel_resume_and_wait_while_the_engine_restarts(tmp_
         answers[1].body = bytearray(resumed.content)
         assert _count_same([*answers[1:3], *waiting], expected[1:]) == 4
         told = [answer.body.count(b"event: queue") for answer in waiting]
-        assert min(told) >= 3, "whoever waits is told where it stands, also while there is no engine"
+        assert min(told) >= 3, "a waiting request gets its queue position, also while there is no engine"
         assert is_clean(server, 30)
     finally:
         assert stop_server(server) == 0

@@ -1,4 +1,4 @@
-"""R11: A service that is told to end takes no new request, says so, lets every open stream end, and leaves nothing."""
+"""R11: On SIGTERM the service refuses new requests, lets every open stream end, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _slow(folder: Path) -> Faults:
 
 @dataclass(frozen=True, slots=True)
 class _Drained:
-    """What came of one service that was told to end."""
+    """Outcome of one shutdown."""
 
     not_ready_after: float
     complete: int

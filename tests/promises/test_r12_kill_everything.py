@@ -40,7 +40,7 @@ def _free_port() -> int:
 def _kill_all(server: Server, *, api_first: bool) -> list[int]:
     pids = [server.process.pid, *children(server)]
     for pid in pids if api_first else reversed(pids):
-        with suppress(ProcessLookupError):  # whoever's parent was killed first may be gone already
+        with suppress(ProcessLookupError):  # a process whose parent was killed first may have exited already
             os.kill(pid, signal.SIGKILL)
     server.process.wait()
     return pids

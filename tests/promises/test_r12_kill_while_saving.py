@@ -46,7 +46,7 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
         assert _save_and_die(folder, number) == -signal.SIGKILL
         renamed = "rename" in counting.seen[:number]
         kept = _version_of_run(folder)
-        _save_run(folder, 3)  # and what the dead one left is in nobody's way
+        _save_run(folder, 3)  # and the killed save's leftovers do not block it
         clean = [path.name for path in folder.iterdir()] == ["step-00000003"]
         good += kept == (2 if renamed else 1) and clean
         print(number, what, kept, clean)
@@ -54,7 +54,7 @@ def test_a_save_killed_at_any_operation(tmp_path: Path, promise: Promise) -> Non
 
 
 def test_a_file_cut_short_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Control: what stands under a checkpoint's name and is none is told and not loaded."""
+    """Control: an invalid directory under a checkpoint's name is reported and not loaded."""
     _save_run(tmp_path, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
     state = tmp_path / "step-00000009/state.safetensors"

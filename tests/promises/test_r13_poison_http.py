@@ -167,7 +167,7 @@ def test_31_of_32_clients_do_not_notice_a_poisoned_one(service: Service, mode: s
         victim, error = after[VICTIM], after[VICTIM].error
         assert error and set(error) == {"message", "type", "param", "code", "request_id"}, (place, victim)
         assert error["type"] == "server_error", place
-        if place != "NaN row":  # which is nobody's mistake, and nothing for a log
+        if place != "NaN row":  # which is not a programming error, so it has no traceback in the log
             assert server.tells(error["request_id"], "InjectedFault", since=written), place
         if mode == "events":
             assert victim.told in (("500",), before[VICTIM].told[: len(victim.told)]), place

@@ -27,7 +27,7 @@ MOST = 4
 
 
 def _requests(rng: random.Random, *, longest: int, vocab: int) -> list[Request]:
-    """Each may grow to the same length; the shorter the prompt, the more are let in at once."""
+    """Each may grow to the same length; the shorter the prompt, the more are admitted at once."""
     made = []
     for i in range(CLIENTS):
         prompt = tuple(rng.randrange(1, vocab) for _ in range(rng.randint(1, longest // 4)))

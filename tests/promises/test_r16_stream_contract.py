@@ -1,7 +1,7 @@
 """Whatever goes wrong, an answer keeps its form: one terminal event, valid JSON and UTF-8, and the stream says what the
 whole answer says.
 
-Twelve faults, each met by four requests: both doors, streamed and whole. What each must end with:
+Twelve faults, each met by four requests: both APIs, streamed and whole. What each must end with:
 
 the undisturbed text    the engine is killed; it raises in a step; it is stopped; a slow reader; a stop string; a text
                         that ends in the middle of a character

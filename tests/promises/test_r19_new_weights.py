@@ -97,7 +97,7 @@ def _rss_mib(server: Server) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_bad_weights_of_every_kind_are_refused_and_nobody_notices(tmp_path: Path, promise: Promise) -> None:
+def test_bad_weights_of_every_kind_are_refused_without_a_failed_request(tmp_path: Path, promise: Promise) -> None:
     good = good_weights(tmp_path / "good", 0)
     kinds = list(BAD if promise.full else _IN_EVERY_RUN)
     said = []

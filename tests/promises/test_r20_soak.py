@@ -110,7 +110,7 @@ class Crowd:
 
     async def _slow(self) -> None:
         reader, writer = await self._send(self._request(60, b"true"))
-        while await reader.read(400):  # noqa: ASYNC110 - it waits for nobody, it is slow
+        while await reader.read(400):  # noqa: ASYNC110 - a slow reader, it does not poll
             await asyncio.sleep(0.02)
         writer.close()
 
@@ -123,7 +123,7 @@ def _sample(server: Server, tasks: Path, began: float) -> Sample:
     """All processes of the service together, once it is at rest."""
     assert is_clean(server, 30.0)
     pids = [server.process.pid, *_children(server.process.pid)]
-    # The first look is often quicker than the end of the task, and of the connection, that has told that all is clean.
+    # The first look often precedes the end of the task and connection that reported the clean state.
     looks = [(_count_tasks(server, tasks), _count_fds(pids), sum(_status(pids, "Threads:"))) for _ in range(3)]
     n_tasks, fds, threads = map(min, zip(*looks, strict=True))
     return Sample(

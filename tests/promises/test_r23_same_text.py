@@ -33,14 +33,14 @@ class Load:
 
 
 def _requests(seed: int) -> Iterator[Request]:
-    """Names and salts of their own round; half of them share a salt, and what they cached."""
+    """Ids and cache namespaces per round; half of the requests share a namespace and its cached blocks."""
     for request in crowd(ROUND, seed=seed, longest=48, max_tokens=60):
         leader = f"{seed}/{request.leader}" if request.leader else None
         yield msgspec.structs.replace(request, id=f"{seed}/{request.id}", leader=leader)
 
 
 def _alone(engine: Engine, request: Request) -> Outcome:
-    """In an engine where nobody else is, and where nothing is cached under its salt."""
+    """Alone in the engine, in a cache namespace without cached blocks."""
     engine.add(msgspec.structs.replace(request, leader=None, salt=request.id))
     outcome = Outcome()
     while engine.has_work:

@@ -152,7 +152,7 @@ def _kill(server: Server, pids: list[int]) -> None:
 
 
 def _kill_during(server: Server, copy: Iterator[None], steps: int, asks: list[Ask]) -> list[Any]:
-    """What streams are told that run while the engine is killed behind so many steps of a copy."""
+    """Events of streams that run while the engine is killed after so many steps of a copy."""
     with crowd(server, asks) as answers:
         assert server.wait_for(lambda: all(answer.n_events > 3 for answer in (answers[0], answers[1], answers[3])))
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Whoever has no key gets nothing but the page, its files and the health checks, however a request is spelt.
+"""A request without a key gets nothing but the page, its files and the health checks, however it is spelled.
 
 Advisories: vLLM #58144, #42594, #43426 (keys were asked for by path prefix, which other
 spellings of a path got around).
@@ -29,7 +29,7 @@ from app.main import create_app
 PAGE = {"/", *(f"/web/{room}{{name}}" for room in ("", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
-SECRET = "the answer of a route that nobody has marked"
+SECRET = "the answer of a route without an access mark"
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def _requests(keyed: Server, ring: Keyring, routes: list[tuple[str, str]]) -> It
 def _is_refused(answer: bytes, path: str) -> bool:
     status = status_of(answer)
     if path in PUBLIC and status in (200, 404):
-        return True  # everybody may ask there
+        return True  # open to all clients
     # A spelling may be one of something public: then it is that which is served.
     shows = b"text/html" in answer or b"text/javascript" in answer or b'{"status":' in answer
     return status in (0, 400, 401, 421) or (status == 200 and shows)

@@ -70,7 +70,7 @@ def test_the_command_line_makes_lists_and_revokes_keys(tmp_path: Path) -> None:
         (["add", "new", "--days", "0"], "above 0"),
         (["add", "new", "--concurrency", "-1"], "whole number"),
         (["add", "new", "--tokens-per-minute", "9" * 5000], "whole number"),
-        (["revoke", "nobody"], "no key called"),
+        (["revoke", "unknown"], "no key called"),
         (["destroy"], "invalid choice"),
         ([], "required"),
     ],
@@ -84,7 +84,7 @@ def test_what_cannot_be_done_is_told_in_one_line(ring: Keyring, arguments: list[
 
 
 @pytest.mark.parametrize(("output", "code"), [(">/dev/full", 1), (">&-", 2)])
-def test_a_key_that_nobody_has_seen_is_none(ring: Keyring, output: str, code: int) -> None:
+def test_a_key_that_could_not_be_printed_is_not_stored(ring: Keyring, output: str, code: int) -> None:
     ring.add("alice")
     command = f"{sys.executable} -m app keys add bob --keys-file {ring.file} {output}"
     result = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -166,7 +166,7 @@ def test_a_damaged_file_keeps_the_old_keys_and_is_told_once(served: Server, ring
     assert _status(served, "ink-other") == 401
 
 
-def test_revoking_the_last_key_lets_nobody_in(served: Server, ring: Keyring) -> None:
+def test_revoking_the_last_key_denies_every_request(served: Server, ring: Keyring) -> None:
     key = ring.revoke("alice")
     assert served.wait_for(lambda: _status(served, key) == 401)
     assert httpx.get(f"{served.url}/v1/models").status_code == 401

@@ -85,7 +85,7 @@ def test_it_listens_everywhere_with_keys_or_where_that_is_said(tmp_path: Path, w
         assert stop_server(server) == 0
 
 
-def test_a_file_without_keys_lets_nobody_in(tmp_path: Path, weights: Path) -> None:
+def test_a_file_without_keys_denies_every_request(tmp_path: Path, weights: Path) -> None:
     """On loopback it may be the beginning: the first key counts as soon as it is there."""
     ring = Keyring(tmp_path / "keys.json")
     ring.add("gone")

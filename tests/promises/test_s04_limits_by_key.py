@@ -29,7 +29,7 @@ _RATE = 8.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Iterator[Server]:
-    """Three callers."""
+    """Three tenants."""
     running = start_server(
         tmp_path_factory.mktemp("s4"),
         weights,
@@ -85,7 +85,7 @@ def test_a_thousand_waiting_requests_of_one_key_do_not_keep_another_waiting(serv
 
 
 def test_without_keys_everybody_waits_in_one_line(server: Server) -> None:
-    """Positive control: the same flood by the same caller."""
+    """Positive control: the same flood by the same tenant."""
     assert server.wait_for(lambda: server.metric("requests_waiting") == 0)
     with _flood(server, "", 800, 60):
         assert server.wait_for(lambda: server.metric("requests_waiting") > 300)

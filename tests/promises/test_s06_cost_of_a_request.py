@@ -1,7 +1,7 @@
 """No request costs the service more than a hundred times its bytes in memory, or a tenth of a second of its CPU.
 
 But for two routes: /tokenize and /detokenize of a megabyte answer twenty times as much, and tell of every token. They
-take longer, in a thread, one at a time and in pieces; their figures stand beside the others, with floors of their own.
+take longer, in a thread, one at a time and in pieces; their figures are listed too, with floors of their own.
 """
 
 from __future__ import annotations

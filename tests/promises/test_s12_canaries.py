@@ -1,4 +1,4 @@
-"""What callers send never reaches a log, a metric or another's answer: prompts, texts, schemas, keys, headers, URLs."""
+"""What clients send never reaches a log, a metric or another's answer: prompts, texts, schemas, keys, headers, URLs."""
 
 from __future__ import annotations
 

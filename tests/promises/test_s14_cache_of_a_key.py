@@ -39,7 +39,7 @@ def test_no_key_finds_what_another_has_sent(shared: tuple[Server, Keyring], prom
         prompt = f"{i} is the number of this secret: " + "once upon a time " * 20
         assert _cached(server, ring, "alice", prompt) == 0
         for other in ("bob", "carol"):
-            # What a caller says of itself gives no way in.
+            # What a client claims about itself gives no access.
             across += _cached(server, ring, other, prompt, user="alice", request_id=f"alice-{i}")
         same += _cached(server, ring, "alice", prompt) > 0 and _cached(server, ring, "bob", prompt) > 0
         tried += 1
@@ -66,12 +66,12 @@ def test_streams_belong_to_the_key_that_began_them(shared: tuple[Server, Keyring
     for stranger, status in ((ring.headers("bob"), 404), ({}, 401)):
         assert httpx.get(f"{url}/events", headers=stranger).status_code == status
         assert httpx.delete(url, headers=stranger).status_code == status
-    nobody = httpx.get(f"{server.url}/complete/req-nobody/events", headers=ring.headers("bob")).json()["error"]
+    unknown = httpx.get(f"{server.url}/complete/req-unknown/events", headers=ring.headers("bob")).json()["error"]
     foreign = httpx.get(f"{url}/events", headers=ring.headers("bob")).json()["error"]
-    assert {**nobody, "request_id": 0} == {**foreign, "request_id": 0}, "a foreign stream looks like none"
+    assert {**unknown, "request_id": 0} == {**foreign, "request_id": 0}, "a foreign stream looks like none"
     mine = httpx.get(f"{url}/events", headers=ring.headers("alice"))
     assert mine.text == began.text
-    # A new key of the same name is another caller.
+    # A new key of the same name is another tenant.
     old = ring.revoke("carol")
     ring.add("carol")
     assert server.wait_for(

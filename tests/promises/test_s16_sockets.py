@@ -71,7 +71,7 @@ def test_one_socket_listens_and_none_goes_out(tmp_path: Path, weights: Path, pro
 
 
 def test_a_second_socket_would_be_seen(tmp_path: Path, weights: Path) -> None:
-    """The control: somebody's metrics exporter on a port of its own, and a call home."""
+    """The control: a metrics exporter on a port of its own, and an outgoing connection."""
     sabotage = (
         "import socket; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname())"
     )

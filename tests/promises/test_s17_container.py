@@ -1,6 +1,6 @@
 """The container runs as uid 10001 with a read-only root, no capabilities and no way to gain rights.
 
-What the files say; tests/container/run tries it on real containers. The services beside it are held to the same.
+What the files say; tests/container/run tries it on real containers. The services next to it are held to the same.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ COMPOSE_RULES: dict[str, Callable[[str], bool]] = {
     "no new privileges": _each(lambda service: service.get("security_opt") == ["no-new-privileges:true"]),
     "not privileged": _each(lambda service: not _RIGHTS & service.keys()),
     "a number of processes": _each(lambda service: 0 < service.get("pids_limit", 0) <= 1024),
-    "nobody is root": _each(lambda service: _user(service) > 0),
+    "no user is root": _each(lambda service: _user(service) > 0),
     "the image's user is ours": lambda text: "user" not in _services(text)[0],
     "published on loopback": _each(_published_on_loopback),
     "mounts are read-only": _mounts_are_read_only,

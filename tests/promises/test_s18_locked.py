@@ -108,7 +108,7 @@ def test_our_pins_pass_where_the_service_answers(osv: str) -> None:
     assert f"0 known holes in {len(pins()) + 1} of {len(pins()) + 1} packages" in done.stdout
 
 
-def test_a_service_that_cannot_be_reached_is_told_and_stops_nobody(tmp_path: Path) -> None:
+def test_an_unreachable_service_is_reported_and_blocks_no_build(tmp_path: Path) -> None:
     small = tmp_path / "pins.txt"
     small.write_text("click==8.5.1\n")
     done = _audit("--pins", str(small), "--osv-url", "http://127.0.0.1:9/v1/query")

@@ -40,7 +40,7 @@ def test_no_process_of_the_service_shows_a_secret(tmp_path: Path, weights: Path,
             assert arguments and key not in arguments and key[4:] not in arguments and digest not in arguments
             clean += 1
         promise.all_of("S19", "processes without a secret in their arguments", clean, len(family))
-        # What looks at the guides and templates of strangers is told nothing of us either.
+        # Workers that parse untrusted grammars and templates get no secrets either.
         for pid in family[1:]:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if b"guide_process" in command:

@@ -1,4 +1,4 @@
-"""The label sets of the metrics stay the same whatever callers make up: no name of theirs becomes a series."""
+"""The label sets of the metrics stay the same, whatever clients send: no name of theirs becomes a series."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _series_in(text: str) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
 
 
 def _abuse(server: Server) -> None:
-    """Every place where a label could come from, with a name that nobody has sent before."""
+    """Every source of a label, with a name that no client has sent before."""
     new = secrets.token_hex(8)
     host = "Host: localhost"
     for head in (
@@ -58,7 +58,7 @@ def _abuse(server: Server) -> None:
             httpx.post(f"{server.url}{path}", json={**body, **others}, headers={"User-Agent": new}, timeout=30)
 
 
-def test_nobody_can_make_a_new_series(abused: Server, promise: Promise) -> None:
+def test_no_client_can_create_a_new_series(abused: Server, promise: Promise) -> None:
     _abuse(abused)
     before = _series(abused)
     rounds = promise.size(10, 300)

@@ -3,7 +3,7 @@
 Keys by path prefix (vLLM #58144, #42594, #43426) are in test_s01, a comparison that takes longer for a better guess
 (vLLM CVE-2025-59425) in test_s02, a form that posts JSON (FastAPI CVE-2021-32677) in test_s09, DNS rebinding (Ollama
 CVE-2024-28224) in test_s10, log injection (uvicorn CVE-2020-7694) in test_s12 and test_s13, the timing of a prefix
-cache that callers share (vLLM CVE-2025-46570) in test_s14.
+cache that tenants share (vLLM CVE-2025-46570) in test_s14.
 
 Advisories that need what is not here are left out: images and video, tools, LoRA, several machines, GGUF, files by URL,
 multipart forms, WebSockets, h11.
@@ -357,7 +357,7 @@ def test_nothing_is_ever_unpickled() -> None:
                 assert node.value.id != "torch", path
 
 
-def test_the_prefix_cache_is_found_by_a_hash_that_nobody_can_make_collide() -> None:
+def test_the_prefix_cache_uses_a_collision_resistant_hash() -> None:
     """vLLM GHSA-rm76-4mrf-v9r8 (CVE-2025-25183) took Python's hash()."""
     source = Path(str(BlockPool.__init__.__code__.co_filename)).read_text()
     assert "sha256" in source and not re.search(r"[^_.a-z]hash\(", source)

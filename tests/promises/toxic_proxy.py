@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that does to a connection what networks do. Knows bytes, no HTTP.
+"""A TCP proxy on loopback that injects network faults into connections.
 
     with ToxicProxy(server.url, down=Toxics(cut_after=1000)) as proxy:
         httpx.post(f"{proxy.url}/complete", ...)

@@ -1,4 +1,4 @@
-"""Clients of all doors at once, and what each was told: the texts, without what differs from run to run."""
+"""Concurrent clients of all endpoints, and their answers without the fields that differ from run to run."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _told_by_chunks(text: str) -> Any:
 
 
 def children(server: Server) -> list[int]:
-    """Processes of the service beside its first."""
+    """Processes of the service, except its first."""
     found = []
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
@@ -181,7 +181,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_ready(server: Server) -> bool:
-    """What /health/ready says; False where nobody answers."""
+    """What /health/ready says; False where the service does not answer."""
     return _status(f"{server.url}/health/ready") == 200
 
 

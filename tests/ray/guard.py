@@ -1,7 +1,7 @@
 """Runs a Python script so that Ctrl+C ends it at once with all that it has started, wherever it hangs. Linux only.
 
-Ray's client waits for its cluster in C++, where no KeyboardInterrupt arrives, and its nodes outlive whoever started
-them. So the script is a process that no keyboard reaches, and whatever loses its parent below becomes a child of this.
+Ray's client waits for its cluster in C++, where no KeyboardInterrupt arrives, and its nodes outlive the process that
+started them. So the script runs outside the terminal's process group, and this process adopts its orphaned descendants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
 
 def end_all() -> None:
-    """Whoever is below this process, and those that they start meanwhile."""
+    """Kills all descendants of this process, including those that they start meanwhile."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     while left := psutil.Process().children(recursive=True):

@@ -83,7 +83,7 @@ def leave_and_come_back(texts: dict[int, str]) -> None:
                 text += httpx.Response(200, content=line[6:]).json()["text"]
                 if len(text) > 20:
                     break
-    wait_until(lambda: sum(samples("requests_running").values()) == 0, 10, "somebody computes for nobody")
+    wait_until(lambda: sum(samples("requests_running").values()) == 0, 10, "a canceled request still runs")
     name = last.rpartition(":")[0]
     rest = httpx.get(f"{URL}/complete/{name}/events", headers={"Last-Event-ID": last}, timeout=60).text
     for line in rest.splitlines():

@@ -1,4 +1,4 @@
-"""Clients of every kind at once, and what became of each. Knows no Ray."""
+"""Concurrent clients of every kind, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Crowd:
         return sum(1 for visit in self.visits if visit.text and not visit.end)
 
     def join(self, seconds: float) -> None:
-        """Raises AssertionError where somebody still waits after so long."""
+        """Raises AssertionError where a client still waits after so long."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), [visit for visit in self.visits if not visit.end]
 

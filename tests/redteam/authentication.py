@@ -25,7 +25,7 @@ PROTECTED = (
     ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/tokenizer_info"),
 )  # fmt: skip
 TIMING_SECONDS = 0.002
-"""A difference of medians that could be told apart over a network."""
+"""A difference of medians that an attacker could measure over a network."""
 
 
 class Authentication(Attack):

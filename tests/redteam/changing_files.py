@@ -185,7 +185,7 @@ class TokenizerRegex(Attack):
         file.write_text(json.dumps(tokenizer))
 
     def _try(self, launcher: Launcher, path: Path, case: Backtracking, budget: Budget) -> float:
-        """The worst health check beside adversarial texts; 0 where the tokenizer is refused."""
+        """The slowest health check concurrent with adversarial texts; 0 where the tokenizer is refused."""
         with suppress(ServiceFailed, subprocess.TimeoutExpired):
             if launcher.check(path).returncode:
                 return 0.0

@@ -18,7 +18,7 @@ KNOWN_BOMB = 'start: s\ns: s s s | s s | /[a-z ,.]/ | ""'
 VICTIM_SECONDS = 5.0
 """When the victim gives up; a longer wait is not measured."""
 GRAMMAR_FACTOR = 3.0
-"""Floor of the promise on gaps between tokens beside guided requests."""
+"""Floor of the promise on gaps between tokens concurrent with guided requests."""
 
 
 class GrammarGenerator:
@@ -130,7 +130,7 @@ class GrammarMasks(Attack):
             return percentile(token_gaps(events), 0.99)
 
     def _worst_of_many(self, setting: Setting, generator: GrammarGenerator, budget: Budget) -> dict[str, str]:
-        """Tries grammars beside a short stream of the victim and keeps the one that costs it most."""
+        """Tries grammars concurrent with a short stream of the victim and keeps the one that costs it most."""
         worst, worst_gap = {"grammar": KNOWN_BOMB}, 0.0
         while budget and setting.report.tries < setting.most_tries:
             setting.report.tries += 1
@@ -147,7 +147,7 @@ class GrammarMasks(Attack):
 
 
 class GuideCompilation(Attack):
-    """Costly regexes, schemas and grammars, each a new one, beside another key's small ones."""
+    """Costly regexes, schemas and grammars, each a new one, concurrent with another key's small ones."""
 
     name = "guide-compilation"
     share = 9.0
@@ -181,7 +181,7 @@ class GuideCompilation(Attack):
 
 
 class LongTexts(Attack):
-    """Texts of a megabyte to be tokenized, beside another key's text of a few thousand characters."""
+    """Texts of a megabyte to be tokenized, concurrent with another key's text of a few thousand characters."""
 
     name = "long-texts"
     share = 9.0
@@ -222,7 +222,7 @@ CHAT_TEMPLATE = (
 
 
 class ChatTemplates(Attack):
-    """Conversations of thousands of messages, beside another key's short one."""
+    """Conversations of thousands of messages, concurrent with another key's short one."""
 
     name = "chat-templates"
     share = 10.0
@@ -280,7 +280,7 @@ COSTLY: dict[str, tuple[str, Callable[[Random], dict[str, Any]]]] = {
 
 
 class CostlyRequests(Attack):
-    """Each kind of costly request of one key, beside another key's shortest completion."""
+    """Each kind of costly request of one key, concurrent with another key's shortest completion."""
 
     name = "costly-requests"
     share = 12.0

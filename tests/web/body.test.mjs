@@ -132,7 +132,7 @@ test("lists and texts have limits, too", () => {
   assert.equal(complaint({ kind: "text", choices: ["low", "high"] }, "mid"), "Allowed: one of low, high.");
 });
 
-test("limits that nobody meets are not told before they are", () => {
+test("limits that ordinary values never meet are not shown before a value meets them", () => {
   const told = (parameter) => hint(parameter) !== "";
   assert.ok(told({ kind: "number", minimum: 0, maximum: 10 }) && told({ kind: "number", above: 0 }));
   assert.ok(told({ kind: "texts" }) && told({ kind: "integer", minimum: 1, maximum: 16 }) && told({ kind: "text", maxLength: 9 }));

@@ -74,7 +74,7 @@ for (const [how, breaks] of [["breaks", true], ["just ends", false]]) {
   });
 }
 
-test("a stream that the server knows no more is lost, and so is one that nobody answers for", async () => {
+test("a stream is lost when the server no longer knows it, and when no server answers", async () => {
   const gone = await run([new Response(body(START, true)), new Response("{}", { status: 404 })]);
   assert.ok(gone.error instanceof CompletionError);
   assert.match(gone.error.message, /connection was lost/);

@@ -58,7 +58,7 @@ test("the kind is what the type says, through anyOf, lists of types and referenc
   }
 });
 
-test("a field that nobody has heard of stands under More, with its words and limits", () => {
+test("an unknown field is shown under More, with its description and limits", () => {
   const schema = { ...nullable(integer({ minimum: 1, exclusiveMaximum: 9 })), description: "What it does." };
   assert.deepEqual(only("brand_new_json_thing", schema), {
     name: "brand_new_json_thing",

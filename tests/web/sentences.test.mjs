@@ -9,7 +9,7 @@ function read(...pieces) {
 }
 
 const TEXTS = {
-  "two plain ones": ["The rain stopped. Nobody spoke.", ["The rain stopped.", "Nobody spoke."]],
+  "two plain ones": ["The rain stopped. We listened.", ["The rain stopped.", "We listened."]],
   "titles": ["Mr. Darcy bowed. Mrs. Bennet did not.", ["Mr. Darcy bowed.", "Mrs. Bennet did not."]],
   "abbreviations": ["Bring fruit, e.g. Pears, i.e. Those. Go!", ["Bring fruit, e.g. Pears, i.e. Those.", "Go!"]],
   "numbers": ["It costs 3.5 pounds. No. 7 is better.", ["It costs 3.5 pounds.", "No. 7 is better."]],

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { fill } from "../../app/web/tokens/fill.js";
 
-test("where every token was streamed nobody is asked", async () => {
+test("fill sends no request where every token was streamed", async () => {
   const units = [{ start: 0, end: 1, tokens: [streamed("a")] }, { start: 1, end: 3, tokens: [streamed("b"), streamed("c")] }];
   const filled = await fill("abc", units, {});
   assert.deepEqual(filled.units.map(({ start, end }) => [start, end]), [[0, 1], [1, 2], [2, 3]]);

@@ -19,7 +19,7 @@ test("it asks once the hand rests, for the last text only, and never twice for t
   assert.deepEqual([asked, answers], [["abc"], ["ABC"]]);
 });
 
-test("a question that is superseded is aborted, and its answer is nobody's", async () => {
+test("a superseded request is aborted, and its answer is dropped", async () => {
   const signals = [];
   const { next, answers, errors } = setUp((text, signal) => {
     signals.push(signal);

@@ -64,7 +64,7 @@ test("places come in code points; tokens of one place are one unit, and added on
   ]);
 });
 
-test("gaps are where nobody tells the tokens", () => {
+test("gaps are the spans without known tokens", () => {
   const known = (start, end) => ({ start, end, tokens: [{ logprob: -1, top: [{}] }] });
   assert.deepEqual(gaps([], 3), [[0, 3]]);
   assert.deepEqual(gaps([known(2, 4), known(4, 6), { start: 6, end: 7, tokens: null }], 9), [[0, 2], [6, 9]]);

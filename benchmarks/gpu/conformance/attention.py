@@ -1,4 +1,4 @@
-"""Attention against its slow reference, and the law of rows: alone, in a batch, in chunks, in any number of programs.
+"""Attention against its slow reference, and batch invariance: alone, in a batch, chunked, with any number of programs.
 
 Shape legend: H query heads, C head_dim, N tokens of a piece.
 """
@@ -30,7 +30,7 @@ _SMALL = (Shape(n_heads=4, n_kv_heads=2, head_dim=40, block_size=16, lengths=(70
 
 
 def _formats(shape: Shape) -> list[torch.dtype]:
-    """Half a minute goes into compiling float32 for the largest heads, which nobody serves in it."""
+    """float32 for small heads only: compiling it for the largest takes half a minute, and no service uses it."""
     others = [torch.float16] * (shape.n_kv_heads == 8) + [torch.float32] * (shape.head_dim <= 80)
     return [torch.bfloat16, *others]
 

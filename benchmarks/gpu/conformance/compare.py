@@ -17,7 +17,7 @@ Row = dict[str, Any]
 _UNITS = {torch.float32: 64, torch.float16: 4, torch.bfloat16: 4}
 """Units in the last place that a result may be off: a GPU's float32 exponentials and sums, a few roundings else."""
 _ELSEWHERE = 0.02
-"""Share of 16-bit numbers that may be rounded to a neighbour, for a float32 sum beside the middle of two."""
+"""Share of 16-bit numbers that may be rounded to a neighbor, for a float32 sum near the midpoint of two."""
 _INTEGERS = {4: torch.int32, 2: torch.int16}
 
 
@@ -47,7 +47,7 @@ def same_bits(what: str, found: Tensor, expected: Tensor) -> Row:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated meanwhile holds NaN, so that numbers nobody wrote show."""
+    """Fills new allocations with NaN, so that a read of memory that no kernel wrote shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

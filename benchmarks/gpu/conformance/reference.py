@@ -1,4 +1,4 @@
-"""What the operations of a step are, told slowly: a token at a time, in float64.
+"""Slow reference implementations of the operations of a step: one token at a time, in float64.
 
 Results are rounded to the number format where app/engine/gpu/kernels/interface.py says so, and stay float64 otherwise.
 Shape legend: D width, H query heads, K kv heads, G = H / K, C head_dim, L positions, F half of the numbers that turn.

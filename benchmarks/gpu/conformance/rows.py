@@ -1,4 +1,4 @@
-"""What a step does to single rows (norms, heads, activations) against its slow reference, and alone against batched.
+"""Row operations of a step (norms, heads, activations) against a slow reference, and alone against batched.
 
 Shape legend: as in app/engine/gpu/kernels/interface.py.
 """
@@ -137,7 +137,7 @@ def heads(
 
 
 def _nothing_kept(qkv_TX: Tensor, spec: HeadsSpec) -> Tensor:
-    """A layer's cache in blocks of 16, with twice the slots that are needed; its last block is nobody's."""
+    """A layer's cache in blocks of 16, with twice the slots that are needed; its last block is for padding rows."""
     n_blocks = 2 * len(qkv_TX) // 16 + 2
     return qkv_TX.new_full((2, n_blocks, 16, spec.n_kv_heads, spec.head_dim), float("nan"))
 

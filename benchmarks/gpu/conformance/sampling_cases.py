@@ -1,4 +1,4 @@
-"""Rows of logits with their requests, for whatever samples on a device: usual ones by chance, and what is apt to break.
+"""Sampling test cases for devices: rows of logits with their requests, random ones and edge cases.
 
 Everything follows from a seed. Shape legend: S rows, V vocabulary.
 """

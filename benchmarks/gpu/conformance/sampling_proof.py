@@ -1,4 +1,4 @@
-"""What a sampler on a device made of a case, and what is wrong with it by the oracle: app/engine/sampling/sampler.py.
+"""Checks a device sampler's result for a case against the oracle, app/engine/sampling/sampler.py.
 
 A token may be another one than the oracle's where rounding decides: where the random number lies so near the border
 between the two that sums of another order may come out on either side.
@@ -32,11 +32,11 @@ Sample = Callable[[Tensor, Tensor, Tensor, SamplingTable, SampleOut], None]
 _NEAR = 1e-6
 """Of the whole weight: what rounding may decide."""
 _LOGPROB = 2e-5
-"""The most that a log-probability may be off, beside as much of itself: the oracle's own is off by 7e-6."""
+"""Absolute and relative tolerance of a log-probability: the oracle's own is off by 7e-6."""
 
 
 def draw(subject: Sample, case: Case, device: str) -> tuple[list[SampledToken], SamplingTable, Tensor]:
-    """The draws; and the table with the resident row of each. Two rows of padding are drawn beside them."""
+    """The sampled tokens, and the table with the resident row of each. Two padding rows are sampled with them."""
     vocab, resident = case.logits_SV.shape[1], len(case.rows) + 3
     table = SamplingTable(resident, vocab, device)
     rows = Random(len(case.rows)).sample(range(resident - 1), len(case.rows))
@@ -132,7 +132,7 @@ def _wrong_scores(logits_V: Tensor, row: SamplingInput, ours: SampledToken) -> I
 
 
 def _left_out(exact_V: Tensor, told: list[int]) -> Iterator[str]:
-    """No other token may be more likely than the last one; and of equal ones the first are told."""
+    """No other token may be more likely than the last one; among equals the lower ids are reported."""
     if len(set(told)) != len(told):
         yield f"told twice: {told}"
     least = float(exact_V[told[-1]])

@@ -1,4 +1,4 @@
-"""Sequences in a paged cache, of which any tokens can be attended to in any cut.
+"""Sequences in a paged KV cache, with queries over any range of tokens in any chunks.
 
 Everything that no token may read is NaN: other blocks, what lies behind a sequence's last token or before what a window
 lets its last tokens see, what its table says behind its last block. Shape legend: as in
@@ -114,7 +114,7 @@ def build(shape: Shape, dtype: torch.dtype, device: str, seed: int, tail: int) -
 def _filled(
     shape: Shape, k: list[Tensor], v: list[Tensor], tail: int, dice: python_random.Random
 ) -> tuple[Tensor, list[list[int]]]:
-    """The cache, whose last block is nobody's, and the blocks of each sequence, padded with that one."""
+    """The cache and the block table of each sequence, padded with the cache's last block, which no sequence owns."""
     size = shape.block_size
     counts = [-(-length // size) for length in shape.lengths]
     free = list(range(sum(counts)))

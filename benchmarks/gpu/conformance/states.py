@@ -1,4 +1,4 @@
-"""What a decode step reads of resident rows and leaves in them, against the same with lists."""
+"""Resident-row state before and after a decode step, compared with a reference on Python lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_rows(device: str, tiny: bool) -> Iterator[Row]:
 def states(
     kernels: Kernels, count: int, n_rows: int, block_size: int, n_blocks: int, device: str, seed: int
 ) -> Iterator[Row]:
-    """`n_rows` of `count` resident rows, and two of nobody's behind them. n_blocks: of each row."""
+    """`n_rows` of `count` resident rows, followed by two padding rows. n_blocks: of each row."""
     dice = random.Random(seed)
     rows = [*dice.sample(range(count), n_rows), count, count]
     lengths = [*(dice.randrange(n_blocks * block_size) for _ in range(count)), 0]

@@ -1,4 +1,4 @@
-"""Which kernels are looked at on a device. Triton may be missing, so they are loaded by name."""
+"""Selects the kernels under test on a device. Triton may be missing, so they are loaded by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 
 
 def subject(device: str, **options: int) -> Kernels:
-    """The twins on a CPU, to try the checks themselves; else what is written for the device."""
+    """The reference kernels on a CPU, to test the checks themselves; else the device's kernels."""
     return ReferenceKernels() if device == "cpu" else triton_kernels(**options)
 
 

@@ -1,4 +1,4 @@
-"""CTranslate2's generator. What decoding takes is a whole run less one that ends at its first token."""
+"""CTranslate2's generator. Decoding time is a whole run minus one that ends at its first token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "int8_float32"}
 
 
 class CTranslate2:
-    """One model. It takes and gives tokens as text, which the vocabulary beside the model tells."""
+    """One model. It takes and returns tokens as text, by the vocabulary file next to the model."""
 
     def __init__(self, task: Task) -> None:
         kind = _TYPES[task.precision]

@@ -1,4 +1,4 @@
-"""transformers' generate(), eager on the CPU. Its streamer tells when a step is done."""
+"""The generate() of transformers, eager on the CPU. Its streamer reports each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine can do at most, asked in the same rounds as the engines: reading and multiplying on all threads."""
+"""The machine's peak memory bandwidth and arithmetic on all threads, measured in the same rounds as the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every side speaks: a line of JSON in, a line of JSON out, until standard input ends.
+"""The protocol of all sides: one line of JSON in, one line of JSON out, until standard input ends.
 
 The real standard output is kept for the answers; whatever a library prints there goes to standard error instead.
 """

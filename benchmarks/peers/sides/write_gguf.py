@@ -1,4 +1,4 @@
-"""A weights directory in, a GGUF file out: `python -m benchmarks.peers.sides.write_gguf DIR FILE bf16|f32|int8`.
+"""Converts a weights directory to GGUF: `python -m benchmarks.peers.sides.write_gguf DIR FILE bf16|f32|int8`.
 
 llama.cpp's own converter knows tokenizers by their checksum, and refuses one that was trained here.
 """
