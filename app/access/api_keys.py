@@ -92,7 +92,7 @@ def stored(
     except msgspec.ValidationError as error:
         if str(error).endswith("$.name`"):
             raise KeyFileError("a name has 1 to 64 letters, digits, _ and -") from None
-        raise KeyFileError(f"this key cannot be: {error}") from None
+        raise KeyFileError(f"invalid key: {error}") from None
 
 
 def read_keys(path: Path) -> tuple[StoredKey, ...]:
@@ -118,7 +118,7 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
     if len(keys) > MOST_KEYS:
         raise KeyFileError(f"the keys file {path} has more than {MOST_KEYS} keys")
     if len({key.name for key in keys}) < len(keys):
-        raise KeyFileError(f"the keys file {path} has two keys of one name")
+        raise KeyFileError(f"the keys file {path} has two keys with the same name")
     return tuple(keys)
 
 

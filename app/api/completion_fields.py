@@ -67,7 +67,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class SamplingFields(BaseModel):
-    """Fields of every door: how to draw, when to end. `null` means the default."""
+    """Sampling and stop fields of every endpoint. `null` means the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

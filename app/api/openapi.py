@@ -16,17 +16,17 @@ TAGS = [
     {"name": "operations", "description": "The model's facts, health and figures."},
 ]
 _ERRORS = {
-    400: "A value that cannot be, alone or beside another; `param` names the field.",
-    401: "No key, or an unknown one.",
+    400: "Invalid value, or combination of values; `param` names the field.",
+    401: "Missing or invalid API key.",
     403: "The key may not do this.",
     404: "Unknown model, unknown request, or a request of another key.",
-    405: "Another method is wanted.",
+    405: "Method not allowed.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
+    415: "The Content-Type is not JSON.",
     429: "The key's own quota is used up: try again after `Retry-After` seconds.",
-    500: "Our fault; the request id names it in the server's log.",
-    503: "Loading, shutting down, or too many wait already: try again after `Retry-After` seconds.",
-    504: "The request's time was over before its first token.",
+    500: "Internal error; look up the request id in the server's log.",
+    503: "Loading, shutting down, or the queue is full: try again after `Retry-After` seconds.",
+    504: "The request's deadline passed before its first token.",
 }
 _HEADERS = {
     "X-Request-Id": {"description": "Names this request, also in the server's log.", "schema": {"type": "string"}}

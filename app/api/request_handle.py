@@ -161,7 +161,7 @@ class RequestHandle:
         if isinstance(error, EngineError):
             return from_engine(error)
         _log.error("request %s failed in its stream", self.name, exc_info=error)
-        return ApiError(500, "an error on our side; the request id names it in the server's log")
+        return ApiError(500, "internal error; look up the request id in the server's log")
 
     async def respond(self, work: Coroutine[Any, Any, Mapping[str, Any]], request: Request) -> Response:
         """Responds with the result of `work`; the reservation ends when the client has the last byte."""

@@ -96,7 +96,7 @@ def _list(keys: Sequence[StoredKey]) -> None:
 def _end(key: StoredKey) -> str:
     if key.expires is None:
         return "-"
-    return f"{key.expires:%Y-%m-%d}{' (over)' if key.expires <= datetime.now(UTC) else ''}"
+    return f"{key.expires:%Y-%m-%d}{' (expired)' if key.expires <= datetime.now(UTC) else ''}"
 
 
 def _count(text: str) -> int:

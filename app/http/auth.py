@@ -86,5 +86,5 @@ def _caller(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
     if caller := keys.caller_of(key):
         return caller
     challenge = 'Bearer realm="inkstream", error="invalid_token"'
-    message = "this key is unknown, revoked or over"
+    message = "invalid, revoked or expired API key"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})

@@ -93,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._connections.rest(self, WaitReason.HEAD)
         except httptools.HttpParserError as error:
             ours = error.__context__  # an error that one of our own callbacks raised in the parser
-            self._refuse(ours if isinstance(ours, ApiError) else ApiError(400, "no valid HTTP/1.1", code="bad_request"))
+            self._refuse(ours if isinstance(ours, ApiError) else ApiError(400, "invalid HTTP/1.1", code="bad_request"))
         except ApiError as error:
             self._refuse(error)
 

@@ -46,7 +46,7 @@ class RequestLogMiddleware:
             _log.error("request %s failed", record.request_id, exc_info=error)
             # Once the response has started no error can be sent: uvicorn cuts the connection of an incomplete response.
             if not record.status:
-                bug = ApiError(500, "an error on our side; the request id names it in the server's log")
+                bug = ApiError(500, "internal error; look up the request id in the server's log")
                 await respond(Request(scope), bug)(scope, receive, send_with_id)
         finally:
             _write(scope, record, (time.monotonic() - began) * 1e3)
