@@ -64,7 +64,7 @@ class AsyncLogHandler(logging.Handler):
         self._waiting.put(f"{line}\n".encode(self._encoding, "backslashreplace"))
 
     def flush(self) -> None:
-        """Waits until all lines are written, for a second at most; called before the process ends."""
+        """Waits until all lines are written, for a second at most."""
         done = threading.Event()
         self._waiting.put(done)
         self._is_stuck = not done.wait(0 if self._is_stuck else _LAST_SECONDS)
