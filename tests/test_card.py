@@ -19,7 +19,7 @@ from model.train.data.batch import of_windows
 from model.train.reporting.model_card import RunFacts, model_card, without_places
 from model.train.reporting.report import closing, opening
 from model.train.setup.dataset import Dataset
-from model.train.step.optimizer import Limits
+from model.train.step.schedule import Limits
 
 FACTS = RunFacts(
     command="python -m model.train --data books --out out",

@@ -15,10 +15,11 @@ from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
 from model.train.data.batch import Batch, of_windows
-from model.train.step import objective as objective_module
+from model.train.step import loss_backend
 from model.train.step.attention import FusedAttend
 from model.train.step.distributed import ProcessGroup
-from model.train.step.objective import Asked, LossBackend, Objective, choose, computing_for, missing_for
+from model.train.step.loss_backend import Asked, LossBackend, choose, computing_for, missing_for
+from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 
@@ -56,12 +57,12 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     tool.chmod(0o755)
     (tmp_path / "Python.h").write_text("")
     here, nowhere = {"CXX": str(tool), "CC": str(tool)}, {"CXX": "no-such-tool", "CC": "no-such-tool"}
-    monkeypatch.setattr(objective_module.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(objective_module, "find_spec", lambda _: None)
+    monkeypatch.setattr(loss_backend.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(loss_backend, "find_spec", lambda _: None)
     assert missing_for("cpu", here) == ""
     assert "C++ compiler (no-such-tool" in missing_for("cpu", nowhere)
     assert "triton" in missing_for("cuda", here)
-    monkeypatch.setattr(objective_module, "find_spec", lambda _: object())
+    monkeypatch.setattr(loss_backend, "find_spec", lambda _: object())
     assert missing_for("cuda", here) == ""
     assert "a C compiler (no-such-tool" in missing_for("cuda", nowhere)
     (tmp_path / "Python.h").unlink()
@@ -69,7 +70,7 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_cpu_is_not_searched_for_a_compiler_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(objective_module, "missing_for")
+    monkeypatch.delattr(loss_backend, "missing_for")
     assert computing_for("auto", "cpu") == computing_for("off", "cpu") == _BY_HAND
     assert computing_for("off", "cuda") == _PLAIN
 

@@ -29,7 +29,8 @@ from model.presets import preset
 from model.train.common.thread_pool import keep_freed_memory
 from model.train.data.batch import of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.objective import Objective, computing_for
+from model.train.step.loss_backend import computing_for
+from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 

@@ -22,7 +22,7 @@ from model.train.reporting.progress import Progress
 from model.train.reporting.report import Report
 from model.train.setup.dataset import Dataset
 from model.train.step.distributed import ProcessGroup
-from model.train.step.optimizer import Limits, Schedule
+from model.train.step.schedule import Limits, Schedule
 from model.train.step.trainer import BestWeights, Trainer, below
 from model.train.training_checkpoint import Position, newest_snapshot, save_snapshot
 

@@ -34,9 +34,11 @@ from model.train.setup.dataset import gather
 from model.train.setup.finetune import base_of, settle, start_anew
 from model.train.setup.options import limits, shape
 from model.train.step.distributed import ProcessGroup
+from model.train.step.loss_backend import computing_for
 from model.train.step.mfu import flops_per_token, peak_flops
-from model.train.step.objective import Objective, computing_for
-from model.train.step.optimizer import ParameterUpdates, Schedule
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.schedule import Schedule
 from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import Position, load_snapshot, newest_snapshot, remove_snapshots
 

@@ -17,7 +17,8 @@ from model.nn.transformer import Decoder
 from model.train.common.flag_types import Optimizer
 from model.train.data.batch import Batch, EncoderInputs, of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.objective import Objective, computing_for
+from model.train.step.loss_backend import computing_for
+from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 

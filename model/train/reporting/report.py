@@ -20,7 +20,7 @@ from model.train.reporting.model_card import RunFacts
 from model.train.reporting.progress import Console, Outline, Pace, Progress, Status
 from model.train.reporting.samples import Gallery
 from model.train.setup.dataset import Dataset
-from model.train.step.optimizer import Limits
+from model.train.step.schedule import Limits
 
 
 def opening(config: ModelConfig, n_params: int, material: Dataset, limits: Limits, *, machine: str, step: int) -> str:

@@ -16,8 +16,8 @@ from model.tokenizer.tokenizer import SEPARATOR
 from model.train.common import flag_types
 from model.train.data.sources import USUAL_KEY, Sources, suffix
 from model.train.data.vocabulary import KINDS, UNKNOWN, Vocabulary
-from model.train.step.objective import ASKED
-from model.train.step.optimizer import SHAPES, Limits
+from model.train.step.loss_backend import ASKED
+from model.train.step.schedule import SHAPES, Limits
 
 _OF_PRESET = "the preset's"
 RATE_ALONE = 0.001
