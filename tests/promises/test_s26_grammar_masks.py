@@ -181,13 +181,13 @@ def test_a_stream_while_31_grammar_bombs_of_another_key_run(service: _Service, p
 
 @pytest.mark.timed
 def test_masks_in_the_step_would_hold_up_every_stream(service: _Service) -> None:
-    """Positive control: masks that take 20 ms, while steps run and then in them."""
+    """Positive control: masks that take 10 ms, while steps run and then in them."""
 
     def p99() -> float:
         with service.load(_attack(["hundred names of one thing", "overlapping lexemes"], tokens=20)):
             return _p99(service.gaps(12))
 
-    service.faults.arm("engine.mask", "sleep", seconds=0.02)
+    service.faults.arm("engine.mask", "sleep", seconds=0.01)
     try:
         beside = p99()
         service.faults.arm("engine.masks_in_step", "wait")
