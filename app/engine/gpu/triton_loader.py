@@ -68,7 +68,7 @@ def check_triton(start: Callable[[], object] = lambda: import_module("triton.run
 
 
 def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
-    """The kernels on a GPU where Triton is installed; else the reference versions, also for float32, as tensor cores round."""
+    """Triton's kernels on a GPU that has Triton; else, and in float32, the reference versions."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return TWINS
     int8, fp8 = (import_module(f"app.engine.gpu.kernels.triton.{kind}") for kind in ("int8", "fp8"))
