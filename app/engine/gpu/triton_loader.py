@@ -71,5 +71,5 @@ def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
     """Triton's kernels on a GPU that has Triton; else, and in float32, the reference versions."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return TWINS
-    int8, fp8 = (import_module(f"app.engine.gpu.kernels.triton.{kind}") for kind in ("int8", "fp8"))
-    return RoundedKernels(int8_product=int8.product, fp8_rows=fp8.round_rows)
+    products = import_module("app.engine.gpu.kernels.triton.quantized_products")
+    return RoundedKernels(int8_product=products.product, fp8_rows=products.round_rows)
