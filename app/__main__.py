@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from app import VERSION
+
 _USAGE = """usage: inkstream VERB [options]
 
   serve                serve a weights directory over HTTP
@@ -20,7 +22,7 @@ _USAGE = """usage: inkstream VERB [options]
   keys add|list|revoke NAME        say who may use a service
   train --data PATH... --out DIR   train a model (python -m model.train)
 
-inkstream VERB --help tells a verb's options."""
+inkstream VERB --help lists a verb's options; inkstream --version prints the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +83,10 @@ def _run(verb: str, rest: list[str]) -> int:
 
 
 def _explain(verb: str) -> int:
-    """Prints the usage, or an error that lists the known verbs."""
+    """Prints the version, the usage, or an error that lists the known verbs."""
+    if verb in ("-V", "--version"):
+        print(f"inkstream {VERSION}")
+        return 0
     if verb and verb not in ("-h", "--help", "help"):
         known = ", ".join(re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE))
         print(

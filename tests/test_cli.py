@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,14 @@ def test_no_verb_gets_the_list_and_exit_code_two() -> None:
     assert "serve a weights directory" in result.stderr
 
 
-@pytest.mark.parametrize("word", ["fly", "--version", "fly\nhigh"])
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_that_of_the_package(flag: str) -> None:
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    result = _run(flag)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"inkstream {found}\n", "")
+
+
+@pytest.mark.parametrize("word", ["fly", "--versions", "fly\nhigh"])
 def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(word: str) -> None:
     result = _run(word)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
