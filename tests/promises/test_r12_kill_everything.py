@@ -112,7 +112,7 @@ def test_the_processes_that_check_guides_die_with_a_killed_service(tmp_path: Pat
     server = start_server(tmp_path, weights, fake_ms=5)
     assert httpx.post(f"{server.url}/complete", json=_GUIDED, timeout=60).status_code == 200
     pids = children(server)
-    checker = [pid for pid in pids if b"guide_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    checker = [pid for pid in pids if b"validator_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(checker[0], signal.SIGSTOP)  # a second one may be starting
     server.process.kill()
     server.process.wait()
