@@ -1,4 +1,4 @@
-"""The README matches the code: settings table, tree, fields, example."""
+"""README.md and docs match the code: settings table, tree, fields, example."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from model.presets import PRESET_NAMES, preset
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
+SETTINGS = (ROOT / "docs/settings.md").read_text()
 
 
 def settings_table() -> str:
-    """What belongs into the README."""
+    """The table in docs/settings.md."""
     rows = ["| flag | default | meaning |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {field.description} |")
@@ -31,7 +32,7 @@ def settings_table() -> str:
 
 
 def test_the_settings_table_is_made_from_the_settings() -> None:
-    assert settings_table() in README, settings_table()
+    assert settings_table() in SETTINGS, settings_table()
 
 
 def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
@@ -64,9 +65,9 @@ def test_the_curl_example_works(server: Server) -> None:
     assert parse_events(result.stdout)[-1].name == "done"
 
 
-@pytest.mark.skipif(NODE is None, reason="no Node.js to run the README's JavaScript with")
+@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript of docs/api.md with")
 def test_the_javascript_example_prints_the_text(server: Server) -> None:
-    (program,) = re.findall(r"```js\n(.*?)```", README, re.DOTALL)
+    (program,) = re.findall(r"```js\n(.*?)```", API, re.DOTALL)
     program = program.replace("http://127.0.0.1:8000", server.url)
     command = [NODE, "--input-type=module", "-e", program]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -1,4 +1,4 @@
-"""Settings of the service: the source of flags, environment variables and the README's table."""
+"""Settings of the service: the source of flags, environment variables and the table in docs/settings.md."""
 
 from __future__ import annotations
 
@@ -19,141 +19,161 @@ class Settings(BaseSettings):
 
     weights: Path = Field(Path("weights"), description="Weights directory (Hugging Face layout).")
     watch: float = Field(
-        0.0, ge=0, le=3600, description="Seconds between looks for new weights there; 0 loads them only on SIGHUP."
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds between checks for new weights in that directory; 0 reloads only on SIGHUP.",
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; others than loopback need keys.")
+    host: str = Field("127.0.0.1", description="Address to listen on; any but a loopback address requires API keys.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     keys_file: Path | None = Field(
-        None, description="File with the keys of callers (inkstream keys add NAME); None lets everybody in."
+        None, description="File with API keys (inkstream keys add NAME); None serves every request without a key."
     )
-    insecure_no_auth: bool = Field(False, description="Serve on any address although no key protects the service.")
+    insecure_no_auth: bool = Field(False, description="Allow any address without API keys.")
     allowed_hosts: str = Field(
         "",
-        description="Names of this service, with commas; addresses, localhost and names without a dot need no mention.",
+        description="Host names to accept, separated by commas; IP addresses, localhost and names without a dot are "
+        "always accepted.",
     )
     allow_origin: str = Field(
         "",
-        description="Origins whose pages may use the service (CORS), with commas: https://a.example,https://b.example",
+        description="Origins whose pages may use the service (CORS), separated by commas: "
+        "https://a.example,https://b.example",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Device that runs the model; auto uses a GPU if there is one."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Number format of weights and cache; auto is bfloat16 where the device computes in it."
+        "auto", description="Number format of weights and KV cache; auto is bfloat16 if the device supports it."
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
-        description="What computes: auto takes native kernels on a CPU once they are built, Triton's on a GPU, "
-        "and torch else.",
+        description="Compute backend: auto uses native kernels on a CPU once they are built, Triton kernels on a GPU, "
+        "and torch otherwise.",
     )
     quantize: Literal["none", "int8", "fp8"] = Field(
         "none",
-        description="int8 keeps weights as whole numbers of 8 bits: half the memory, sooner at few streams; fp8 also "
-        "computes in 8 bits, on GPUs that can.",
+        description="int8 stores weights as 8-bit integers: half the memory, faster with few streams; fp8 also "
+        "computes in 8 bits, on GPUs that support it.",
     )
     deterministic: bool = Field(
         False,
-        description="Steps of one shape on a GPU, and a proof at the start that an answer does not hang on what is "
-        "computed beside it.",
+        description="Compute steps of one shape on a GPU, and check at startup that a request's result does not "
+        "depend on the other requests in its batch.",
     )
     cache_dir: Path | None = Field(
-        None, description="Where compiled kernels are kept; None is ~/.cache/inkstream (or in XDG_CACHE_HOME)."
+        None,
+        description="Directory of compiled kernels; None is inkstream in XDG_CACHE_HOME, by default ~/.cache.",
     )
     replicas: int = Field(
         1,
         ge=1,
         le=64,
-        description="Engines behind this service: a GPU each, or an equal share of the CPU threads.",
+        description="Engine processes: each has a GPU of its own, or an equal share of the CPU threads.",
     )
     threads: int = Field(
         0,
         ge=0,
         le=1024,
-        description="CPU threads of all engines together; 0 takes the cores they may use (affinity, cgroup limit).",
+        description="CPU threads of all engines together; 0 uses every core allowed by affinity and cgroup limits.",
     )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that an engine may take; the cache gets what is left.",
+        description="Share of a GPU's memory that an engine may use; the KV cache gets what the model leaves.",
     )
     kv_blocks: int = Field(
         0,
         ge=0,
         le=2**31 - 1,
-        description="Blocks of each engine's KV cache; 0 takes what max_running can fill, on a GPU all that is left.",
+        description="Blocks in each engine's KV cache; 0 is as many as --max-running requests can fill, on a GPU all "
+        "memory that is left.",
     )
     max_context: int = Field(
-        0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 takes the model's own context."
+        0, ge=0, le=2**31 - 1, description="Longest sequence in tokens; 0 is the model's own context length."
     )
-    max_running: int = Field(32, ge=1, le=1024, description="Requests that an engine computes together.")
+    max_running: int = Field(32, ge=1, le=1024, description="Most requests that an engine runs at once.")
     tokens_per_step: int = Field(
         0,
         ge=0,
         le=65536,
-        description="Tokens computed in one step: prompts go in pieces; 0: 256, of prompts 64 where keys are told "
-        "apart; on a GPU without deterministic 2048.",
+        description="Most tokens in one step; longer prompts are computed in chunks. 0 is 2048 on a GPU without "
+        "--deterministic, else 256; on a CPU with API keys 0 also allows at most 64 prompt tokens in a step.",
     )
     prompt_tokens_beside: int = Field(
         0,
         ge=0,
         le=65536,
-        description="Prompt tokens in a step that streams wait for, or 4 for each if that is more; "
-        "0: 32 on a CPU, else as many as fit.",
+        description="Most prompt tokens in a step that also decodes, or 4 for each decoding request if that is more; "
+        "0 is 32 on a CPU, and as many as fit on a GPU.",
     )
-    max_waiting: int = Field(1024, ge=1, le=1_000_000, description="Requests that may wait; more are refused with 503.")
-    max_waiting_tokens: int = Field(
-        1_000_000, ge=1, description="Prompt tokens that may wait; more are refused with 503."
-    )
+    max_waiting: int = Field(1024, ge=1, le=1_000_000, description="Longest queue in requests; more get 503.")
+    max_waiting_tokens: int = Field(1_000_000, ge=1, description="Longest queue in prompt tokens; more get 503.")
     max_body_bytes: int = Field(1 << 20, ge=1024, le=1 << 30, description="Largest request body; larger ones get 413.")
-    max_header_bytes: int = Field(16384, ge=1024, le=1 << 20, description="Largest request headers, in all; else 431.")
-    max_headers: int = Field(100, ge=8, le=10_000, description="Most headers of a request; more get 431.")
+    max_header_bytes: int = Field(
+        16384, ge=1024, le=1 << 20, description="Largest headers of a request in total; larger ones get 431."
+    )
+    max_headers: int = Field(100, ge=8, le=10_000, description="Most header fields of a request; more get 431.")
     max_url_bytes: int = Field(8192, ge=256, le=1 << 16, description="Longest URL; longer ones get 414.")
     max_connections: int = Field(
         4096,
         ge=1,
         le=1_000_000,
-        description="Connections at once, as far as the limit of open files allows; more are refused with 503.",
+        description="Most open connections, or fewer if the limit of open files requires; more get 503.",
     )
     max_connections_per_address: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="The same from one address; 0 is half of all. Behind a proxy, all that it may open.",
+        description="Most open connections from one address; 0 is half of --max-connections. A proxy is one address.",
     )
     head_timeout: float = Field(
-        10.0, gt=0, le=3600, description="Seconds for the headers of a request, from its first byte; then 408."
+        10.0, gt=0, le=3600, description="Seconds to receive the headers of a request, from its first byte; then 408."
     )
-    body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds for its body; then 408.")
+    body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds to receive the body of a request; then 408.")
     write_timeout: float = Field(
-        30.0, gt=0, le=3600, description="Seconds that a client may not read while there is something to read."
+        30.0, gt=0, le=3600, description="Seconds that a client may stop reading before its connection is closed."
     )
     keep_alive_timeout: float = Field(
-        75.0, gt=0, le=3600, description="Seconds that a connection may idle between two requests."
+        75.0, gt=0, le=3600, description="Seconds that a connection may be idle between two requests."
     )
     request_timeout: float = Field(
-        600.0, gt=0, le=86400, description="Seconds an answer may take in all; deadline_ms can ask for less."
+        600.0,
+        gt=0,
+        le=86400,
+        description="Seconds a response may take in total; a request can ask for less by deadline_ms.",
     )
     queue_timeout: float = Field(
-        120.0, gt=0, le=86400, description="Seconds a request may wait for its turn before it gets 503."
+        120.0, gt=0, le=86400, description="Seconds a request may wait in the queue before it gets 503."
     )
     resume_seconds: float = Field(
-        60.0, ge=0, le=3600, description="Seconds a broken stream can be resumed; 0 keeps none."
+        60.0,
+        ge=0,
+        le=3600,
+        description="Seconds during which a client can resume a broken stream; 0 disables resuming.",
     )
     resume_bytes: int = Field(
-        1 << 18, ge=0, le=1 << 30, description="Bytes of events kept of each stream, for clients that lost some."
+        1 << 18,
+        ge=0,
+        le=1 << 30,
+        description="Bytes of events kept for each stream, to send again when a client resumes it.",
     )
-    drain_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds that open streams get after SIGTERM.")
+    drain_timeout: float = Field(
+        30.0, ge=0, le=3600, description="Seconds that open streams may take to finish after SIGTERM."
+    )
     engine_silence: float = Field(
-        30.0, ge=1, le=3600, description="Seconds without a sign of life, or of progress, until the engine restarts."
+        30.0, ge=1, le=3600, description="Seconds without a report or progress from an engine until it is restarted."
     )
     guide_seconds: float = Field(
         2.0,
         gt=0,
         le=60,
-        description="Seconds that a regex, schema or grammar may take to prepare; longer ones get 400.",
+        description="Seconds that a regex, schema or grammar may take to compile; longer ones get 400.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="How much is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     log_format: Literal["auto", "text", "json"] = Field(
-        "auto", description="How a line of the log is written; auto is text on a terminal and JSON elsewhere."
+        "auto", description="Format of log lines; auto is text on a terminal and JSON elsewhere."
     )
 
     @field_validator("host")
