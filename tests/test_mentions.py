@@ -104,7 +104,7 @@ def _exists(path: str, folder: Path) -> bool:
 
 
 def missing_paths(text: str, folder: Path) -> list[str]:
-    """Paths that begin with a folder of ours, or end with a suffix that we have."""
+    """Missing files among the paths in `text` that start with a folder of this repository or have a suffix it uses."""
     found = re.findall(r"(?<![\w.$@/{}<>~*-])((?:\.\./)?(?:[\w*-][\w.*-]*/)+[\w.*-]*)(?![{<])", text)
     paths = [path.rstrip(".") for path in found]
     ours = [p for p in paths if p.split("/")[0] in FOLDERS or re.search(rf"\.({SUFFIXES})$", p)]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from app.http.json_limits import MOST_PARTS, has_too_many_parts
+from app.api.dependencies import MOST_PARTS, has_too_many_parts
 
 
 @pytest.mark.parametrize(("value", "is_too_many"), [([[]] * (MOST_PARTS - 1), False), ([{}] * MOST_PARTS, True)])

@@ -131,7 +131,7 @@ PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition("
 
 
 def _closure(module: str) -> set[str]:
-    """A module and all of ours that it imports, directly or not, with the packages that they lie in."""
+    """`module`, every project module that it imports directly or indirectly, and the packages of these modules."""
     found, todo = set[str](), [module]
     while todo:
         name = todo.pop()

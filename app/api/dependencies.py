@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
@@ -17,19 +18,14 @@ from app.api.resume_store import ResumeStore
 from app.common.fault_injection import fault
 from app.http.auth import caller_of
 from app.http.errors import ApiError, from_validation
-from app.http.json_limits import MOST_PARTS, has_too_many_parts
 from app.http.sse import until_disconnect
 from app.serving.service import Service
 from app.tokenization.tokenizer_pool import TokenizerPool
 
-NAME = "X-Weights-Version"
-
-
-def version_header(weights_version: str) -> dict[str, str]:
-    """The response header that names the weights."""
-    return {NAME: weights_version}
-
-
+WEIGHTS_VERSION_HEADER = "X-Weights-Version"
+MOST_PARTS = 32_768
+"""Lists and objects in a JSON body. Each becomes a Python object: a megabyte of the smallest took 0.2 s and 80 MB."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _Body = TypeVar("_Body", bound=BaseModel)
 _T = TypeVar("_T")
 
@@ -137,3 +133,18 @@ def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """A route's openapi_extra for the body that read_body() parses."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def version_header(weights_version: str) -> dict[str, str]:
+    """The response header that names the weights."""
+    return {WEIGHTS_VERSION_HEADER: weights_version}
+
+
+def has_too_many_parts(body: bytes | bytearray) -> bool:
+    """Whether the body has more than MOST_PARTS lists and objects; brackets in strings do not count."""
+    # Nearly all bodies pass the first count; those with many brackets in strings cost some milliseconds.
+    return _count(body) > MOST_PARTS and _count(_STRING.sub(b"", body)) > MOST_PARTS
+
+
+def _count(body: bytes | bytearray) -> int:
+    return body.count(b"[") + body.count(b"{")

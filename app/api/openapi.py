@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from app.api.dependencies import NAME
+from app.api.dependencies import WEIGHTS_VERSION_HEADER
 from app.api.response_schemas import EVENTS, ErrorResponse
 
 TAGS = [
@@ -31,7 +31,9 @@ _ERRORS = {
 _HEADERS = {
     "X-Request-Id": {"description": "Names this request, also in the server's log.", "schema": {"type": "string"}}
 }
-_WEIGHTS_VERSION = {NAME: {"description": "SHA-256 of the weights that answer.", "schema": {"type": "string"}}}
+_WEIGHTS_VERSION = {
+    WEIGHTS_VERSION_HEADER: {"description": "SHA-256 of the weights that answer.", "schema": {"type": "string"}}
+}
 _KEY = {"type": "http", "scheme": "bearer", "description": "Where the service asks for keys."}
 _RETRY_AFTER = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
 _REF = "#/components/schemas/{model}"
