@@ -22,7 +22,7 @@ from app.common.settings import Settings
 from app.common.types import Counters, FinishReason, Request, RequestStarted, SampledEvent, StepReport
 from app.engine.memory.memory_plan import CacheShape
 from app.engine_client.client import EngineClient
-from app.engine_client.crash_recovery import NAME
+from app.engine_client.crash_recovery import CANARY_ID
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue
 from app.engine_client.queue_limits import QueueLimits
@@ -716,14 +716,14 @@ def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> Non
         replayed = client.replayed
         engine.seen.clear()
         world.step()
-        assert engine.seen == [NAME] and client.n_suspects == 3 and world.fleet.queue.position(NAME) is None
+        assert engine.seen == [CANARY_ID] and client.n_suspects == 3 and world.fleet.queue.position(CANARY_ID) is None
         engine.crash()
         assert client.n_suspects == 2 and not client.is_probing, "a crash during the canary request blames no request"
-        assert NAME not in client._streams
+        assert CANARY_ID not in client._streams
         engine.load()
         newcomer = world.submit((9,) * 8)
         world.step(2)
-        assert not client.is_probing and engine.seen[-1] == NAME
+        assert not client.is_probing and engine.seen[-1] == CANARY_ID
         assert (await world.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
         engine.crash()
         engine.load()

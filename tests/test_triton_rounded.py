@@ -68,7 +68,7 @@ def test_a_row_is_scaled_by_itself_to_the_bits_of_its_twin(columns: int) -> None
     kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=quantized_products.LARGEST)
     twin = quantized_products.round_rows(wide[:, :columns])
     assert torch.equal(scales[:4], twin.scales_X1[:4])
-    assert torch.equal(numbers[:4].to(quantized_products.DTYPE).float(), twin.numbers[:4].float())
+    assert torch.equal(numbers[:4].to(quantized_products.FP8_DTYPE).float(), twin.numbers[:4].float())
     assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 

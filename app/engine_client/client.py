@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotReady
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, PromptScores, Request, RequestStarted, SampledEvent, StepReport
-from app.engine_client.crash_recovery import NAME, CanaryRequest, CrashRecovery
+from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
 from app.engine_client.engine_process import WORKER
 from app.engine_client.fair_queue import FairQueue
 from app.engine_client.supervisor import EngineGone, PoolEvents, Supervisor
@@ -189,8 +189,8 @@ class EngineClient:
             _log.warning("%d open requests go on with this engine", n_open)
             self.replayed += n_open
         if self.ready and (probe := self._probe.begin(self.ready, self)):
-            self._streams[NAME] = probe
-            self._quarantine.try_first(NAME)
+            self._streams[CANARY_ID] = probe
+            self._quarantine.try_first(CANARY_ID)
         self._send_next()
 
     def on_crash(self) -> bool:

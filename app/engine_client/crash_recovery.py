@@ -190,7 +190,7 @@ class CrashRecovery:
 # The canary request is sent first and alone. If the engine crashes on it, no client's request is to blame; if it is
 # answered, the engine works, even if no client has got a token since: bad requests alone must not end the service.
 
-NAME = "the probe"
+CANARY_ID = "the probe"
 """No client's request has this id, since it contains a space."""
 
 
@@ -215,7 +215,7 @@ class CanaryRequest:
         if not self._is_owed:
             return None
         request = Request(
-            id=NAME,
+            id=CANARY_ID,
             prompt=(ready.start_id or 0,),
             source=(0,) if ready.has_encoder else (),
             max_tokens=min(PROOF, ready.context - 1),

@@ -60,7 +60,7 @@ class TokenSource(Protocol):
 
 
 class TokenStream:
-    """Owned by the event loop. Closing it early is the only cancellation, and never waits.
+    """Owned by the event loop. leave(), close(), cancel() and pause() drop its sequences, and none of them waits.
 
     The buffer is bounded: if more than MOST_WAITING is buffered and no reader awaits receive(), the stream is
     suspended. While a reader waits, it never is, however much arrives at once because the event loop was busy.

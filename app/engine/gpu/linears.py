@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.quantized_products import UNIT, Fp8Rows, Int8Product, product, round_weight
+from app.engine.gpu.kernels.quantized_products import FP8_MULTIPLE, Fp8Rows, Int8Product, product, round_weight
 from app.engine.gpu.triton_loader import TWINS, RoundedKernels
 from app.engine.quantization.int8_weights import quantize as quantize_int8
 
@@ -48,7 +48,7 @@ def make_linear(
 
 def fits_fp8(weight: Tensor) -> bool:
     """Whether the GPU's fp8 product takes a matrix of these sizes."""
-    return not any(size % UNIT for size in weight.shape)
+    return not any(size % FP8_MULTIPLE for size in weight.shape)
 
 
 def check_quantize(

@@ -25,7 +25,7 @@ from app.common.params import SamplingParams
 
 WIDTH = 128
 """Room for the candidates of a row."""
-MOST = 64
+MOST_CANDIDATES = 64
 """The largest k for which this room is likely to do."""
 _BLOCK = 32
 _NOTHING = float("-inf")

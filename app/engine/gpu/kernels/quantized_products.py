@@ -38,9 +38,9 @@ def dequantised_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) 
 #
 # Shape legend: T tokens of the step, K columns, N rows of the weight.
 
-DTYPE = torch.float8_e4m3fn
+FP8_DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
-UNIT = 16
+FP8_MULTIPLE = 16
 """The GPU's product takes matrices whose rows and columns are multiples of it."""
 """Numbers of a weight in float32 at once."""
 
@@ -64,7 +64,7 @@ def round_rows(x_TK: Tensor) -> Rounded:
     # By a tensor: by a number of the host a GPU multiplies with its rounded inverse, and the last bit is another.
     scales_T1 = wide_TK.abs().amax(dim=-1, keepdim=True) / wide_TK.new_full((), LARGEST)
     scales_T1 = scales_T1.where(scales_T1 != 0, 1.0)
-    return Rounded((wide_TK / scales_T1).to(DTYPE), scales_T1)
+    return Rounded((wide_TK / scales_T1).to(FP8_DTYPE), scales_T1)
 
 
 def round_weight(weight_NK: Tensor) -> Rounded:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.quantized_products import DTYPE, LARGEST, Rounded
+from app.engine.gpu.kernels.quantized_products import FP8_DTYPE, LARGEST, Rounded
 from app.engine.quantization.int8_weights import Quantized
 
 # t: tokens, 16 or 64 of a tile
@@ -107,7 +107,7 @@ _SCALES_READ = 256
 def round_rows(x_TK: Tensor) -> Rounded:
     """An Fp8Rows; x may be a view whose rows are apart."""
     n_tokens, n_columns = x_TK.shape
-    numbers_TK = torch.empty(n_tokens, n_columns, dtype=DTYPE, device=x_TK.device)
+    numbers_TK = torch.empty(n_tokens, n_columns, dtype=FP8_DTYPE, device=x_TK.device)
     # torch's product read scales behind the last row, up to a multiple of 256 (pytorch issue 133334): room for that.
     room = triton.cdiv(n_tokens, _SCALES_READ) * _SCALES_READ
     scales_T1 = torch.empty(room, 1, dtype=torch.float32, device=x_TK.device)[:n_tokens]
