@@ -18,7 +18,7 @@ from app.access.api_keys import ApiKeys
 from app.api import health, score, static_pages, tokens
 from app.api.metrics import Metrics
 from app.api.native import routes
-from app.api.openai import chat, completions
+from app.api.openai import routes as openai_routes
 from app.api.openapi import TAGS, DescribedApp
 from app.api.resume_store import ResumeStore
 from app.chat.template import ChatTemplate
@@ -29,8 +29,7 @@ from app.common.settings import Settings
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
-from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.http import errors
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.connection_limits import ConnectionLimits, HttpLimits, possible_connections, watch_descriptors
@@ -41,8 +40,8 @@ from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
 from app.serving.weights_snapshot import WeightsSnapshot, look, without_links
-from app.tokenization.tokenizer_pool import TokenizerPool
-from model.checkpoint.layout_check import check_layout
+from app.tokenization.text_encoder import TokenizerPool
+from model.checkpoint.tensor_index import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
@@ -94,10 +93,10 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
     _guard(app, settings)
     app.state.connections = connections = ConnectionLimits(_connection_limits(settings))
     errors.install(app)
-    for room in (routes, completions, chat, score):
-        app.include_router(room.router, tags=["completion"])
-    for room in (tokens, health, static_pages):
-        app.include_router(room.router)
+    for module in (routes, openai_routes, score):
+        app.include_router(module.router, tags=["completion"])
+    for module in (tokens, health, static_pages):
+        app.include_router(module.router)
     return app
 
 

@@ -31,7 +31,7 @@ from app.http.http_protocol import HttpProtocol
 from app.main import create_app
 from app.serving.kernel_prebuild import libraries_at_start
 from app.serving.service import Service
-from model.checkpoint.layout_check import check_layout, read_chat_template
+from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
 _LAST_SECONDS = 2.0

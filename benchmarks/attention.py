@@ -21,17 +21,15 @@ from functools import partial
 import msgspec
 import torch
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, TorchExecutor
 from app.engine.memory.kv_cache import KVCache
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.result import Machine, this_machine
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 from model.config import ModelConfig
 from model.nn.attention import CausalAttend, PerHeadAttend
 from model.nn.reference import generate

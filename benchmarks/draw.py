@@ -20,9 +20,9 @@ import torch
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SamplingInput
 from benchmarks.sampling import WAYS
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 _PROMPT, _LENGTH = 200, 264
 

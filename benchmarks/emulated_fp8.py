@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from app.engine.gpu.quantized_install import install
+from app.engine.gpu.linears import install
 from model.checkpoint.checkpoint import load
 from model.nn.reference import logits
 

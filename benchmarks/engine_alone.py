@@ -16,9 +16,8 @@ from app.engine.execution.runner import Runner, Sampler, StepExecutor, TorchExec
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.kv_cache import KVCache
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 
 KERNELS = ("native", "torch")

@@ -19,17 +19,16 @@ import msgspec
 import torch
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.common.types import Sequence as EngineSequence
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampler_io import SampledToken
 from app.guided.grammar import guide_of
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
-from model.argument_parser import OneLineParser
 from model.checkpoint.checkpoint import load
+from model.command_line import OneLineParser
 from model.device import choose_dtype
 from model.files import one_line
 from model.tokenizer.tokenizer import Tokenizer

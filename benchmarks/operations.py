@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Chunk, Request
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams
 from app.common.types import Sequence as Text
 from benchmarks.engine_alone import native_compute
 from benchmarks.peers.shapes import SHAPES
 from benchmarks.result import this_machine
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 from model.config import ModelConfig
 from model.nn.transformer import Decoder
 from model.presets import preset

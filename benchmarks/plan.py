@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.http_client import Address, parse_address
 from benchmarks.prompts import pseudo_prose
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 APIS = ("complete", "openai")
 _KEY = "INKSTREAM_API_KEY"

@@ -29,7 +29,7 @@ from benchmarks.peers.shapes import find_model
 from benchmarks.prefix_load import Pair, PrefixPlan, RequestFailed, Window, drive
 from benchmarks.result import this_machine
 from benchmarks.running import NotStarted, running
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

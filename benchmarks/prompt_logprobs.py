@@ -25,13 +25,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from app.common.params import SamplingParams
-from app.common.types import Request, StepReport
+from app.common.types import Request, SamplingParams, StepReport
 from app.engine.execution.engine import Engine
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
-from model.argument_parser import OneLineParser
 from model.checkpoint.checkpoint import load
+from model.command_line import OneLineParser
 from model.device import choose_dtype
 from model.nn.transformer import Decoder
 from model.presets import preset

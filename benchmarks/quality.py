@@ -19,14 +19,13 @@ from typing import Literal
 import msgspec
 
 from app.common.ipc import WorkerConfig
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
 from app.engine.startup import assemble
 from benchmarks.emulated_fp8 import EmulatedFp8
-from model.argument_parser import OneLineParser
-from model.checkpoint.layout_check import check_layout
+from model.checkpoint.tensor_index import check_layout
+from model.command_line import OneLineParser
 from model.files import one_line
 from model.tokenizer.tokenizer import Tokenizer
 

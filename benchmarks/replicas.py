@@ -24,7 +24,7 @@ from benchmarks.http_client import Connection
 from benchmarks.plan import LoadPlan
 from benchmarks.result import Machine, this_machine
 from benchmarks.running import NotStarted, Running, running
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,13 +21,12 @@ from typing import Any
 import msgspec
 import torch
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
 from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
 from benchmarks.result import Machine, this_machine
-from model.argument_parser import OneLineParser
 from model.checkpoint.checkpoint import Checkpoint, load
+from model.command_line import OneLineParser
 from model.device import choose_device, choose_dtype
 from model.files import one_line
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from app.common import event_loop
 from benchmarks.crowd import Crowd, Door
 from benchmarks.statistics import percentile
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 _START_SECONDS = 30.0
 

@@ -11,8 +11,7 @@ from app.common.ipc import WorkerConfig
 from app.common.settings import Settings
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
-from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.server import StartError, serve
 from model.files import one_line
 

@@ -23,7 +23,7 @@ from benchmarks.http_client import Connection, explain
 from benchmarks.result import this_machine
 from benchmarks.running import NotStarted, Running, running
 from benchmarks.timeline import Failed
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 _REQUEST = CompletionRequest(prompt="Once upon a time", max_tokens=4, temperature=0.8, seed=1)
 

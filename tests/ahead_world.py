@@ -10,7 +10,7 @@ from simulation import Delivered, SimulatedDevice, alone
 
 from app.common.types import BatchPlan, FinishReason, Request, RequestStarted, StepReport
 from app.engine.execution.engine import Engine
-from app.engine.sampling.sampled_token import StepResult
+from app.engine.sampling.sampler_io import StepResult
 
 
 class Faulty:

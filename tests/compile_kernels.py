@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from app.engine.gpu.kernels.launch_config import (
+from app.engine.gpu.kernels.interface import (
     COLUMNS,
     HEADS,
     POSITIONS,
@@ -25,7 +25,7 @@ from app.engine.gpu.kernels.launch_config import (
     norm_launch,
     padded_dim,
 )
-from app.engine.gpu.kernels.quantized_products import LARGEST
+from app.engine.gpu.kernels.reference_operations import LARGEST
 from app.engine.gpu.kernels.sampling_state import COUNTED, TOP
 from app.engine.gpu.kernels.triton import quantized_products
 from app.engine.gpu.kernels.triton.attention import attention_kernel, merge_kernel

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from itertools import compress
 
 from app.common.types import BatchPlan, Chunk, Sequence
-from app.engine.execution.engine import Engine
-from app.engine.execution.fault_isolation import Runs
-from app.engine.sampling.sampled_token import StepResult
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.execution.engine import Engine, Runs
+from app.engine.sampling.sampler_io import StepResult
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
 
 class WatchedPool(BlockPool):

@@ -16,17 +16,15 @@ from on_device import tiny_device_runner
 from tiny import run_all, tiny_config, tiny_decoder
 from triton.backends.compiler import GPUTarget
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.kernels.interface import Places
 from app.engine.gpu.kernels.triton.quantized_products import product
-from app.engine.gpu.quantized_install import install
+from app.engine.gpu.linears import install
 from app.engine.gpu.triton_loader import RoundedKernels, triton_kernels
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
 ROWS, TOKENS, BLOCKS = 12, 64, 96
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from app.engine.cpu.sampler import NativeSampler
-from app.engine.sampling.sampled_token import SampledToken
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 
 Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]
 

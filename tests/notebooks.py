@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.nn.block import Attention, Block, CrossAttention
-from model.nn.transformer import Decoder
+from model.nn.transformer import Attention, Block, CrossAttention, Decoder
 
 
 def random_decoder(config: ModelConfig) -> Decoder:

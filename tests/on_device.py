@@ -12,9 +12,8 @@ from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import RunnerConfig, device_runner
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 
 ROOM = {"tokens_per_step": 128, "max_running": 32, "blocks": 64}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from app.common.params import SamplingParams
-from app.engine.sampling.filters import COLDEST
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import COLDEST
+from app.engine.sampling.sampler_io import SamplingInput
 
 _CLOSE = 1e-4
 _F32_MAX = torch.finfo(torch.float32).max

@@ -11,12 +11,10 @@ from typing import Any
 
 import msgspec
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, StepReport, TokenScore
-from app.engine.sampling.sampled_token import LATE, SampledToken, StepResult
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, SamplingParams, Sequence, StepReport, TokenScore
+from app.engine.sampling.sampler_io import LATE, SampledToken, StepResult
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
 VOCAB, EOS = 50, 0
 

@@ -13,8 +13,8 @@ from simulation import VOCAB, SimulatedDevice, random_requests
 
 from app.common.types import Sequence
 from app.engine.execution.engine import Engine
-from app.engine.scheduling.in_flight import StepsInFlight
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import StepsInFlight
+from app.engine.scheduling.scheduler import StepLimits
 
 
 def _simulate(rng: random.Random) -> Counter[str]:

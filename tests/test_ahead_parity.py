@@ -8,11 +8,9 @@ import pytest
 from delayed import Delayed, WatchedPool
 from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.nn.transformer import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

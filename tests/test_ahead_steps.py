@@ -7,9 +7,8 @@ from ahead_world import Faulty, World, has
 from delayed import engine_ahead
 from simulation import alone
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Request
-from app.engine.scheduling.step_limits import StepLimits
+from app.common.types import BatchPlan, Request, SamplingParams
+from app.engine.scheduling.scheduler import StepLimits
 
 
 def _world(*requests: Request, blocks: int = 64, running: int = 8, tokens: int = 64) -> tuple[World, Faulty]:

@@ -9,8 +9,7 @@ from simulation import SimulatedDevice, make_scheduler
 
 from app.common.types import Request
 from app.engine.execution.engine import Engine
-from app.engine.scheduling.block_leak_check import BlockLeakCheck
-from app.engine.scheduling.scheduler import Scheduler
+from app.engine.scheduling.scheduler import BlockLeakCheck, Scheduler
 
 
 def _running() -> tuple[Scheduler, Engine]:

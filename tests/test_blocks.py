@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.engine.scheduling.block_pool import BlockPool, OutOfBlocks, chain_hash, root_hash
+from app.engine.scheduling.block_allocator import BlockPool, OutOfBlocks, chain_hash, root_hash
 
 
 def test_free_cached_and_active_always_make_the_total() -> None:

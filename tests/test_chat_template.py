@@ -17,7 +17,7 @@ from app.chat.messages import RenderJob
 from app.chat.template import ChatTemplate
 from app.chat.template_worker import render
 from app.common.errors import InvalidRequest
-from model.checkpoint.layout_check import ChatTemplateFile, read_chat_template
+from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import CheckpointError
 
 CHATML = """{%- for message in messages %}

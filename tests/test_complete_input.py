@@ -18,8 +18,7 @@ from wire import whole
 from app.access.tenant_queue import WorkAccount
 from app.generation.prompt_encoder import PromptEncoder
 from app.generation.request import GenerationRequest
-from app.tokenization.text_encoder import TextEncoder
-from app.tokenization.tokenizer_pool import TokenizerPool
+from app.tokenization.text_encoder import TextEncoder, TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer
 
 KEYS = {"message", "type", "param", "code", "request_id"}

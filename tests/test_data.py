@@ -20,9 +20,9 @@ from tiny import TEXT
 
 from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
 from model.train.__main__ import main
-from model.train.common.console_messages import Ticker
+from model.train.common.console import Ticker
+from model.train.data.batch import StepOrder
 from model.train.data.corpus import Corpus, Document, document_key, prepare, split_documents
-from model.train.data.shuffling import StepOrder
 from model.train.data.sources import DataError, Sources
 from model.train.data.token_cache import pieces
 from model.train.data.vocabulary import Vocabulary

@@ -10,15 +10,14 @@ import torch
 from gpu import BOTH, DEVICE, kernels, needs_triton
 from torch import Tensor
 
-from app.common.params import MAX_BIASES, SamplingParams
-from app.common.types import Request
+from app.common.types import MAX_BIASES, Request, SamplingParams
 from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
 from app.engine.gpu.kernels.static_sampler import uniforms
-from app.engine.sampling.philox import Draw
-from app.engine.sampling.philox import uniforms as plain_uniforms
+from app.engine.sampling.sampler import Draw
 from app.engine.sampling.sampler import sample as oracle
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler import uniforms as plain_uniforms
+from app.engine.sampling.sampler_io import SamplingInput
 from benchmarks.gpu.conformance.sampling_cases import FULL, Case, chance, edges
 from benchmarks.gpu.conformance.sampling_proof import draw, wrong
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from app.serving.failure_monitor import FailureMonitor
+from app.serving.service import FailureMonitor
 
 
 class World:

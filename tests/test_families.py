@@ -14,8 +14,7 @@ from hub import CASES, family_name, save_theirs, their_logits, their_model
 from tiny import run_all, tiny_engine
 from transformers import AutoModelForCausalLM
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent
+from app.common.types import Request, SampledEvent, SamplingParams
 from model.checkpoint.checkpoint import load, weights_files
 from model.families.registry import family_of
 from model.files import write_files

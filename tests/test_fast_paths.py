@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.api.metrics import _Gaps
-from app.api.openai.chat import _ChatAnswer
-from app.api.openai.completions import _TextAnswer
 from app.api.openai.responder import ChunkWriter, Responder, frame
+from app.api.openai.routes import _ChatAnswer, _TextAnswer
 from app.api.resume_store import ReplayBuffer
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame

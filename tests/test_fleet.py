@@ -24,8 +24,7 @@ from app.engine.memory.memory_plan import CacheShape
 from app.engine_client.client import EngineClient
 from app.engine_client.crash_recovery import CANARY_ID
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
-from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.engine_client.supervisor import EngineGone, FilesOfWeights, as_in_directory
 from app.engine_client.token_stream import MOST_WAITING, TokenStream
 from app.main import _worker_configs, make_fleet

@@ -13,11 +13,11 @@ from model.config import ModelConfig
 from model.nn.transformer import Decoder
 from model.presets import ARCHS, PRESET_NAMES, SIZES, preset
 from model.train.__main__ import main
-from model.train.plan import dry_run
-from model.train.plan.dry_run import Texts, amount_of, choose, parts, read_texts, settle_size, steps_of
-from model.train.plan.resources import Speed, measure, sizes
 from model.train.run import Run
+from model.train.setup import dry_run
+from model.train.setup.dry_run import Texts, amount_of, choose, parts, read_texts, settle_size, steps_of
 from model.train.setup.options import parse, shape
+from model.train.setup.resources import Speed, measure, sizes
 from model.train.step.optimizer import ParameterUpdates
 from model.train.training_checkpoint import load_snapshot
 
@@ -95,7 +95,7 @@ def test_activations_grow_with_the_rows_and_are_about_what_the_network_keeps() -
 def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.train.plan.dry_run._SAMPLE", 100_000)
+    monkeypatch.setattr("model.train.setup.dry_run._SAMPLE", 100_000)
     documents = [f"Chapter {i}. {TEXT[i % 50 : i % 50 + 900]}" for i in range(300)]
     (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
     flags = ["--data", str(tmp_path), "--out", "out", "--vocab-size", "300", "--steps", "1"]

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Request, StepReport
+from app.common.types import BatchPlan, Request, SamplingParams, StepReport
 from app.engine.scheduling.scheduler import Scheduler
 
 

@@ -9,9 +9,7 @@ from on_device import tiny_device_engine
 from test_parity import _requests
 from tiny import run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.engine.gpu.linears import Quantize
-from app.engine.gpu.padded_lm_head import WHOLE, whole_head
-from app.engine.gpu.quantized_install import install
+from app.engine.gpu.linears import WHOLE, Quantize, install, whole_head
 from model.config import ModelConfig
 from model.nn.layers import product
 

@@ -9,8 +9,7 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine
 
 from app.engine.checks.golden_check import prove
-from app.engine.gpu.linears import Quantize
-from app.engine.gpu.quantized_install import install, what_stays
+from app.engine.gpu.linears import Quantize, install, what_stays
 from app.engine.quantization.int8_weights import round_weights
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.config import ModelConfig

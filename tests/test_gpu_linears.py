@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels import quantized_products
-from app.engine.gpu.kernels.quantized_products import dequantised_product
+from app.engine.gpu.kernels import reference_operations
+from app.engine.gpu.kernels.reference_operations import dequantised_product
 from app.engine.gpu.linears import Bf16Linear, Fp8Linear, Int8Linear, Quantize, check_quantize, make_linear
 from app.engine.gpu.triton_loader import TWINS, rounded_kernels
 from app.engine.quantization.int8_weights import quantize
@@ -67,7 +67,7 @@ def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
 
 def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
     x = torch.cat((_normal(3, 64, dtype=torch.float32) * torch.tensor([[1.0], [1e-4], [1e4]]), torch.zeros(1, 64)))
-    numbers, scales = quantized_products.round_rows(x)
+    numbers, scales = reference_operations.round_rows(x)
     assert numbers.dtype == torch.float8_e4m3fn
     assert torch.equal(numbers.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0]))
     error = (numbers.float() * scales - x).abs()
@@ -85,9 +85,9 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
 
 def test_a_weight_is_rounded_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _normal(50, 64)
-    whole = quantized_products.round_weight(weight)
-    monkeypatch.setattr(quantized_products, "_PIECE", 64 * 7)
-    pieces = quantized_products.round_weight(weight)
+    whole = reference_operations.round_weight(weight)
+    monkeypatch.setattr(reference_operations, "_PIECE", 64 * 7)
+    pieces = reference_operations.round_weight(weight)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(whole, pieces, strict=True))
 
 
@@ -99,13 +99,13 @@ def test_the_products_of_torch_take_what_they_are_given(is_public: bool, monkeyp
     if not is_public:
         monkeypatch.delattr(F, "scaled_mm", raising=False)
     x, weight, bias = (
-        quantized_products.round_rows(_normal(5, 64)),
-        quantized_products.round_weight(_normal(48, 64, seed=1)),
+        reference_operations.round_rows(_normal(5, 64)),
+        reference_operations.round_weight(_normal(48, 64, seed=1)),
         _normal(48, seed=2),
     )
     for each in (bias, None):
-        ours = quantized_products.product(x, weight, each, torch.float32)
-        torchs = quantized_products.scaled_product(x, weight, each, torch.bfloat16)
+        ours = reference_operations.fp8_product(x, weight, each, torch.float32)
+        torchs = reference_operations.scaled_product(x, weight, each, torch.bfloat16)
         assert torch.allclose(torchs.float(), ours, rtol=2**-7, atol=1e-2)
 
 
@@ -126,7 +126,7 @@ def test_fp8_is_refused_where_it_cannot_be() -> None:
 def test_the_twin_of_int8_widens_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x, bias = quantize(_normal(50, 64)), _normal(3, 64, seed=1), _normal(50, seed=2)
     whole = dequantised_product(x, weight, bias)
-    monkeypatch.setattr(quantized_products, "_PIECE", 64 * 16)
+    monkeypatch.setattr(reference_operations, "_PIECE", 64 * 16)
     assert torch.allclose(dequantised_product(x, weight, bias).float(), whole.float(), rtol=2**-7)
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.common.params import SamplingParams
+from app.common.types import SamplingParams
 from app.engine.backends import TorchBackend
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies
-from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec
-from app.engine.gpu.kernels.launch_config import PARTIAL_BYTES
+from app.engine.gpu.kernels.interface import PARTIAL_BYTES, AttentionBatch, AttentionSpec
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import Upload
 from app.engine.gpu.setup import _GRAPH_BYTES, GpuParts
@@ -28,8 +27,8 @@ from app.engine.gpu.step import StepInputs, packed
 from app.engine.gpu.triton_loader import check_triton
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampling_input import SamplingInput
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.scheduling.scheduler import StepLimits
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 17, 4, 1), (1,) * 9, (4, 8, 16)])

@@ -19,12 +19,11 @@ from schemas import random_schema, whole
 from tiny import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, FinishReason, Request, SampledEvent
+from app.common.types import BatchPlan, FinishReason, Request, SampledEvent, SamplingParams
 from app.common.types import Sequence as EngineSequence
-from app.engine.guided import grammar_state
+from app.engine.guided import grammar_tracker
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.sampling.sampled_token import LATE, SampledToken
+from app.engine.sampling.sampler_io import LATE, SampledToken
 from app.guided.grammar import guide_of
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
@@ -219,8 +218,8 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
 
 
 def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_state, "_REQUEST_SECONDS", 0.001)
-    monkeypatch.setattr(grammar_state, "_TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_tracker, "_REQUEST_SECONDS", 0.001)
+    monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
     engine = tiny_engine(_decoder(), guides=_guides())
     grammar = BOMBS["ambiguous words"].value
     engine.add(Request(id="costly", prompt=(1,), max_tokens=200, guide=grammar))

@@ -11,8 +11,7 @@ from app.common.errors import EngineFailed, NotReady
 from app.common.ipc import Cancel, Down, Submit, WorkerConfig
 from app.common.types import FinishReason, PromptScores, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.client import EngineClient
-from app.engine_client.fair_queue import FairQueue
-from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.engine_client.supervisor import EngineGone
 from app.engine_client.token_stream import MOST_WAITING, Cancelled, TokenStream
 from app.generation.session import GenerationSession, SessionTimes, Timeouts

@@ -18,8 +18,7 @@ from app.common.errors import InvalidRequest
 from app.common.ipc import Ready
 from app.generation.prompt_encoder import EncodedPrompt, PromptEncoder
 from app.generation.request import GenerationRequest
-from app.tokenization.text_encoder import TextEncoder
-from app.tokenization.tokenizer_pool import TokenizerPool
+from app.tokenization.text_encoder import TextEncoder, TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer
 
 NAMES = [

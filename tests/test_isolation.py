@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from app.common.types import BatchPlan, Chunk, Request, Sequence
-from app.engine.execution.fault_isolation import FaultIsolation
-from app.engine.sampling.sampled_token import StepResult
+from app.engine.execution.engine import FaultIsolation
+from app.engine.sampling.sampler_io import StepResult
 
 
 class FailsOnce:

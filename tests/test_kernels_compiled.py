@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gpu import needs_triton
 
-from app.engine.gpu.kernels.launch_config import attention_bytes, attention_fits, attention_launch, padded_dim
+from app.engine.gpu.kernels.interface import attention_bytes, attention_fits, attention_launch, padded_dim
 
 ROOT = Path(__file__).parent.parent
 SHARED_MEMORY = 227 << 10

@@ -23,7 +23,7 @@ from app.engine.memory.memory_plan import (
     step_peak,
     table,
 )
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.scheduler import StepLimits
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 M = 1 << 20

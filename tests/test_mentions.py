@@ -29,7 +29,7 @@ HISTORY = {"CHANGELOG.md", "docs/train-log.md"}
 
 # Mentioned, and not in the repository: made by a run, named as an example, or from another project.
 MADE = ("app/engine/cpu/built", "benchmarks/results", "keys/keys.json")
-EXAMPLES = ("about.md", "chars.py", "gpt.py", "notes.md", "transformer.h")
+EXAMPLES = ("export.py", "about.md", "chars.py", "gpt.py", "notes.md", "transformer.h")
 FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "Python.h", "malloc.h", "sitecustomize.py")
 KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
 # Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
@@ -245,9 +245,9 @@ def test_what_is_mentioned_exists(kind: str) -> None:
     ("kind", "text", "found"),
     [
         ("paths", "see app/nowhere.py, docs/ and app/engine/gone/", ["app/nowhere.py", "app/engine/gone/"]),
-        ("paths", "engine/worker.py, source/draw.h, app/*.py and engine/absent.py", ["engine/absent.py"]),
-        ("files", "worker.py, but not wurker.py", ["wurker.py"]),
-        ("modules", "python -m app.engine.wurker, app.engine.worker", ["app.engine.wurker"]),
+        ("paths", "engine/startup.py, source/draw.h, app/*.py and engine/absent.py", ["engine/absent.py"]),
+        ("files", "startup.py, but not startap.py", ["startap.py"]),
+        ("modules", "python -m app.engine.wurker, app.engine.startup", ["app.engine.wurker"]),
         ("modules", "app.common.types.Request, app.common.types.Nothing", ["app.common.types.Nothing"]),
         ("flags", "`--weights` and --wights", ["--wights"]),
         ("flags", "a --gone--> b", []),

@@ -11,8 +11,7 @@ import torch
 from tiny import kernels, native_compute, tiny_config, tiny_decoder
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Chunk, Request, Sequence
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library, LibraryError
 from app.engine.cpu.sampler import NativeSampler
@@ -20,7 +19,7 @@ from app.engine.cpu.toolchain.builder import build
 from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
 from app.engine.cpu.toolchain.library_cache import BuildRecipe
 from app.engine.quantization.int8_weights import quantize, round_weights
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 

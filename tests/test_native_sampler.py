@@ -14,12 +14,11 @@ import torch
 from native import native_sample
 from test_philox import VECTORS
 
-from app.common.params import SamplingParams
+from app.common.types import SamplingParams
 from app.engine.cpu.sampler import NativeSampler
-from app.engine.sampling.philox import Draw, uniforms
-from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampler import Draw, uniforms
 from app.engine.sampling.sampler import sample as torch_sample
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 
 VOCABS = [1, 2, 31, 32, 63, 64, 65, 255, 256, 257, 1000, 4096, 50_257]
 SPREADS = [0.0, 0.3, 1.0, 3.0, 10.0, 100.0]

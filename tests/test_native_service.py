@@ -53,7 +53,7 @@ def _engine_pid(server: Server) -> int:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = path.read_text().rpartition(")")[2].split()[1]
-            if int(parent) == server.process.pid and b"app.engine.worker" in (path.parent / "cmdline").read_bytes():
+            if int(parent) == server.process.pid and b"app.engine" in (path.parent / "cmdline").read_bytes():
                 return int(path.parent.name)
         except (FileNotFoundError, ProcessLookupError):
             continue

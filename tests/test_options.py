@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from model.train.common.flag_types import count, language, license_id, small_share
+from model.command_line import count, language, license_id, small_share
 from model.train.setup.options import parse, parser
 
 NO_DEFAULT = {"out", "data", "pairs", "unseen", "init", "max_minutes", "tokens", "about", "license", "language", "help"}

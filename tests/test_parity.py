@@ -9,10 +9,9 @@ import torch
 from tiny import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.common.types import Request, RequestStarted, SampledEvent
+from app.common.types import Request, RequestStarted, SampledEvent, SamplingParams
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.reference import generate
 from model.nn.transformer import Decoder
 

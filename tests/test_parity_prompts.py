@@ -12,8 +12,7 @@ from simulation import Delivered
 from test_sources import ENCODER
 from tiny import round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent, TokenScore
+from app.common.types import Request, SampledEvent, SamplingParams, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockAllocator
 from model.nn.reference import logits

@@ -11,8 +11,7 @@ import pytest
 import torch
 from tiny import VOCAB, round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent
+from app.common.types import Request, SampledEvent, SamplingParams
 from model.config import ConfigError, ModelConfig, RopeScaling
 from model.nn.layers import ACTIVATIONS
 from model.nn.reference import generate

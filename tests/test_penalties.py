@@ -9,9 +9,8 @@ import pytest
 import torch
 from native import Sample
 
-from app.common.params import SamplingParams
-from app.engine.sampling.sampled_token import SampledToken
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import SamplingParams
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 
 LOGITS = torch.tensor([3.0, 2.0, 1.0, -1.0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from app.engine.sampling.philox import Draw, philox, uniforms
+from app.engine.sampling.sampler import Draw, philox, uniforms
 
 # Known answers of philox4x32-10 from the Random123 distribution: counter, key, result.
 VECTORS = [

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from wire import whole
 
 from app.cli.check import main as check
-from model.checkpoint.layout_check import check_layout
+from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError
 
 CASES = [

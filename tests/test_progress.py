@@ -20,7 +20,7 @@ import pytest
 from test_report import OUTLINE, progress
 from training import TINY, signal_after, train
 
-from model.train.common.console_messages import duration
+from model.train.common.console import duration
 from model.train.reporting.progress import ProgressBar, Status, bar_line, find_terminal, plain_line
 from model.train.reporting.report import Report
 

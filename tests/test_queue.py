@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.common.types import Request, Sequence
-from app.engine.sampling.sampled_token import SampledToken, StepResult
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
-from app.engine.scheduling.waiting_queue import WaitingQueue
+from app.engine.sampling.sampler_io import SampledToken, StepResult
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits, WaitingQueue
 
 
 def _sequence(name: str, salt: str = "", leader: Sequence | None = None) -> Sequence:

@@ -18,8 +18,8 @@ import pytest
 from conftest import ROOT, Server
 from wire import chunks, whole
 
-from app.api import serializers
-from app.api.native.event_stream import ResumableStream
+from app.api import response_schemas
+from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.common.errors import EngineError, NotReady
 from app.common.settings import Settings
@@ -29,7 +29,7 @@ from app.serving.hot_reload import HotReload
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
 from app.serving.weights_snapshot import look, what_is_missing, without_links
-from app.tokenization.tokenizer_pool import TokenizerPool
+from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
 
@@ -450,7 +450,7 @@ def test_every_answer_names_its_weights(server: Server) -> None:
 
 
 def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serializers, "receipt", lambda _admitted: {})
+    monkeypatch.setattr(response_schemas, "receipt", lambda _admitted: {})
     served = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []

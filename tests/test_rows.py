@@ -13,10 +13,9 @@ from tiny import TEXT, tiny_decoder
 from model.config import ModelConfig
 from model.presets import preset, reshaped
 from model.train.common.sample import Prompt, joined
-from model.train.data.batch import IGNORED, Example, padded, spread
+from model.train.data.batch import IGNORED, Example, Examples, padded, spread
 from model.train.data.corpus import held_out_rows
 from model.train.data.examples import of_lines, of_pairs
-from model.train.data.shuffling import Examples
 from model.train.data.sources import Sources
 from model.train.data.vocabulary import END, Vocabulary, started
 from model.train.setup.dataset import material_of_rows

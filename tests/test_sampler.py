@@ -10,11 +10,11 @@ import pytest
 import torch
 from native import Sample
 
-from app.common.params import SamplingParams
-from app.engine.sampling.filters import weights
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.sampling.sampler import sample as sample_together
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SamplingInput
 
 
 def _row(params: SamplingParams, position: int = 0) -> SamplingInput:

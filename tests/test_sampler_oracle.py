@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from native import Sample
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.engine.sampling.filters import weights
-from app.engine.sampling.philox import Draw, uniforms
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import weights
+from app.engine.sampling.sampler import Draw, uniforms
+from app.engine.sampling.sampler_io import SamplingInput
 
 ROWS, EXAMPLES = 20, 250
 World = tuple[list[SamplingParams], int, int]

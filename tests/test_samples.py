@@ -10,9 +10,9 @@ import torch
 from test_report import OUTLINE, progress
 from tiny import TEXT, tiny_config
 
-from app.common.params import SamplingParams
-from app.engine.sampling.penalties import adjust
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import adjust
+from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text

@@ -9,9 +9,8 @@ import pytest
 from simulation import VOCAB, Delivered, SimulatedDevice, alone, finish, make_scheduler, random_requests, step
 
 from app.common.types import BatchPlan, FinishReason, Request
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
 
 def _simulate(rng: random.Random) -> int:

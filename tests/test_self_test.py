@@ -17,10 +17,9 @@ from app.common.types import Chunk, TokenScore
 from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, prove_rows
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, TorchExecutor
-from app.engine.sampling.sampled_token import SampledToken
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.sampling.sampler_io import SampledToken
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.startup import assemble
 from app.engine.worker_loop import EngineStartError
 from model.config import ModelConfig

@@ -12,11 +12,10 @@ import pytest
 from conftest import ROOT
 
 from app.common.ipc import WorkerConfig
-from app.engine.checks.watchdog import heartbeat
+from app.engine.worker_loop import heartbeat
 from app.engine_client.client import EngineClient
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.fair_queue import FairQueue
-from app.engine_client.queue_limits import QueueLimits
+from app.engine_client.fair_queue import FairQueue, QueueLimits
 
 
 def test_a_heart_beats_from_beginning_to_end_and_no_longer() -> None:
@@ -41,7 +40,7 @@ def test_a_heartbeat_stops_where_no_process_listens() -> None:
 
 def _hang(folder: Path, program: str) -> str:
     """Its standard error, which is a file: the process can see there whether the trace was written."""
-    words = "import ctypes, os, time; from app.engine.checks.watchdog import HangTrace; trace = HangTrace(0.5)\n"
+    words = "import ctypes, os, time; from app.engine.worker_loop import HangTrace; trace = HangTrace(0.5)\n"
     with (folder / "told").open("w") as told:
         subprocess.run([sys.executable, "-c", words + program], cwd=ROOT, stderr=told, check=True, timeout=60)
     return (folder / "told").read_text()

@@ -13,8 +13,7 @@ from conftest import Server, start_server, stop_server
 from tiny import VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine, tiny_weights
 from wire import whole
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent
+from app.common.types import Request, SampledEvent, SamplingParams
 from model.nn.reference import generate
 from model.nn.transformer import Decoder
 

@@ -15,7 +15,7 @@ from app.common.startup_timer import (
     StartupTimer,
     in_words,
 )
-from app.engine.gpu.triton_cache import keep_triton_cache
+from app.engine.worker_loop import keep_triton_cache
 
 
 def test_each_phase_lasts_until_the_next_and_news_begin_none() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiny import TEXT, VOCAB
 
 from app.access.tenant_queue import WorkAccount
-from app.tokenization.tokenizer_pool import TokenizerPool
+from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
 
 _TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(

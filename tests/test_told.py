@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from played_replicas import START, done, event, token
 from wire import parse_events, text_of
 
-from app.cluster.failover_stream import Divergence, StreamSplicer
-from app.cluster.response import Frame, FrameReader
+from app.cluster.failover_stream import Divergence, Frame, FrameReader, StreamSplicer
 
 TEXT = "Once upon a time there was a king"
 

@@ -24,7 +24,7 @@ from model.files import write_files
 from model.nn.reference import generate, logits
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.__main__ import main
-from model.train.data.shuffling import StepOrder
+from model.train.data.batch import StepOrder
 from model.train.data.token_cache import separator
 from model.train.setup.options import parse
 

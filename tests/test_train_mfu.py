@@ -10,8 +10,8 @@ import torch
 
 from model.nn.transformer import Decoder
 from model.presets import preset
-from model.train.step import mfu
-from model.train.step.mfu import flops_per_token, known_peak, peak_flops
+from model.train.setup import resources
+from model.train.setup.resources import flops_per_token, known_peak, peak_flops
 
 
 def test_flops_of_a_token_are_those_counted_by_hand() -> None:
@@ -66,7 +66,7 @@ def test_a_cpus_peak_is_that_of_a_product_whose_kernel_is_made(monkeypatch: pyte
         nonlocal now
         now += next(took)
 
-    monkeypatch.setattr(mfu, "torch", SimpleNamespace(**vars(torch) | {"mm": mm}))
-    monkeypatch.setattr(mfu, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(resources, "torch", SimpleNamespace(**vars(torch) | {"mm": mm}))
+    monkeypatch.setattr(resources, "time", SimpleNamespace(perf_counter=lambda: now))
     peak = peak_flops(torch.device("cpu"), torch.float32)
     assert peak == torch.get_num_threads() * 2 * 512**3 / 0.25

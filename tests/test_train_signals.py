@@ -103,7 +103,7 @@ def test_signals_are_as_they_were_after_a_run(tmp_path: Path, text: Path) -> Non
 def test_a_second_signal_ends_at_once() -> None:
     program = (
         "import signal, sys\n"
-        "from model.train.common.interrupts import StopRequest\n"
+        "from model.train.common.console import StopRequest\n"
         "with StopRequest().caught():\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "    print('alive', flush=True)\n"

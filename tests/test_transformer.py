@@ -9,8 +9,7 @@ import torch
 from tiny import tiny_config, tiny_decoder, tiny_engine, tiny_weights
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from model.checkpoint.checkpoint import load
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder

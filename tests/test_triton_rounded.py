@@ -10,8 +10,8 @@ import torch
 from gpu import DEVICE, needs_triton
 from torch import Tensor
 
-from app.engine.gpu.kernels import quantized_products
-from app.engine.gpu.kernels.quantized_products import dequantised_product
+from app.engine.gpu.kernels import reference_operations
+from app.engine.gpu.kernels.reference_operations import dequantised_product
 from app.engine.gpu.triton_loader import rounded_kernels
 from app.engine.quantization.int8_weights import Quantized, quantize
 
@@ -65,10 +65,10 @@ def test_a_row_is_scaled_by_itself_to_the_bits_of_its_twin(columns: int) -> None
     wide = _normal(5, 300) * torch.tensor([1.0, 1e-6, 1e6, 0.0, 3.0], device=DEVICE)[:, None]
     wide[4, 7] = float("nan")
     numbers, scales = wide.new_empty(5, columns), wide.new_empty(5, 1)
-    kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=quantized_products.LARGEST)
-    twin = quantized_products.round_rows(wide[:, :columns])
+    kernel[(5,)](wide, numbers, scales, 300, N_COLUMNS=columns, PADDED=256, LARGEST=reference_operations.LARGEST)
+    twin = reference_operations.round_rows(wide[:, :columns])
     assert torch.equal(scales[:4], twin.scales_X1[:4])
-    assert torch.equal(numbers[:4].to(quantized_products.FP8_DTYPE).float(), twin.numbers[:4].float())
+    assert torch.equal(numbers[:4].to(reference_operations.FP8_DTYPE).float(), twin.numbers[:4].float())
     assert numbers[4, 7].isnan(), "a number that is none must not look like one"
 
 

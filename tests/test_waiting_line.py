@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 
 from app.common.errors import InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
-from app.engine.sampling.sampled_token import StepResult
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
-from app.engine_client.fair_queue import FairQueue, ThroughputEstimate
-from app.engine_client.queue_limits import QueueLimits
+from app.engine.sampling.sampler_io import StepResult
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine_client.fair_queue import FairQueue, QueueLimits, ThroughputEstimate
 
 
 def _request(name: str, salt: str = "", *, prompt: int = 1, max_tokens: int = 10, leader: str | None = None) -> Request:

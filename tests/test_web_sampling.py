@@ -10,8 +10,8 @@ import pytest
 import torch
 from node import NODE
 
-from app.common.params import SamplingParams
-from app.engine.sampling.filters import weights
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import weights
 
 _SCRIPT = Path(__file__).parent / "web" / "sampled.mjs"
 _VOCABULARY = 16

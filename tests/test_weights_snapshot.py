@@ -16,8 +16,7 @@ from arming import arm_this_process
 
 from app.serving.weights_snapshot import WeightsSnapshot
 from model.checkpoint.checkpoint import load_config
-from model.checkpoint.layout_check import check_layout
-from model.checkpoint.tensor_index import find_tensors
+from model.checkpoint.tensor_index import check_layout, find_tensors
 from model.files import CheckpointError, is_there, read_json, reading_from, regular_file, sha256
 from model.tokenizer.tokenizer import Tokenizer
 

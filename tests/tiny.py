@@ -22,9 +22,8 @@ from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache
 from app.engine.quantization.int8_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from model.checkpoint.checkpoint import weights_files
 from model.config import ModelConfig
 from model.files import write_files

@@ -20,7 +20,7 @@ from app.http.auth import caller_of
 from app.http.errors import ApiError, from_validation
 from app.http.sse import until_disconnect
 from app.serving.service import Service
-from app.tokenization.tokenizer_pool import TokenizerPool
+from app.tokenization.text_encoder import TokenizerPool
 
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
 MOST_PARTS = 32_768

@@ -20,9 +20,8 @@ from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotRead
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault, is_armed
 from app.engine_client.engine_pool import EnginePool
-from app.generation.request import Delta, Finished, GenerationRequest
+from app.generation.request import Delta, Finished, GenerationRequest, TokenTable
 from app.generation.session import GenerationSession
-from app.generation.token_table import TokenTable
 from app.http import sse
 from app.http.access_record import record_of
 from app.http.errors import ApiError, from_engine, request_id_of

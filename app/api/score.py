@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api import serializers
+from app.api import response_schemas
 from app.api.completion_fields import Name, Prompts, integers
 from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema, read_body
 from app.api.openapi import declared
@@ -88,7 +88,7 @@ async def _answer(job: RequestHandle, body: ScoreRequest) -> dict[str, Any]:
         "weights_version": job.admitted.weights_version,
         "scores": [_score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),
-        **serializers.echoed(body),
+        **response_schemas.echoed(body),
     }
 
 
@@ -104,7 +104,7 @@ def _score(job: RequestHandle, index: int, one: CollectedOutput) -> dict[str, An
         "n_scored": len(scored),
         "perplexity": _exp(-total / len(scored)) if scored else None,
         "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": serializers.token_elements(tokenizer, one.tokens),
+        "tokens": response_schemas.token_elements(tokenizer, one.tokens),
     }
 
 

@@ -12,7 +12,7 @@ from app.access.tenant_queue import WorkAccount
 from app.chat.messages import RenderJob, RenderResult
 from app.common.errors import InvalidRequest
 from app.sandbox.sandbox import SandboxKilled, SandboxPool
-from model.checkpoint.layout_check import ChatTemplateFile, read_chat_template
+from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import one_line
 
 _SECONDS = 5.0

@@ -12,12 +12,12 @@ from typing import Any
 from app.common.ipc import Ready, WorkerConfig
 from app.engine.startup import assemble
 from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
-from model.argument_parser import OneLineParser
 from model.checkpoint.checkpoint import Checkpoint, load, load_config
 from model.checkpoint.golden import GOLDEN_FILE, verify
-from model.checkpoint.layout_check import check_layout, read_chat_template
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.checkpoint.model_summary import Line, memory_lines, shape_lines
+from model.checkpoint.tensor_index import check_layout, read_chat_template
+from model.command_line import OneLineParser
 from model.files import one_line
 
 _CONTEXT = 512

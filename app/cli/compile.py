@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One-line errors like those of model/argument_parser.py, which a build stage does not have."""
+    """One-line errors like those of model/command_line.py, which a build stage does not have."""
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""

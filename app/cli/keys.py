@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from app.access.api_keys import KeyFileError, StoredKey, add_key, new_key, read_keys, revoke_key, stored
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 _VARIABLE = "INKSTREAM_KEYS_FILE"
 

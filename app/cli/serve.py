@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.cli.client import CLIENT_KEY
+from app.cli.complete import CLIENT_KEY
 from app.common import fault_injection, logs
 from app.common.settings import Settings
 from app.server import StartError, serve
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 from model.files import one_line
 
 

@@ -5,6 +5,8 @@ whole responses            forwarded when complete; a lost replica costs only ti
 /v1, streamed              retried until the first text is sent, after that ended with an error
 Replicas validate requests; the gateway only repeats authentication (app/http/auth.py), to refuse a request without a
 valid key before any byte of its body is read.
+
+/metrics merges the metrics of all replicas, with a label that names the replica of each sample.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import parse_qs
 
 from fastapi import Request
+from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,10 +32,17 @@ from app.api import health, static_pages
 from app.api.metrics import CONTENT_TYPE
 from app.api.native.routes import next_number
 from app.api.resume_store import ResumeStore
-from app.cluster.failover_stream import Reader, RelayedStream
+from app.cluster.failover_stream import (
+    EventStream,
+    Reader,
+    RelayedStream,
+    as_it_is,
+    best,
+    headers_of,
+    let_go,
+    openai_frames,
+)
 from app.cluster.messages import Call, ReplicaLost, Replicas, Whole
-from app.cluster.metrics import Presence, merged
-from app.cluster.response import EventStream, as_it_is, best, headers_of, let_go, openai_frames
 from app.cluster.retry import Counts, ReplicaAnswer, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
@@ -38,6 +50,52 @@ from app.http.access_record import AccessRecord
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.errors import ApiError
 from app.http.host_filter import CorsMiddleware
+
+
+class _Pages(Collector):
+    def __init__(self, pages: Mapping[str, str]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for server, page in sorted(self._pages.items()):
+            for family in text_string_to_metric_families(page):
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged.samples += [s._replace(labels={**s.labels, "server": server}) for s in family.samples]
+        return families.values()
+
+
+class Presence:
+    """Tracks which replicas answered the last broadcast, and which did only earlier."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._silent = Gauge(
+            "inkstream_relay_silent_replicas",
+            "Replicas that did not answer in time.",
+            registry=registry,
+        )
+        self._answers = Gauge(
+            "inkstream_relay_replica_answers",
+            "1 where the replica answered with the others, 0 where it did only before.",
+            ["server"],
+            registry=registry,
+        )
+        self._known: set[str] = set()
+
+    def note(self, names: Collection[str], silent: int) -> None:
+        """Records the replicas that answered and the number that did not; if all did, forgets earlier ones."""
+        self._known = self._known.union(names) if silent else set(names)
+        self._silent.set(silent)
+        self._answers.clear()
+        for name in self._known:
+            self._answers.labels(name).set(name in names)
+
+
+def merged(pages: Mapping[str, str], own: CollectorRegistry) -> bytes:
+    """pages: Prometheus text by replica name. own: the gateway's metrics."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Pages(pages))
+    return generate_latest(registry) + generate_latest(own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

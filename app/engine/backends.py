@@ -13,12 +13,11 @@ from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
-from app.engine.execution.fault_isolation import Runs, RunsAhead
+from app.engine.execution.engine import Runs, RunsAhead
 from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
-from app.engine.gpu.kernels.launch_config import SHARED_BYTES, attention_fits
-from app.engine.gpu.linears import Quantize
-from app.engine.gpu.quantized_install import install
+from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
+from app.engine.gpu.linears import Quantize, install
 from app.engine.gpu.setup import GpuParts
 from app.engine.gpu.triton_loader import check_triton, rounded_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
@@ -27,7 +26,7 @@ from app.engine.memory.kv_cache import KVCache
 from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, step_peak
 from app.engine.quantization.int8_weights import round_weights
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
 
 Announce = Callable[[str], None]

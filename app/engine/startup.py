@@ -11,23 +11,21 @@ from pathlib import Path
 import torch
 
 from app.common.ipc import Ready, WorkerConfig
-from app.common.params import sampling_defaults
 from app.common.startup_timer import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
+from app.common.types import sampling_defaults
 from app.engine.backends import BackendRunners, ChosenBackend, TritonBackend, choose_way
 from app.engine.checks.batch_invariance_check import DeviceUnderTest, prove_rows
 from app.engine.checks.golden_check import prove, prove_finite
 from app.engine.cpu.program import BLOCK, head_numbers
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, choose
 from app.engine.execution.engine import Engine
-from app.engine.gpu.linears import check_quantize
-from app.engine.gpu.quantized_install import what_stays
+from app.engine.gpu.linears import check_quantize, what_stays
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 from app.engine.memory.device_memory import releaser
 from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, blocks_on_cpu, blocks_on_gpu, choose_context, table
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import Assembled, EngineStartError
 from model.checkpoint.checkpoint import Checkpoint, load
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest

@@ -1,6 +1,8 @@
 """Main loop of the engine process: receive, step, report, until the pipe closes.
 
 A closed pipe means that the API process has exited, so this process exits too.
+
+Its watchdog sends heartbeats while the engine loads, and writes stack traces when it hangs.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -27,11 +31,67 @@ from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Sub
 from app.common.logs import impatient
 from app.common.operating_system import die_with_parent
 from app.common.types import Request, RequestStarted, StepReport
-from app.engine.checks.watchdog import HangTrace, heartbeat
+from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine.execution.engine import Engine
-from app.engine.gpu.triton_cache import keep_triton_cache
 from app.engine.guided.grammar_compile_queue import GrammarCompileQueue, PreparesGrammars
 from model.files import reading_from
+
+_PATIENCE = 0.8
+"""Fraction of the silence limit after which the stack traces are written, before the process is killed."""
+
+
+class HangTrace:
+    """Dumps the stacks of all threads to a file descriptor (stderr) if alive() is not called for too long.
+
+    The dump does not need the GIL, so it also shows which thread holds it. Resetting the timer starts a thread, so not
+    every call does that.
+    """
+
+    def __init__(self, silence_seconds: float, descriptor: int = 2) -> None:
+        self._descriptor = descriptor
+        self._seconds = silence_seconds * _PATIENCE
+        self._next = 0.0
+
+    def alive(self, now: float) -> None:
+        """Resets the timer; may be called any number of times a second."""
+        if now >= self._next:
+            self._next = now + self._seconds / 4
+            faulthandler.dump_traceback_later(self._seconds, file=self._descriptor)
+
+
+@contextmanager
+def heartbeat(beat: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Calls `beat` every `seconds` from a background thread within the block."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(seconds):
+            try:
+                beat()
+            except OSError:  # the pipe is closed: the main thread reports that on its next write
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+VARIABLE = "TRITON_CACHE_DIR"
+
+
+def keep_triton_cache(asked: Path | None, environment: MutableMapping[str, str]) -> None:
+    """Says where in `environment`; what a user has said there stays. `asked`: --cache-dir.
+
+    Where there is no home directory either, Triton is left to itself.
+    """
+    if environment.get(VARIABLE):
+        return
+    if directory := cache_directory(asked, environment):
+        environment[VARIABLE] = str((directory / "triton").absolute())
 
 
 class EngineStartError(ValueError):

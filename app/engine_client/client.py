@@ -15,9 +15,8 @@ from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotRead
 from app.common.ipc import Cancel, Ready, Submit, WorkerConfig
 from app.common.types import Counters, PromptScores, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.crash_recovery import CANARY_ID, CanaryRequest, CrashRecovery
-from app.engine_client.engine_process import WORKER
 from app.engine_client.fair_queue import FairQueue
-from app.engine_client.supervisor import EngineGone, PoolEvents, Supervisor
+from app.engine_client.supervisor import WORKER, EngineGone, PoolEvents, Supervisor
 from app.engine_client.token_stream import TokenStream
 
 
@@ -216,7 +215,7 @@ class EngineClient:
         self.fail_all(EngineFailed(_GONE) if reason.exit_code else NotReady(_ENDING, 5))
 
     def has_room(self, count: int, salt: str) -> bool:
-        """Whether so many more of one caller would begin at once; none gets the last eighth so (waiting_queue.py)."""
+        """Whether `count` more requests of one tenant would start at once; no tenant gets the last eighth of slots."""
         is_calm = self.ready is not None and not self.n_suspects and not self.counters.waiting
         return is_calm and self.load + count <= self._places - (self._places // 8 if salt else 0)
 

@@ -9,10 +9,9 @@ from app.access.tenant_queue import WorkAccount
 from app.common.errors import ContextLengthExceeded, InvalidRequest
 from app.common.fault_injection import fault
 from app.common.ipc import Ready
-from app.engine_client.queue_limits import check_ids
+from app.engine_client.fair_queue import check_ids
 from app.generation.request import GenerationRequest, Prompt
-from app.tokenization.text_encoder import TextEncoder
-from app.tokenization.tokenizer_pool import SLICE, TokenizerPool
+from app.tokenization.text_encoder import SLICE, TextEncoder, TokenizerPool
 
 _INFILLING = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),

@@ -1,10 +1,21 @@
-"""The service, independent of HTTP: settings, the served model instance, and admission of requests."""
+"""The service, independent of HTTP: settings, the served model instance, and admission of requests.
+
+FailureMonitor detects that the service fails every request, and reports it through /health/ready:
+
+healthy --every one of the last FAILURES answers failed on the server's side--> suspected --the canary fails--> failing
+   ^                                                                                |                              |
+   +------------------------- any answer succeeds, or the canary does --------------+------------------------------+
+
+Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, whose
+content no client controls, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are
+unexplained.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,23 +25,76 @@ from app.access.tenant_queue import LoopShare, WorkAccount
 from app.chat.template import ChatTemplate
 from app.common.errors import DeadlineExceeded, EngineError, EngineFailed, InvalidRequest, NotReady
 from app.common.ipc import Ready
-from app.common.params import SamplingParams
 from app.common.settings import Settings
+from app.common.types import SamplingParams
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineGone
 from app.generation.prompt_encoder import PromptEncoder
 from app.generation.request import GenerationRequest
-from app.generation.request_builder import BuiltRequests
-from app.generation.session import GenerationSession, SessionTimes, Timeouts
+from app.generation.session import BuiltRequests, GenerationSession, SessionTimes, Timeouts
 from app.guided.grammar import MOST_BYTES, guide_of
 from app.guided.validator import GrammarValidator
 from app.serving.admission import AdmissionControl
-from app.serving.failure_monitor import FailureMonitor
 from app.serving.model_instance import ModelInstance
-from app.tokenization.tokenizer_pool import TokenizerPool
+from app.tokenization.text_encoder import TokenizerPool
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 
 _log = logging.getLogger("inkstream")
+FAILURES = 8
+RECHECK_SECONDS = 2.0
+_PROBLEM = (
+    "the last answers failed on the server's side, and a request of its own does, too: the log names the reason; load "
+    "good weights (kill -HUP) or start the service again"
+)
+
+
+class FailureMonitor:
+    """Health state from recent outcomes; owned by the service, which runs run() as one task."""
+
+    def __init__(
+        self,
+        canary: Callable[[], Awaitable[bool | None]],
+        *,
+        failures: int = FAILURES,
+        recheck_seconds: float = RECHECK_SECONDS,
+    ) -> None:
+        """`canary` runs a request through the service; returns whether it succeeded, or None if that is unknown."""
+        self.problem = ""
+        """Why the service is not ready; empty while it is healthy."""
+        self._canary = canary
+        self._most_failures = failures
+        self._recheck_seconds = recheck_seconds
+        self._failures = 0
+        self._is_suspected = asyncio.Event()
+
+    def record_success(self) -> None:
+        """A request succeeded."""
+        self._failures = 0
+        self._is_suspected.clear()
+        if self.problem:
+            self.problem = ""
+            _log.info("answers succeed again: the service is ready")
+
+    def record_failure(self) -> None:
+        """A request failed through the server's fault."""
+        self._failures += 1
+        if self._failures >= self._most_failures:
+            self._is_suspected.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await self._is_suspected.wait()
+            succeeded = await self._canary()
+            # A request may have succeeded while the canary ran.
+            if succeeded:
+                self.record_success()
+            elif succeeded is False and self._is_suspected.is_set() and not self.problem:
+                self.problem = _PROBLEM
+                _log.error("not ready: the last %d answers failed, and so does a canary request", self._failures)
+            await asyncio.sleep(self._recheck_seconds)
+
+
 _CANARY = "the canary"
 """Name and cache namespace of canary requests; a client's names cannot contain a space."""
 _CANARY_SECONDS = 30.0

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from app.common.fault_injection import fault, is_armed
-from model.checkpoint.layout_check import check_layout
 from model.checkpoint.manifest import check_manifest
+from model.checkpoint.tensor_index import check_layout
 from model.files import CheckpointError, Files, reading_from, regular_file
 
 # Names, inodes, sizes and times of its files, and its real path, so that switching a symlink counts as a change.

@@ -15,8 +15,7 @@ from app.common.errors import EngineFailed
 from app.common.fault_injection import is_armed
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox, TooSlow
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.tokenizer import Tokenizer, TokenizerError
-from model.tokenizer.tokenizer_file import read_tokenizer_json
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError, read_tokenizer_json
 
 _MOST_PATTERNS = 16
 _CHECK_SECONDS = 15.0

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent, StepReport
+from app.common.types import Request, SampledEvent, SamplingParams, StepReport
 from app.engine.execution.engine import Engine
 
 _MOST_STEPS = 100_000

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.stages import NAMES, Stage, choose
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 _ROOT = Path(__file__).parent.parent.parent
 

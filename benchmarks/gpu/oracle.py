@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.common.types import Request
 from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 

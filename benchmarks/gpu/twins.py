@@ -14,9 +14,8 @@ from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.setup import RunnerConfig, device_runner
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from benchmarks.gpu.engines import engine_of
 from benchmarks.gpu.finding import Bench
 from benchmarks.gpu.shapes import reader

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.peers.plan import PARTS, PEERS, PRECISIONS, Sizes
 from benchmarks.peers.shapes import MODELS
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 
 _ROOT = Path(__file__).parent.parent.parent
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.result import this_machine
 from benchmarks.train.plain import PlainLoop
-from model.argument_parser import OneLineParser
+from model.command_line import OneLineParser
 from model.device import choose_device, choose_dtype
 from model.nn.transformer import Decoder
 from model.presets import preset

@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from model.checkpoint.layout_check import WEIGHTS_FILE, check_layout
-from model.checkpoint.tensor_index import TensorIndex, find_tensors, version_of
+from model.checkpoint.tensor_index import WEIGHTS_FILE, TensorIndex, check_layout, find_tensors, version_of
 from model.config import ConfigError, ModelConfig
 from model.families.registry import family_of, read_config, write_config
 from model.families.spec import FamilySpec, Shape

@@ -1,19 +1,54 @@
-"""Registry of model families: by the model_type of a config.json, and by what a ModelConfig can be written as."""
+"""Registry of model families: by the model_type of a config.json, and by what a ModelConfig can be written as.
+
+Decoders that no Hugging Face family describes have our own layout, NATIVE: ModelConfig's fields and our tensor names.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, fields
 from typing import Any
 
-from model.config import ConfigError, ModelConfig
+import torch
+
+from model.config import ConfigError, ModelConfig, RopeScaling
 from model.families.gpt2 import GPT2
 from model.families.gpt_neox import GPT_NEOX
 from model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from model.families.native import OWN
-from model.families.spec import FamilySpec, Raw
+from model.families.spec import FamilySpec, Raw, TensorMapping, single
+from model.nn.transformer import Decoder
+
+_FIELDS = {field.name for field in fields(ModelConfig)}
+_ABOUT_FILES = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
+_TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+def _native_pieces(config: ModelConfig) -> list[TensorMapping]:
+    with torch.device("meta"):
+        state = Decoder(config).state_dict()
+    return [single(name, name, *tensor.shape) for name, tensor in state.items()]
+
+
+def _read_native(raw: Raw) -> ModelConfig:
+    if unknown := sorted(raw.keys() - _FIELDS - _ABOUT_FILES - _TOKENS):
+        raise ConfigError(f"the key {unknown[0]!r} is unknown; known are {', '.join(sorted(_FIELDS))}")
+    values = {name: value for name, value in raw.items() if name in _FIELDS}
+    if scaling := values.get("rope_scaling"):
+        values["rope_scaling"] = RopeScaling(**scaling)
+    return ModelConfig(**values)
+
+
+def _write_native(config: ModelConfig) -> dict[str, Any]:
+    return asdict(config)
+
+
+NATIVE = FamilySpec(
+    name="inkstream", architecture="InkstreamDecoder", read=_read_native, write=_write_native, pieces=_native_pieces
+)
+
 
 # Where several can tell a shape, the first one does.
-_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, OWN)}
+_FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, NATIVE)}
 SUPPORTED = tuple(_FAMILIES)
 
 
@@ -64,7 +99,7 @@ def write_config(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[st
 
 def _read(family: FamilySpec, raw: Raw) -> ModelConfig:
     config = family.read(raw)
-    if family is not OWN and not config.mlp_width:
+    if family is not NATIVE and not config.mlp_width:
         raise ConfigError(f"a {family.name} without feed-forward is not supported")
     return config
 

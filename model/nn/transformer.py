@@ -1,11 +1,16 @@
 """The decoder network: token ids and positions in, hidden states and logits out.
 
-Shape legend: T tokens of a step (all sequences behind one another), D width, K kv heads, C head_dim, V vocabulary, S
-rows that want logits. Attention is passed in, so the same weights serve training, the slow reference and the paged
-engine. A source for the encoder is a sequence like any other, attended to in both directions.
+A block is attention, cross-attention where there is an encoder, and feed-forward. How tokens reach one another is
+passed in (model/nn/attention.py), so the same weights serve training, the slow reference and the paged engine. A source
+for the encoder is a sequence like any other, attended to in both directions.
+
+Shape legend: T tokens of a step (all sequences behind one another), D width, H query heads, K kv heads, N = H + 2 K, C
+head_dim, F mlp_width, V vocabulary, S tokens of a source, or rows that want logits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +18,129 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.nn.attention import Attend, CrossAttend
-from model.nn.block import Block, Rope
-from model.nn.layers import make_norm, product, rope_table, sinusoid_table
+from model.nn.layers import ACTIVATIONS, Linear, Part, RMSNorm, make_norm, product, rope_table, rotate, sinusoid_table
+
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines [T, 1, turned_dim / 2] of the step's positions."""
+
+
+class Block(Part):
+    """Sublayers around the residual stream, each with its norm before or behind it."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, cross: bool = False) -> None:
+        super().__init__()
+        self.post_norm = config.norm_position == "post"
+        self.parallel = config.parallel_residual
+        self.norm_attention = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.norm_cross = make_norm(config) if cross else None
+        self.cross = CrossAttention(config, layer) if cross else None
+        self.norm_mlp = make_norm(config) if config.mlp_width else None
+        self.mlp = FeedForward(config) if config.mlp_width else None
+
+    def forward(self, x_TD: Tensor, rope: Rope | None, attend: Attend, cross: CrossAttend | None = None) -> Tensor:
+        if self.parallel and self.norm_mlp and self.mlp:
+            attended_TD = self.attention(self.norm_attention(x_TD), rope, attend)
+            added_TD: Tensor = x_TD + attended_TD + self.mlp(self.norm_mlp(x_TD))
+            return added_TD
+        x_TD = self._add(x_TD, self.norm_attention, lambda y_TD: self.attention(y_TD, rope, attend))
+        if self.norm_cross and self.cross:
+            attention = self.cross
+            x_TD = self._add(x_TD, self.norm_cross, lambda y_TD: attention(y_TD, cross))
+        if self.norm_mlp and self.mlp:
+            x_TD = self._add(x_TD, self.norm_mlp, self.mlp)
+        return x_TD
+
+    def _add(self, x_TD: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        added_TD: Tensor = norm(x_TD + sublayer(x_TD)) if self.post_norm else x_TD + sublayer(norm(x_TD))
+        return added_TD
+
+
+class Attention(Part):
+    """Self-attention; q, k and v come from one matrix product."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.q_factor = _q_factor(config)
+        n_rows = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.qkv = Linear(n_rows, config.width, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.out = _out_projection(config)
+
+    def forward(self, x_TD: Tensor, rope: Rope | None, attend: Attend) -> Tensor:
+        heads_TNC = self.qkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        qk_TNC, v_TKC = heads_TNC.tensor_split((self.n_heads + self.n_kv_heads,), dim=1)
+        if rope and not self.q_norm:
+            qk_TNC = rotate(qk_TNC, *rope)
+        q_THC, k_TKC = qk_TNC.tensor_split((self.n_heads,), dim=1)
+        if self.q_norm and self.k_norm:
+            q_THC, k_TKC = self.q_norm(q_THC), self.k_norm(k_TKC)
+            if rope:
+                q_THC, k_TKC = rotate(q_THC, *rope), rotate(k_TKC, *rope)
+        if self.q_factor != 1.0:
+            q_THC = q_THC * self.q_factor
+        attended_TD = attend(self.layer, q_THC, k_TKC, v_TKC).flatten(1)
+        return attended_TD if self.out is None else self.out(attended_TD)
+
+
+class CrossAttention(Part):
+    """Attention over an encoder's output, whose keys and values are computed once for a source (`kv`)."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_kv_heads, self.head_dim = config.n_kv_heads, config.head_dim
+        self.q_factor = _q_factor(config)
+        self.q = Linear(config.n_heads * config.head_dim, config.width, bias=config.qkv_bias)
+        self.kv = Linear(2 * config.n_kv_heads * config.head_dim, config.width, bias=config.qkv_bias)
+        self.out = _out_projection(config)
+
+    def forward(self, x_TD: Tensor, cross: CrossAttend | None) -> Tensor:
+        assert cross is not None, "a decoder with an encoder needs a source"
+        q_THC = self.q(x_TD).view(len(x_TD), -1, self.head_dim)
+        if self.q_factor != 1.0:
+            q_THC = q_THC * self.q_factor
+        attended_TD = cross(self.layer, q_THC).flatten(1)
+        return attended_TD if self.out is None else self.out(attended_TD)
+
+    def keys_and_values(self, memory_SD: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [S, K, C] of an encoder's output."""
+        k_SKC, v_SKC = self.kv(memory_SD).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
+        return k_SKC, v_SKC
+
+
+class FeedForward(Part):
+    """Two layers with an activation between them; gate and up come from one matrix product."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.gated
+        self.activation = ACTIVATIONS[config.activation]
+        n_rows = config.mlp_width * (2 if config.gated else 1)
+        self.up = Linear(n_rows, config.width, bias=config.mlp_bias)
+        self.down = Linear(config.width, config.mlp_width, bias=config.mlp_bias)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        hidden_TF = self.up(x_TD)
+        if self.gated:
+            gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
+            down_TD: Tensor = self.down(self.activation(gate_TF) * up_TF)
+        else:
+            down_TD = self.down(self.activation(hidden_TF))
+        return down_TD
+
+
+def _q_factor(config: ModelConfig) -> float:
+    """Attend divides the scores by the root of head_dim; the rest of another scale is the queries'."""
+    return (config.head_dim / config.width) ** 0.5 if config.attention_scale == "width" else 1.0
+
+
+def _out_projection(config: ModelConfig) -> Linear | None:
+    heads_width = config.n_heads * config.head_dim
+    return Linear(config.width, heads_width, bias=config.out_bias) if config.out_projection else None
 
 
 class Decoder(nn.Module):

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.common.console_messages import python, tell
-from model.train.common.interrupts import Diverged, Interrupted
+from model.train.common.console import Diverged, Interrupted, python, tell
 from model.train.common.output_dir import held
 from model.train.common.thread_pool import is_out_of_memory, keep_freed_memory
-from model.train.plan.dry_run import forecast, settle_size
 from model.train.run import Run
+from model.train.setup.dry_run import forecast, settle_size
 from model.train.step.distributed import LeftAlone, ProcessGroup, join
 
 _NO_MEMORY = (

@@ -14,8 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from model.files import CheckpointError
-from model.train.common.console_messages import tell
-from model.train.common.interrupts import Diverged, Interrupted, StopRequest
+from model.train.common.console import Diverged, Interrupted, StopRequest, tell
 from model.train.common.sample import Drawing, Sample, draw_samples
 from model.train.data.batch import Batch, spread
 from model.train.reporting.progress import Progress

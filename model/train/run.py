@@ -17,25 +17,22 @@ import torch
 from model.checkpoint.model_summary import describe_size
 from model.device import choose_device, choose_dtype, describe, free_memory
 from model.nn.transformer import Decoder
-from model.train.common.console_messages import say
-from model.train.common.interrupts import Diverged
+from model.train.common.console import Diverged, say
 from model.train.common.output_dir import require_room
 from model.train.common.sample import GREEDY, LIVELY, draw_samples
 from model.train.data.sources import DataError
 from model.train.loop import GLANCE, Loop
-from model.train.plan.resources import require_memory, sizes
-from model.train.reporting.export import write_result
 from model.train.reporting.metrics_log import TensorBoardLog
-from model.train.reporting.model_card import RunFacts, read_about, without_places
+from model.train.reporting.model_card import RunFacts, read_about, without_places, write_result
 from model.train.reporting.progress import Outline
 from model.train.reporting.report import Report, closing, opening
 from model.train.reporting.samples import visible
 from model.train.setup.dataset import gather
 from model.train.setup.finetune import base_of, settle, start_anew
 from model.train.setup.options import limits, shape
+from model.train.setup.resources import flops_per_token, peak_flops, require_memory, sizes
 from model.train.step.distributed import ProcessGroup
 from model.train.step.loss_backend import computing_for
-from model.train.step.mfu import flops_per_token, peak_flops
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.schedule import Schedule

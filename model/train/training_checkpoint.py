@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from model.files import CheckpointError, sync_directory, write_files
-from model.train.common.console_messages import say
+from model.train.common.console import say
 
 FORMAT = 2
 

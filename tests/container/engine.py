@@ -58,7 +58,7 @@ class Container:
 
     def engines(self) -> list[int]:
         """Engine processes there are, as the machine counts: a kill from here is quicker than one from inside."""
-        return [pid for pid in self._processes() if b"app.engine.worker" in _read(pid, "cmdline").split(b"\0")]
+        return [pid for pid in self._processes() if b"app.engine" in _read(pid, "cmdline").split(b"\0")]
 
     def cpu_seconds(self) -> float:
         """Of all its processes that live."""

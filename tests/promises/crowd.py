@@ -9,8 +9,7 @@ import msgspec
 import torch
 from tiny import VOCAB, tiny_config, tiny_decoder
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent, TokenScore
+from app.common.types import Request, SampledEvent, SamplingParams, TokenScore
 from app.engine.execution.engine import Engine
 from model.nn.transformer import Decoder
 

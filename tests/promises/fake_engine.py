@@ -18,10 +18,9 @@ from app.common.ipc import Ready, WorkerConfig
 from app.common.types import BatchPlan, Request, TokenScore
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
-from app.engine.sampling.sampled_token import SampledToken, StepResult
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.scheduler import Scheduler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.sampling.sampler_io import SampledToken, StepResult
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from app.engine.worker_loop import Assembled, run
 from model.files import regular_file, sha256
 

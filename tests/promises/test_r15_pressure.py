@@ -17,8 +17,7 @@ from promise import Promise
 from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
 from tiny import tiny_decoder, tiny_engine
 
-from app.common.params import SamplingParams
-from app.common.types import Request, SampledEvent
+from app.common.types import Request, SampledEvent, SamplingParams
 from app.engine.scheduling.block_allocator import BlockAllocator
 
 CLIENTS, LENGTH, BLOCK = 64, 64, 16

@@ -15,11 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from promise import Promise
 from simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, make_scheduler
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Request, Sequence, StepReport
-from app.engine.execution.engine import Engine
-from app.engine.execution.fault_isolation import FaultIsolation
-from app.engine.sampling.sampled_token import StepResult
+from app.common.types import BatchPlan, Request, SamplingParams, Sequence, StepReport
+from app.engine.execution.engine import Engine, FaultIsolation
+from app.engine.sampling.sampler_io import StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import Scheduler
 

@@ -25,7 +25,7 @@ from conftest import ROOT, Server, start_server, stop_server
 from promise import Promise
 
 from app.cli import check
-from app.serving.failure_monitor import FAILURES, RECHECK_SECONDS
+from app.serving.service import FAILURES, RECHECK_SECONDS
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))

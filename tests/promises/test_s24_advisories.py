@@ -28,7 +28,7 @@ from promise import Promise
 
 from app.chat.messages import RenderJob
 from app.chat.template_worker import render
-from app.engine.scheduling.block_pool import BlockPool
+from app.engine.scheduling.block_allocator import BlockPool
 
 Check = Callable[[Server], None]
 TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "stream": False}

@@ -25,8 +25,7 @@ from http_messages import KINDS, Message, generate
 from keyed import Keyring, exchange, keyed_server
 from promise import Promise
 
-from app.http.http_protocol import HttpProtocol
-from app.http.request_parser import RequestParser
+from app.http.http_protocol import HttpProtocol, RequestParser
 
 SEED = os.environ.get("FRAMING_SEED", "S25")
 """Another seed tests other messages; a failure names the seed and the index of the message."""

@@ -162,7 +162,7 @@ def engine_pid(server: Server) -> int:
 def engine_pids(server: Server) -> list[int]:
     """None while one is being started."""
     commands = {pid: _command(pid) for pid in children(server)}
-    return [pid for pid, words in commands.items() if b"app.engine.worker" in words or b"fake_engine.py" in words]
+    return [pid for pid, words in commands.items() if b"app.engine" in words or b"fake_engine.py" in words]
 
 
 def _command(pid: int) -> bytes:

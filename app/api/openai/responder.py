@@ -12,11 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.serializers import echoed, piece
+from app.api.response_schemas import echoed, piece
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
-from app.generation.request import Delta, Finished, News, TokenDetail
-from app.generation.token_table import TokenTable
+from app.generation.request import Delta, Finished, News, TokenDetail, TokenTable
 from app.http import sse
 from app.http.json_stream import Elements
 from model.tokenizer.tokenizer import Tokenizer

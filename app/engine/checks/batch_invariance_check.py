@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.scheduler import StepLimits
 
 _LENGTHS = (3, 17, 40, 75)
 _MORE = 6

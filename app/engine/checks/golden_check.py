@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.common.fault_injection import is_armed
-from app.common.params import SamplingParams
-from app.common.types import Request, RequestFailed
+from app.common.types import Request, RequestFailed, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.scheduler import NOT_FINITE
 from model.checkpoint.golden import GOLDEN_FILE, read_golden
-from model.checkpoint.layout_check import INDEX_FILE, WEIGHTS_FILE
+from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.config import ModelConfig
 from model.files import CheckpointError, is_there
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from app.engine.cpu.library import HugepageArena, Library, Matrix, Operation, Shape
 from app.engine.quantization.int8_weights import quantize
 from model.config import ModelConfig
-from model.nn.block import Block
-from model.nn.transformer import Decoder
+from model.nn.transformer import Block, Decoder
 
 LANES = 16
 PANEL = 2 * LANES

@@ -16,10 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.common.types import TokenScore
-from app.engine.sampling.sampled_token import SampledToken
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import SamplingParams, TokenScore
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 
 _TOP = 20
 """Places for the most likely tokens of a row: INK_TOP."""

@@ -14,8 +14,7 @@ from app.common.types import BatchPlan, Chunk, Request, Sequence, TokenScore
 from app.engine.execution.warmup_batches import dummies
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
-from app.engine.sampling.sampled_token import SampledToken, StepResult
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput, StepResult
 from model.config import ModelConfig
 from model.nn.layers import seal
 from model.nn.transformer import Decoder

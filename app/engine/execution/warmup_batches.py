@@ -12,10 +12,9 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.common.types import BatchPlan, Chunk, Request, Sequence
-from app.engine.sampling.sampled_token import SampledToken
-from app.engine.scheduling.step_limits import StepLimits
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
+from app.engine.sampling.sampler_io import SampledToken
+from app.engine.scheduling.scheduler import StepLimits
 
 _MANY = 32
 _USUAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}

@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
-from app.engine.gpu.padded_lm_head import whole_head
+from app.engine.gpu.linears import whole_head
 from model.config import ModelConfig
-from model.nn.block import Block
 from model.nn.layers import LayerNorm, RMSNorm, seal
-from model.nn.transformer import Decoder
+from model.nn.transformer import Block, Decoder
 
 
 class PagedDecoder:
-    """The network of `decoder`, whose products are as they stand in it (app/engine/gpu/quantized_install.py)."""
+    """The network of `decoder`, whose products are as they stand in it (app/engine/gpu/linears.py)."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
         assert not decoder.config.n_encoder_layers, "sources are read by TorchExecutor"

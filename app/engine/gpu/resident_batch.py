@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import Chunk, Sequence
-from app.engine.gpu.kernels.interface import SPLIT, RowState
-from app.engine.gpu.kernels.launch_config import ALIGNED
+from app.engine.gpu.kernels.interface import ALIGNED, SPLIT, RowState
 from app.engine.gpu.kernels.sampling_state import SamplingTable
 
 
@@ -238,7 +237,7 @@ class ResidentBatch:
     def _make_room(self, count: int, present: set[Sequence]) -> None:
         """Frees rows for `count` new sequences: of those that do not run, then of any that is not in this step.
 
-        The latter happens only when the trial sequence of app/engine/execution/fault_isolation.py runs in addition to
+        The latter happens only when the trial sequence of app/engine/execution/engine.py runs in addition to
         the maximum: no step is in flight then, and a sequence that lost its row is uploaded again.
         """
         others = [old for old in self._known if old not in present]

@@ -19,7 +19,7 @@ from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, DecodeGraphs
 from app.engine.gpu.resident_batch import Download, Layout, Upload, lay_out, splits
 from app.engine.gpu.step import StepInputs, StepProgram, packed, unpacked
-from app.engine.sampling.sampled_token import StepResult
+from app.engine.sampling.sampler_io import StepResult
 from model.config import ModelConfig
 
 _ROUND = 8

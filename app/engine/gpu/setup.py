@@ -15,8 +15,7 @@ from app.engine.execution.runner import Sampler, TracksGrammars
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
-from app.engine.gpu.kernels.interface import SPLIT, Kernels
-from app.engine.gpu.kernels.launch_config import PARTIAL_BYTES
+from app.engine.gpu.kernels.interface import PARTIAL_BYTES, SPLIT, Kernels
 from app.engine.gpu.kernels.sampling_state import SamplingTable
 from app.engine.gpu.resident_batch import ResidentBatch, decode_buckets, splits
 from app.engine.gpu.runner import DeviceRunner, Shapes
@@ -24,7 +23,7 @@ from app.engine.gpu.step import StepProgram
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.memory_plan import CacheShape, step_peak
 from app.engine.sampling.sampler import TorchSampler
-from app.engine.scheduling.step_limits import StepLimits
+from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
 
 _TILE_ROWS = 64

@@ -17,7 +17,7 @@ from app.engine.gpu.kernels.interface import AttentionBatch, Kernels
 from app.engine.gpu.kernels.reference_operations import slots
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut
 from app.engine.gpu.resident_batch import ResidentBatch
-from app.engine.sampling.sampled_token import SampledToken
+from app.engine.sampling.sampler_io import SampledToken
 
 # Shape legend: S rows that were drawn for, N most likely tokens of each, X numbers of a row: token, its
 # log-probability, N ids, N log-probabilities; floats by their bits.

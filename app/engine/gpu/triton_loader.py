@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from app.engine.gpu.kernels.interface import Kernels
-from app.engine.gpu.kernels.launch_config import SHARED_BYTES
-from app.engine.gpu.kernels.quantized_products import Fp8Rows, Int8Product, dequantised_product, round_rows
+from app.engine.gpu.kernels.interface import SHARED_BYTES, Kernels
+from app.engine.gpu.kernels.reference_operations import Fp8Rows, Int8Product, dequantised_product, round_rows
 
 _MOST_CHARACTERS = 200
 

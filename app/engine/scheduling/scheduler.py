@@ -13,12 +13,20 @@ ever need and is never preempted again, so every sequence finishes.
 plan_ahead() plans the step after one that is still running. It counts tokens that are not sampled yet, preempts no
 sequence, and leaves out sequences that certainly end in the running step. A sequence that ends unexpectedly has
 computed one extra token, which is discarded.
+
+StepLimits bounds a step. WaitingQueue orders the sequences to be admitted, fairly among cache namespaces.
+BlockLeakCheck verifies the accounting of cache blocks in production: every so many steps, because checking every block
+after every step would cost more than a small model's step, and once when the engine becomes idle.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as PySequence
+from dataclasses import dataclass
 from itertools import chain
 
 from app.common.types import (
@@ -32,12 +40,130 @@ from app.common.types import (
     Sequence,
     StepReport,
 )
-from app.engine.sampling.sampled_token import LATE, StepResult, take_in
-from app.engine.scheduling.block_allocator import BlockAllocator
-from app.engine.scheduling.block_pool import BlockPool
-from app.engine.scheduling.in_flight import StepsInFlight
-from app.engine.scheduling.step_limits import StepLimits
-from app.engine.scheduling.waiting_queue import WaitingQueue, has_place, leader_of
+from app.engine.sampling.sampler_io import LATE, StepResult, take_in
+from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Bounds of one step."""
+
+    tokens_per_step: int
+    max_running: int
+    max_preemptions: int = 4
+    prompt_tokens_beside: int | None = None
+    """Prompt tokens in a step with decodes; None: as many as fit."""
+    prompt_tokens_shared: int | None = None
+    """Prompt tokens in any step while API keys are in use: another key's first token may wait for that step."""
+    prompt_tokens_per_decode: int = 4
+    """Always allowed for each decode: a step of many decodes is long anyway."""
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_step < self.max_running:
+            raise ValueError(
+                f"tokens per step ({self.tokens_per_step}) must be at least the running requests ({self.max_running})"
+            )
+
+    def prompt_budget(self, n_decodes: int, *, is_shared: bool = False) -> int:
+        """Prompt tokens that fit into a step with so many decodes."""
+        budget = self.tokens_per_step - n_decodes
+        if is_shared and self.prompt_tokens_shared is not None:
+            budget = min(budget, self.prompt_tokens_shared)
+        if not n_decodes or self.prompt_tokens_beside is None:
+            return budget
+        return min(budget, max(self.prompt_tokens_beside, self.prompt_tokens_per_decode * n_decodes))
+
+
+class WaitingQueue:
+    """Round robin among tenants (requests of one cache namespace); first come, first served within a tenant.
+
+    Followers are skipped until their leader's prompt is computed. A leader arrives before its followers and is either
+    ahead of them or running, so there is no circular wait. Preempted sequences go to the head of the queue.
+
+        turn:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
+    """
+
+    def __init__(self) -> None:
+        self._returned: deque[Sequence] = deque()
+        self._lanes: dict[str, deque[Sequence]] = {}
+        """By cache namespace, in the order of their turns; a namespace without waiting sequences has no entry."""
+
+    def __len__(self) -> int:
+        return len(self._returned) + sum(map(len, self._lanes.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._returned
+        for lane in self._lanes.values():
+            yield from lane
+
+    @property
+    def has_namespaces(self) -> bool:
+        """Whether requests of API keys wait, which must not delay those of other keys."""
+        return any(self._lanes)
+
+    def append(self, sequence: Sequence) -> None:
+        """Appends a sequence to its tenant's lane; a tenant without a lane takes its turn after all others."""
+        self._lanes.setdefault(sequence.request.salt, deque()).append(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Returns a preempted sequence to the head of the queue."""
+        self._returned.appendleft(sequence)
+
+    def candidates(self, may_come: Callable[[str], bool] = lambda _salt: True) -> Iterator[Sequence]:
+        """Sequences to admit, in order. Lazy: the caller admits while iterating and removes the admitted ones after.
+
+        may_come: whether a namespace may admit one more; evaluated before each of its turns until it is False.
+        """
+        yield from self._returned
+        lanes = {salt: (s for s in lane if not _waits_for_leader(s)) for salt, lane in self._lanes.items()}
+        while lanes:
+            for salt, lane in list(lanes.items()):
+                sequence = next(lane, None) if may_come(salt) else None
+                if sequence is None:
+                    del lanes[salt]
+                else:
+                    yield sequence
+
+    def admit(self, sequences: Iterable[Sequence]) -> None:
+        """Removes admitted sequences and moves their tenants behind all others, in this order."""
+        for sequence in sequences:
+            is_turn = sequence not in self._returned
+            self.remove([sequence])
+            lane = self._lanes.pop(sequence.request.salt, None) if is_turn else None
+            if lane:
+                self._lanes[sequence.request.salt] = lane
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Removes sequences from the queue."""
+        for sequence in sequences:
+            if sequence in self._returned:
+                self._returned.remove(sequence)
+                continue
+            lane = self._lanes[sequence.request.salt]
+            lane.remove(sequence)
+            if not lane:
+                del self._lanes[sequence.request.salt]
+
+
+def has_place(salt: str, running: PySequence[Sequence], places: int) -> bool:
+    """With API keys, reserves the last eighth of the slots for tenants that have nothing running."""
+    is_last = places - len(running) <= places // 8
+    return not (is_last and salt and any(sequence.request.salt == salt for sequence in running))
+
+
+def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
+    """The leader, if its prompt, source and namespace are equal: else its keys and values would be wrong."""
+    if request.leader is None:
+        return None
+    leader = next((sequence for sequence in older if sequence.request.id == request.leader), None)
+    same = leader and all(getattr(leader.request, x) == getattr(request, x) for x in ("prompt", "source", "salt"))
+    return leader if same else None
+
+
+def _waits_for_leader(sequence: Sequence) -> bool:
+    leader = sequence.living_leader
+    return leader is not None and not leader.has_prompt
+
 
 NOT_FINITE = "the model's output for this request is not finite"
 
@@ -290,3 +416,36 @@ def _is_decode(sequence: Sequence) -> bool:
 
 def _decode(sequence: Sequence) -> Chunk:
     return Chunk(sequence, sequence.num_begun, sequence.num_begun + 1)
+
+
+_log = logging.getLogger("inkstream")
+_STEPS, _BLOCKS_PER_STEP = 1000, 10
+"""Between two looks: 1,000 steps at least, and one for each ten blocks, which are looked at in a microsecond."""
+
+
+class BlockLeakCheck:
+    """Counts into the scheduler's `block_violations`; changes nothing else."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._steps = 0
+        self._interval = max(_STEPS, scheduler.pool.total // _BLOCKS_PER_STEP)
+
+    def after_step(self) -> None:
+        """Another step is done."""
+        self._steps += 1
+        if self._steps >= self._interval:
+            self._look()
+
+    def when_idle(self) -> None:
+        """There is time, if there was work since the last look."""
+        if self._steps:
+            self._look()
+
+    def _look(self) -> None:
+        self._steps = 0
+        if wrong := self._scheduler.violations():
+            self._scheduler.block_violations += 1
+            _log.error(
+                "the cache's blocks are not as they should be (%d findings): %s", len(wrong), "; ".join(wrong[:3])
+            )

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.common.params import SamplingParams
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import SamplingParams
+from app.engine.sampling.sampler_io import SamplingInput
 
 FULL = SamplingParams(
     temperature=0.9,

@@ -18,14 +18,11 @@ from torch import Tensor
 
 from app.common.types import Request
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
-from app.engine.gpu.padded_lm_head import WHOLE
+from app.engine.gpu.linears import WHOLE
 from app.engine.gpu.step import packed, unpacked
-from app.engine.sampling.filters import weights
-from app.engine.sampling.penalties import adjust, forbid
-from app.engine.sampling.philox import Draw, uniforms
-from app.engine.sampling.sampled_token import SampledToken
-from app.engine.sampling.sampler import sample
-from app.engine.sampling.sampling_input import SamplingInput
+from app.engine.sampling.logits_processors import adjust, forbid, weights
+from app.engine.sampling.sampler import Draw, sample, uniforms
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from benchmarks.gpu.conformance.sampling_cases import Case
 
 Sample = Callable[[Tensor, Tensor, Tensor, SamplingTable, SampleOut], None]
@@ -68,7 +65,7 @@ def wrong(
 
 
 def _apart(logits_SV: Tensor) -> Tensor:
-    """The same, with rows as far apart as app/engine/gpu/padded_lm_head.py leaves them, and no number between them."""
+    """The same, with rows as far apart as app/engine/gpu/linears.py leaves them, and no number between them."""
     rows, vocab = logits_SV.shape
     return logits_SV.new_full((rows, -(-vocab // WHOLE) * WHOLE), torch.nan)[:, :vocab].copy_(logits_SV)
 

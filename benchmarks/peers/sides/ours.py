@@ -8,8 +8,7 @@ from itertools import count
 from typing import Any
 
 from app.common.ipc import WorkerConfig
-from app.common.params import SamplingParams
-from app.common.types import Request
+from app.common.types import Request, SamplingParams
 from app.engine.startup import assemble
 from app.engine.worker_loop import EngineStartError
 from benchmarks.peers.sides.protocol import CannotError, Generated, Load, Loaded, Task, run

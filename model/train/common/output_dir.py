@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from model.checkpoint.layout_check import INDEX_FILE, WEIGHTS_FILE
 from model.checkpoint.model_summary import describe_bytes
+from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 
 _LOCK = "lock"
 

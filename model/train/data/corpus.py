@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from model.tokenizer.tokenizer import SPLIT, Tokenizer
-from model.train.common.console_messages import Ticker
+from model.train.common.console import Ticker
 from model.train.data.sources import DataError, Sources
 from model.train.data.token_cache import TokenCache, Tokens, encode, pieces
 from model.train.data.vocabulary import Vocabulary

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_of
 from model.files import CheckpointError, sha256, sync_directory, write_file
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.console_messages import Ticker, tell
+from model.train.common.console import Ticker, tell
 
 Tokens = NDArray[np.unsignedinteger]
 _KEPT = 2

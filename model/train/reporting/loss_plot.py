@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from model.train.common.console_messages import counted
+from model.train.common.console import counted
 from model.train.reporting.metrics_log import Record
 
 Point = tuple[float, float]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from model.files import CheckpointError, write_file
-from model.train.common.console_messages import tell
+from model.train.common.console import tell
 from model.train.data.sources import DataError
 from model.train.reporting.progress import Outline, Status
 

@@ -1,16 +1,30 @@
-"""The model card: README.md of a weights directory, with what was trained, on what, and with which result."""
+"""Exports a finished run, all or nothing: weights, tokenizer, sampling defaults and the model card, its README.md.
+
+The card says what was trained, on what, and with which result.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.checkpoint.model_summary import describe_size, shape_lines
+from model.checkpoint.tensor_index import WEIGHTS_FILE
 from model.config import ModelConfig
-from model.train.common.console_messages import duration
+from model.files import parse_object, write_files
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.console import duration
 from model.train.common.sample import Drawing, Sample
 from model.train.reporting.samples import plain, quoted
+from model.train.setup.finetune import Base
 
 _ABOUT = "It continues text as its corpus does."
 _LIMITS = """It writes on from what it is given, in the manner of the texts it has read, and wanders. It knows no facts
@@ -145,3 +159,37 @@ def _drawn(drawing: Drawing) -> str:
         return "The likeliest token each time"
     how = f"temperature {drawing.temperature:g}, top_p {drawing.top_p:g}"
     return f"Drawn with {how} and repetition_penalty {drawing.repetition_penalty:g}"
+
+
+def write_result(
+    out: Path,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    facts: RunFacts,
+    dtype: torch.dtype,
+    *,
+    samples: Sequence[Sample],
+    drawing: Drawing,
+    base: Base | None,
+) -> None:
+    """Writes a directory that serves. Raises CheckpointError.
+
+    drawing: of the samples, and the sampling defaults of a model that has no `base` to keep them from.
+    """
+    files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, drawing)
+    ids = tokenizer.encode(" ".join(sample.prompt for sample in samples))
+    # A vocabulary of few words may know none of the prompts'.
+    golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
+    files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
+    sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
+    family, n_params = parse_object(files["config.json"])["model_type"], decoder.n_params
+    card = model_card(decoder.config, n_params, facts, samples, family=family, drawing=drawing, sha256=sha256).encode()
+    # Write the manifest last: until it exists, a reader of the directory sees that it is incomplete.
+    write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
+
+
+def _new_files(decoder: Decoder, tokenizer: Tokenizer, dtype: torch.dtype, drawing: Drawing) -> dict[str, bytes]:
+    """Weights, tokenizer and sampling defaults of a model that had none."""
+    generation = {"do_sample": True, **asdict(drawing)} if drawing.temperature else {"do_sample": False}
+    files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
+    return files | {name: content.encode() for name, content in tokenizer.files().items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
-from model.train.common.console_messages import duration, say, short
+from model.train.common.console import duration, say, short
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 5

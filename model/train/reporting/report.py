@@ -12,7 +12,7 @@ from pathlib import Path
 
 from model.checkpoint.model_summary import describe_size, shape_lines
 from model.config import ModelConfig
-from model.train.common.console_messages import counted, duration, python, say, write_extra
+from model.train.common.console import counted, duration, python, say, write_extra
 from model.train.common.sample import Sample
 from model.train.reporting.loss_plot import loss_curve
 from model.train.reporting.metrics_log import MetricsLog, TensorBoardLog

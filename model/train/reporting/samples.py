@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model.train.common.console_messages import write_extra
+from model.train.common.console import write_extra
 from model.train.common.sample import Sample
 from model.train.reporting.metrics_log import Record, json_line, read_records
 from model.train.reporting.progress import Progress

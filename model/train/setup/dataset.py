@@ -16,10 +16,9 @@ import torch
 
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import Prompt
-from model.train.data.batch import IGNORED, Batch, of_windows, padded, spread
+from model.train.data.batch import IGNORED, Batch, Examples, StepOrder, of_windows, padded, spread
 from model.train.data.corpus import Corpus, prepare
 from model.train.data.examples import ExampleTexts, of_lines, of_pairs
-from model.train.data.shuffling import Examples, StepOrder
 from model.train.data.token_cache import Tokens
 from model.train.setup.options import sources, vocabulary
 

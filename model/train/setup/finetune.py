@@ -22,8 +22,8 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from model.checkpoint.checkpoint import load, stored_state
 from model.checkpoint.golden import verify
-from model.checkpoint.layout_check import WEIGHTS_FILE, check_layout
 from model.checkpoint.manifest import check_manifest
+from model.checkpoint.tensor_index import WEIGHTS_FILE, check_layout
 from model.config import ConfigError, ModelConfig
 from model.families.registry import read_config
 from model.families.spec import FamilySpec

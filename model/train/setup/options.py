@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.argument_parser import OneLineParser
+from model import command_line
+from model.command_line import OneLineParser
 from model.config import ConfigError, ModelConfig
 from model.presets import ARCHS, PRESET_NAMES, preset, reshaped
 from model.tokenizer.tokenizer import SEPARATOR
-from model.train.common import flag_types
 from model.train.data.sources import USUAL_KEY, Sources, suffix
 from model.train.data.vocabulary import KINDS, UNKNOWN, Vocabulary
 from model.train.step.loss_backend import ASKED
@@ -73,58 +73,58 @@ FLAGS = {
         Flag(
             "--data PATH...",
             ".txt, .md, .jsonl, each also .gz: files, folders, patterns, or - (stdin)",
-            flag_types.path,
+            command_line.path,
         ),
-        Flag("--pairs FILE.tsv...", "source<TAB>target lines, for presets with an encoder", flag_types.path),
+        Flag("--pairs FILE.tsv...", "source<TAB>target lines, for presets with an encoder", command_line.path),
         Flag("--per-line", "every line is a text by itself", argparse.BooleanOptionalAction, False, {"toy": True}),
         Flag("--tokenizer", "what tokens are", KINDS, "bpe", {"toy": "words"}),
         Flag("--end-token TEXT", "the special token that ends a text", None, SEPARATOR, {"toy": "<EOS>"}),
         Flag(
             "--vocab-size N",
             "tokens of the vocabulary",
-            flag_types.vocabulary,
+            command_line.vocabulary,
             more="the preset's, fewer where the text supports no more; words: all",
         ),
-        Flag("--straighten SHARE", "texts given ASCII quotes", flag_types.share, more="0.5; --init: 0"),
+        Flag("--straighten SHARE", "texts given ASCII quotes", command_line.share, more="0.5; --init: 0"),
         Flag(
             "--held-out SHARE",
             "documents kept apart and measured",
-            flag_types.small_share,
+            command_line.small_share,
             0.01,
             more="; of fewer than 100 the last 5 %% of all text",
         ),
-        Flag("--unseen PATH...", "texts never trained on, each measured by itself in the end", flag_types.path),
+        Flag("--unseen PATH...", "texts never trained on, each measured by itself in the end", command_line.path),
         Flag("--text-key KEY", "under which .jsonl has its texts", more=USUAL_KEY),
     ],
     "the model": [
         Flag(
             "--preset NAME",
             f"{', '.join(PRESET_NAMES)}, or auto: by text, device and --max-minutes",
-            flag_types.preset_name,
+            command_line.preset_name,
             "small",
         ),
         Flag("--arch", "another layout in the size of a preset", ARCHS, more=_OF_PRESET),
         Flag(
             "--init DIR",
             "go on from these weights: ours, or a Hugging Face directory with its tokenizer",
-            flag_types.path,
+            command_line.path,
         ),
         Flag(
             "--context N",
             f"longest sequence in tokens (default: {_OF_PRESET}); with --init of training (default: up to 512)",
-            flag_types.count,
+            command_line.count,
         ),
-        Flag("--layers N", "blocks; of an encoder as many", flag_types.count, more=_OF_PRESET),
-        Flag("--width N", "size of the residual stream; the feed-forward follows", flag_types.count, more=_OF_PRESET),
-        Flag("--heads N", "query heads; they share the width", flag_types.count, more=_OF_PRESET),
-        Flag("--kv-heads N", "key and value heads", flag_types.count, more=_OF_PRESET),
-        Flag("--mlp-width N", "hidden size of the feed-forward", flag_types.count, more=_OF_PRESET),
+        Flag("--layers N", "blocks; of an encoder as many", command_line.count, more=_OF_PRESET),
+        Flag("--width N", "size of the residual stream; the feed-forward follows", command_line.count, more=_OF_PRESET),
+        Flag("--heads N", "query heads; they share the width", command_line.count, more=_OF_PRESET),
+        Flag("--kv-heads N", "key and value heads", command_line.count, more=_OF_PRESET),
+        Flag("--mlp-width N", "hidden size of the feed-forward", command_line.count, more=_OF_PRESET),
     ],
     "how long": [
-        Flag("--max-minutes N", "train this long; the learning rate follows", flag_types.positive),
-        Flag("--epochs N", "train this many times over the text", flag_types.positive, None, {"--init": 3.0}),
-        Flag("--tokens N", "train on this many tokens", flag_types.count),
-        Flag("--steps N", "train this many steps", flag_types.count, None, {"toy": 400, "cross": 2000}),
+        Flag("--max-minutes N", "train this long; the learning rate follows", command_line.positive),
+        Flag("--epochs N", "train this many times over the text", command_line.positive, None, {"--init": 3.0}),
+        Flag("--tokens N", "train on this many tokens", command_line.count),
+        Flag("--steps N", "train this many steps", command_line.count, None, {"toy": 400, "cross": 2000}),
     ],
     # With --init AdamW and not Muon: what is good in those weights are a few large directions of each matrix, and Muon
     # moves all directions alike. 80 kB of plays brought our model, which Muon had trained, from 3.040 held-out bits per
@@ -133,38 +133,42 @@ FLAGS = {
         Flag(
             "--windows N",
             "windows, lines or pairs a step",
-            flag_types.windows,
+            command_line.windows,
             16,
             {"toy": 2, "cross": 64, "--init": 8},
         ),
         Flag(
             "--micro-windows N",
             "how many of them at once",
-            flag_types.count,
+            command_line.count,
             more="on a CPU about 2,048 tokens, else what fits",
         ),
         Flag(
-            "--optimizer", "of the blocks' matrices", flag_types.OPTIMIZERS, "muon", {"toy": "adamw", "--init": "adamw"}
+            "--optimizer",
+            "of the blocks' matrices",
+            command_line.OPTIMIZERS,
+            "muon",
+            {"toy": "adamw", "--init": "adamw"},
         ),
-        Flag("--matrix-lr RATE", "learning rate of Muon", flag_types.positive, 0.02, {"--init": 0.01}),
+        Flag("--matrix-lr RATE", "learning rate of Muon", command_line.positive, 0.02, {"--init": 0.01}),
         Flag(
             "--lr RATE",
             "learning rate of AdamW",
-            flag_types.positive,
+            command_line.positive,
             0.004,
             {"--init": None},
             more=f"; alone {RATE_ALONE}; toy: {TOY_RATE_ALONE}; --init: 4 / width^1.5",
         ),
-        Flag("--weight-decay SHARE", "of the matrices", flag_types.not_negative, 0.05),
+        Flag("--weight-decay SHARE", "of the matrices", command_line.not_negative, 0.05),
         Flag("--schedule", "how the learning rate falls", SHAPES, "linear"),
-        Flag("--warm-up STEPS", "until it is whole", flag_types.whole, 100, {"--init": 10}),
+        Flag("--warm-up STEPS", "until it is whole", command_line.whole, 100, {"--init": 10}),
         Flag(
             "--warm-down SHARE",
             "of a linear schedule: share of the run over which it falls to 0",
-            flag_types.share,
+            command_line.share,
             0.4,
         ),
-        Flag("--seed N", "of the weights and the order", flag_types.whole, 1),
+        Flag("--seed N", "of the weights and the order", command_line.whole, 1),
     ],
     "the run": [
         Flag("--dry-run", "tell size, memory, disk and time, and write nothing", "store_true"),
@@ -178,24 +182,24 @@ FLAGS = {
             "auto",
         ),
         Flag("--compile", "the step by torch.compile; auto: on a GPU where Triton is", ASKED, "auto"),
-        Flag("--report-seconds N", "between progress lines", flag_types.positive, 10.0),
-        Flag("--save-seconds N", "between snapshots", flag_types.positive, 300.0),
+        Flag("--report-seconds N", "between progress lines", command_line.positive, 10.0),
+        Flag("--save-seconds N", "between snapshots", command_line.positive, 300.0),
         Flag("--tensorboard", "also write event files into OUT/tensorboard", "store_true"),
     ],
     "the result": [
-        Flag("--ema DECAY", "export an average of the weights", flag_types.decay, 0.0, more=", off"),
+        Flag("--ema DECAY", "export an average of the weights", command_line.decay, 0.0, more=", off"),
         Flag("--keep", "which held-out measurement's weights", ("best", "last"), "best"),
         Flag(
             "--export-dtype",
             "of the weights written",
-            flag_types.DTYPES,
+            command_line.DTYPES,
             "bfloat16",
             {"toy": "float32", "--init": None},
             "; --init: as they were",
         ),
-        Flag("--about FILE", "text for the model card: corpus, licence, intended use", flag_types.path),
-        Flag("--license ID", "of the model, for the card's head: mit, cc0-1.0, ...", flag_types.license_id),
-        Flag("--language CODE", "of the text, for the card's head: en, pt-BR, ...", flag_types.language),
+        Flag("--about FILE", "text for the model card: corpus, licence, intended use", command_line.path),
+        Flag("--license ID", "of the model, for the card's head: mit, cc0-1.0, ...", command_line.license_id),
+        Flag("--language CODE", "of the text, for the card's head: en, pt-BR, ...", command_line.language),
     ],
 }
 
@@ -208,7 +212,9 @@ def parser() -> argparse.ArgumentParser:
         description="Train a model on text, and leave a directory that serves.",
         allow_abbrev=False,
     )
-    p.add_argument("--out", required=True, type=flag_types.path, metavar="DIR", help="where the weights directory goes")
+    p.add_argument(
+        "--out", required=True, type=command_line.path, metavar="DIR", help="where the weights directory goes"
+    )
     for title, flags in FLAGS.items():
         group = p.add_argument_group(title)
         for flag in flags:

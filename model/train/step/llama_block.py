@@ -19,9 +19,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
-from model.nn.block import Block
 from model.nn.layers import RMSNorm
-from model.nn.transformer import Decoder
+from model.nn.transformer import Block, Decoder
 from model.train.step.attention import (
     Positions,
     Tile,

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
 from model.nn.transformer import Decoder
-from model.train.common.console_messages import tell
+from model.train.common.console import tell
 from model.train.data.batch import IGNORED, Batch
 from model.train.step.attention import FusedAttend, TrainingAttend, tiles_of
 from model.train.step.llama_block import Weights, is_llama

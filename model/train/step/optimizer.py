@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
+from model.command_line import Optimizer
 from model.nn.transformer import Decoder
-from model.train.common.flag_types import Optimizer
 from model.train.common.thread_pool import one_by_one
 
 # torch.optim.Muon orthogonalizes one matrix after another: about 25 kernels for each, 1,800 for ten layers, which keep

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.common.params import MAX_BIASES, SamplingParams
-from app.common.types import Request
-from app.engine.sampling.filters import COLDEST
-from app.engine.sampling.sampling_input import SamplingInput
+from app.common.types import MAX_BIASES, Request, SamplingParams
+from app.engine.sampling.logits_processors import COLDEST
+from app.engine.sampling.sampler_io import SamplingInput
 
 # word    what
 #     0..13   seven float64, each two words, the low one first: temperature, top_p, min_p, typical_p, repetition,

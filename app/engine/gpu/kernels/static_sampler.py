@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.common.params import MAX_BIASES
+from app.common.types import MAX_BIASES
 from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
-from app.engine.sampling.filters import block_sums, edge_in_order, places
+from app.engine.sampling.logits_processors import block_sums, edge_in_order, places
 
 # Words of 32 bits are held in int64, whose products wrap around without harm: all 64 bits of them are right.
 

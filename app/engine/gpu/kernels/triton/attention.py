@@ -19,14 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, AttentionSpec
-from app.engine.gpu.kernels.launch_config import (
+from app.engine.gpu.kernels.interface import (
     HEADS,
     PARTIAL_BYTES,
     POSITIONS,
     ROW_LAUNCH,
     ROWS,
     SHARED_BYTES,
+    SPLIT,
+    AttentionBatch,
+    AttentionSpec,
     attention_launch,
     padded_dim,
 )

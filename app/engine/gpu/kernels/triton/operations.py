@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, NormSpec, Places, RowState
-from app.engine.gpu.kernels.launch_config import (
+from app.engine.gpu.kernels.interface import (
     ALIGNED,
     COLUMNS,
     HEADS,
@@ -19,6 +18,12 @@ from app.engine.gpu.kernels.launch_config import (
     ROW_LAUNCH,
     SHARED_BYTES,
     STATES,
+    AttentionBatch,
+    AttentionSpec,
+    HeadsSpec,
+    NormSpec,
+    Places,
+    RowState,
     norm_launch,
     padded_dim,
     power_of_two,

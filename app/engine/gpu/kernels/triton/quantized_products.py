@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.quantized_products import FP8_DTYPE, LARGEST, Rounded
+from app.engine.gpu.kernels.reference_operations import FP8_DTYPE, LARGEST, Rounded
 from app.engine.quantization.int8_weights import Quantized
 
 # t: tokens, 16 or 64 of a tile
@@ -22,8 +22,7 @@ from app.engine.quantization.int8_weights import Quantized
 # rows fill the tensor cores however few tokens there are, and both tiles sum in the same order with the same kind of
 # instruction: how many tokens there are should not change the bits of one (said of no GPU until it was tried on one).
 #
-# The twin is in app/engine/gpu/kernels/quantized_products.py. Shape legend: T tokens of the step, K columns, N rows of
-# the weight.
+# The reference is in reference_operations.py. Shape legend: T tokens of the step, K columns, N rows of the weight.
 
 BLOCK_N = 64
 BLOCK_K = 128
@@ -96,8 +95,8 @@ def multiply(
     tl.store(out_pointers, out_NT.to(out_ptr.dtype.element_ty), mask=is_row_N[:, None] & is_token_T[None, :])
 
 
-# One program does a whole row, so that its bits depend on nothing else, and they are those of the twin, round_rows() in
-# app/engine/gpu/kernels/quantized_products.py. Shape legend: T tokens of the step, K columns, W the next power of two.
+# One program does a whole row, so that its bits depend on nothing else, and they are those of round_rows() in
+# reference_operations.py. Shape legend: T tokens of the step, K columns, W the next power of two.
 
 _COLUMNS_OF_A_WARP = 1024
 _MOST_WARPS = 16

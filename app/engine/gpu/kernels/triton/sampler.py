@@ -388,7 +388,7 @@ def _first_above(sums, target, weights, ids):
 
 @triton.jit
 def _uniform(words_ptr, position):
-    """The number in [0, 1) of (seed, choice, position): app/engine/sampling/philox.py, with words that wrap."""
+    """The number in [0, 1) of (seed, choice, position): app/engine/sampling/sampler.py, with words that wrap."""
     k0 = tl.load(words_ptr + _SEED).to(tl.uint64) & _MASK32
     k1 = tl.load(words_ptr + _SEED + 1).to(tl.uint64) & _MASK32
     c0, c1 = position.to(tl.uint64) & _MASK32, position.to(tl.uint64) >> 32

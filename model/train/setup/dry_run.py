@@ -10,22 +10,22 @@ from pathlib import Path
 import torch
 
 from model.checkpoint.model_summary import describe_bytes, describe_size
+from model.command_line import AUTO
 from model.config import ConfigError, ModelConfig
 from model.device import choose_device, describe, free_memory
 from model.files import write_file
 from model.nn.transformer import Decoder
 from model.presets import SIZES
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.console_messages import Ticker, counted, duration
-from model.train.common.flag_types import AUTO
+from model.train.common.console import Ticker, counted, duration
 from model.train.common.output_dir import free_bytes
 from model.train.data.corpus import least_share
 from model.train.data.sources import STANDARD_INPUT, DataError
 from model.train.data.vocabulary import Vocabulary
-from model.train.plan.resources import Speed, measure, sizes
 from model.train.setup.dataset import gather
 from model.train.setup.finetune import base_of, settle
 from model.train.setup.options import limits, shape, sources, vocabulary
+from model.train.setup.resources import Speed, measure, sizes
 
 _SAMPLE = 1_000_000
 """Bytes, of which a vocabulary is learnt in a second or two."""

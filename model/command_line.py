@@ -1,4 +1,4 @@
-"""Value types of command-line flags: numbers, words, preset names."""
+"""Command-line parsing: a parser that reports an error in one line, and the value types of flags."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
+from model.files import one_line
 from model.presets import PRESET_NAMES
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse prints its usage, a dozen lines for some verbs, before it says what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line, and exit code 2."""
+        self.exit(2, one_line(f"error: {message}; {self.prog} --help tells how it is called") + "\n")
+
 
 Optimizer = Literal["muon", "adamw"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)

@@ -1,1 +1,0 @@
-"""Estimates of a run before it starts: dataset size, time, memory, disk."""
