@@ -1,3 +1,8 @@
-"""The service: text in, streamed text out."""
+"""The service: text in, streamed text out.
+
+Main names: main.create_app() wires settings, engines, service and routes into an ASGI application; server.serve() runs
+it in a process with uvicorn.
+Invariants: The API process never imports torch. Packages import only from layers below them (tests/test_walls.py).
+"""
 
 VERSION = "0.1.0"

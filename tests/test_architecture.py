@@ -264,6 +264,16 @@ def test_the_names_of_a_package_are_defined_in_it() -> None:
         assert listed and listed <= defined, (package, listed - defined)
 
 
+def test_every_package_says_its_purpose_its_names_and_its_invariants() -> None:
+    for path in (path for path in product_files(ROOT) if path.name == "__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        purpose, names, invariants = re.split(r"\nMain names: |\nInvariants: ", text)
+        assert len(purpose) > 20 and len(invariants) > 20, path
+        defined = {name for file in path.parent.glob("*.py") for name in _definitions(file)}
+        mentioned = set(re.findall(r"\b[A-Z]\w*[a-z][A-Z]\w*|\b\w+(?=\(\))", names))
+        assert mentioned <= defined, (path, mentioned - defined)
+
+
 def test_a_package_may_import_what_the_layers_allow() -> None:
     layers = _layers()
     for package, _, _, allowed in _rows():

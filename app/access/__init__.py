@@ -1,1 +1,6 @@
-"""Who may use the service and how much: API keys, tenants, rate limits, fair turns."""
+"""Who may use the service and how much: API keys, tenants, rate limits, fair turns.
+
+Main names: ApiKeys, Tenant, RateLimiter and its Reservation, TenantQueue.
+Invariants: Keys are stored as hashes. A reservation is settled exactly once. Time is an argument, so that tests need no
+clock.
+"""

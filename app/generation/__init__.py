@@ -1,1 +1,5 @@
-"""From a request to prompt token ids, and from tokens to events with text."""
+"""From a request to prompt token ids, and from tokens to events with text.
+
+Main names: GenerationRequest, PromptEncoder, GenerationSession, OutputChoice.
+Invariants: The concatenated deltas are the text, in whole characters; a stop string never reaches the client in part.
+"""

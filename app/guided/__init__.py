@@ -1,1 +1,5 @@
-"""Grammars of requests, compiled and checked in a sandboxed process."""
+"""Grammars of requests, compiled and checked in a sandboxed process.
+
+Main names: guide_of(), GrammarValidator.
+Invariants: A grammar that is invalid or too complex is refused before it reaches the engine.
+"""

@@ -1,1 +1,6 @@
-"""Models as they are served: admission, hot reload, weights, kernels built ahead of time."""
+"""Models as they are served: admission, hot reload, health, kernels built ahead of time.
+
+Main names: Service, AdmissionControl, ModelInstance, HotReload, FailureMonitor.
+Invariants: New weights replace good ones only after they have passed every check; running streams end on the weights
+they began with.
+"""

@@ -1,1 +1,6 @@
-"""A weights directory: safetensors checks, tensor index, manifest, golden answers."""
+"""A weights directory: safetensors checks, tensor index, manifest, golden answers.
+
+Main names: Checkpoint, load(), Golden, check_manifest().
+Invariants: Files are untrusted: headers are checked before anything is mapped, and a directory is read whole or
+refused.
+"""

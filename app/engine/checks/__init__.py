@@ -1,1 +1,5 @@
-"""Checks of a running engine: golden answers, batch invariance, watchdog."""
+"""Checks of an engine before it serves: golden answers, finite logits, batch invariance.
+
+Main names: prove(), prove_finite(), prove_rows().
+Invariants: An engine that fails a check does not serve: the start or the reload is refused with the reason.
+"""

@@ -1,1 +1,5 @@
-"""The CUDA backend: decoder, runner, graphs, resident batch."""
+"""The CUDA backend: decoder, runner, CUDA graphs, resident batch.
+
+Main names: DeviceRunner, PagedDecoder, ResidentBatch, make_linear().
+Invariants: A launched step waits for nothing on the host. Captured, eager and one-step-ahead runs draw the same tokens.
+"""

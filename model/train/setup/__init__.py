@@ -1,1 +1,5 @@
-"""Setup of a run: options, dataset, initial weights."""
+"""Setup of a run: options, dataset, initial weights, estimates before the start.
+
+Main names: Flag, Dataset, settle(), forecast().
+Invariants: Wrong input is refused before torch is imported where possible, and before any training in any case.
+"""
