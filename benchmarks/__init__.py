@@ -1,0 +1,1 @@
+"""Load generator, comparisons with other engines, and measurements of single parts."""

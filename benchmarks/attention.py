@@ -1,11 +1,12 @@
-"""Attention benchmark of the course, applied to this code: `python -m benchmarks.attention`.
+"""Attention and KV cache benchmark of the course: `python -m benchmarks.attention`.
 
-1. What does one matrix product over all heads save against a loop over the heads (PerHeadAttend, CausalAttend)?
-2. What does a KV cache save against computing the whole text again for each token (model.nn.reference, app.engine)?
+1. How much faster is one matrix product over all heads than a loop over the heads (CausalAttend, PerHeadAttend)?
+2. How much faster is decoding with a KV cache than recomputing the sequence for each token (app.engine,
+   model.nn.reference)?
 
-Random weights, float32, one sequence, no gradients; the engine runs in this process, without service and pipe. The two
-ways are timed in turn, so that a slow moment of the machine meets both; figures are medians. The last line of stdout is
-one JSON object.
+Random weights, float32, one sequence, no gradients; the engine runs in this process, without service and pipe. Both
+variants are timed alternately, so that a slow moment of the machine affects both; figures are medians. The last line of
+stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from app.engine.memory.kv_cache import KVCache
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from benchmarks.result import Machine, this_machine
+from benchmarks.machine_info import Machine, this_machine
 from model.command_line import OneLineParser
 from model.config import ModelConfig
 from model.nn.attention import CausalAttend, PerHeadAttend
@@ -36,15 +37,15 @@ from model.nn.reference import generate
 from model.nn.transformer import Decoder
 from model.presets import PRESET_NAMES, preset
 
-_LENGTH_OF_HEADS = 256
-"""At which the number of heads grows."""
+_LENGTH_FOR_HEADS = 256
+"""Sequence length of the rows in which the number of heads grows."""
 _BLOCK = 16
 _SHORTEST_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What grows, and how often each size is measured."""
+    """Measured sizes, and repeats of each."""
 
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
     heads: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -56,7 +57,7 @@ _QUICK = Sizes(lengths=(32, 64), heads=(1, 4), repeats=5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsRow:
-    """One attention over one sequence."""
+    """Attention over one sequence."""
 
     heads: int
     length: int
@@ -66,7 +67,7 @@ class HeadsRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRow:
-    """One token more behind a text of so many."""
+    """Decoding one token after a sequence of `tokens`."""
 
     tokens: int
     uncached_ms: float
@@ -75,7 +76,7 @@ class CacheRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionResult:
-    """All that was found."""
+    """The whole result."""
 
     date: str
     machine: Machine
@@ -89,8 +90,8 @@ class AttentionResult:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m benchmarks.attention", description=__doc__.partition("\n")[0])
-    parser.add_argument("--preset", choices=_presets(), default="gpt", help="the decoder's shape (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few sizes, to see that it works")
+    parser.add_argument("--preset", choices=_presets(), default="gpt", help="shape of the decoder (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="few sizes, as a smoke test")
     flags = parser.parse_args(argv)
     result = measure(flags.preset, _QUICK if flags.quick else Sizes())
     print(msgspec.json.encode({"benchmark": "attention", **msgspec.to_builtins(result)}).decode(), flush=True)
@@ -98,19 +99,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, sizes: Sizes) -> AttentionResult:
-    """Both questions; prints each row as it is found."""
+    """Measures both, and prints each row at once."""
     config = preset(name)
     heads, cache = [], []
     print(f"{'heads':>6}  {'length':>6}  {'head by head':>12}  {'fused':>8}  ms")
-    for by_head in _heads_rows(config, sizes):
+    for heads_row in _heads_rows(config, sizes):
         print(
-            f"{by_head.heads:6}  {by_head.length:6}  {by_head.per_head_ms:12.3f}  {by_head.fused_ms:8.3f}", flush=True
+            f"{heads_row.heads:6}  {heads_row.length:6}  {heads_row.per_head_ms:12.3f}  {heads_row.fused_ms:8.3f}",
+            flush=True,
         )
-        heads.append(by_head)
+        heads.append(heads_row)
     print(f"\n{'tokens':>14}  {'uncached':>12}  {'cached':>8}  ms for one more")
-    for by_text in _cache_rows(config, sizes):
-        print(f"{by_text.tokens:14}  {by_text.uncached_ms:12.3f}  {by_text.cached_ms:8.3f}", flush=True)
-        cache.append(by_text)
+    for cache_row in _cache_rows(config, sizes):
+        print(f"{cache_row.tokens:14}  {cache_row.uncached_ms:12.3f}  {cache_row.cached_ms:8.3f}", flush=True)
+        cache.append(cache_row)
     return AttentionResult(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=this_machine(),
@@ -124,15 +126,15 @@ def measure(name: str, sizes: Sizes) -> AttentionResult:
 
 
 def _presets() -> list[str]:
-    """Those that continue a text without a source, and have room for one."""
+    """Decoder-only presets whose context is long enough."""
     shapes = {name: preset(name) for name in PRESET_NAMES}
     return [name for name, c in shapes.items() if c.context >= _SHORTEST_CONTEXT and not c.n_encoder_layers]
 
 
 def _heads_rows(config: ModelConfig, sizes: Sizes) -> Iterator[HeadsRow]:
-    """Longer and longer texts, then more and more heads; as many kv heads as heads."""
+    """Growing lengths, then growing numbers of heads; as many kv heads as heads."""
     longer = [(config.n_heads, length) for length in sizes.lengths]
-    for heads, length in [*longer, *((heads, _LENGTH_OF_HEADS) for heads in sizes.heads)]:
+    for heads, length in [*longer, *((heads, _LENGTH_FOR_HEADS) for heads in sizes.heads)]:
         q_THC, k_THC, v_THC = torch.randn(3, length, heads, config.head_dim).unbind()
         per_head = partial(PerHeadAttend(length), 0, q_THC, k_THC, v_THC)
         fused = partial(CausalAttend(length), 0, q_THC, k_THC, v_THC)
@@ -141,7 +143,7 @@ def _heads_rows(config: ModelConfig, sizes: Sizes) -> Iterator[HeadsRow]:
 
 
 def _cache_rows(config: ModelConfig, sizes: Sizes) -> Iterator[CacheRow]:
-    """Longer and longer texts, up to the context."""
+    """Growing lengths, up to the context."""
     decoder = Decoder(config).initialise(0).requires_grad_(False).eval()
     max_tokens = sizes.repeats + 2
     longest = config.context - max_tokens
@@ -150,13 +152,13 @@ def _cache_rows(config: ModelConfig, sizes: Sizes) -> Iterator[CacheRow]:
         engine = _engine(decoder)
         engine.add(Request(id="1", prompt=tuple(tokens), max_tokens=max_tokens, params=SamplingParams(temperature=0)))
         cached, uncached = partial(_continue, engine, tokens), partial(generate, decoder, tokens, 1)
-        cached()  # reads the prompt
+        cached()  # prefill
         uncached_ms, cached_ms = _medians(uncached, cached, sizes.repeats)
         yield CacheRow(tokens=length, uncached_ms=uncached_ms, cached_ms=cached_ms)
 
 
 def _engine(decoder: Decoder) -> Engine:
-    """Room for one text of the whole context, read in one step."""
+    """An engine with blocks for one sequence of the whole context, which it prefills in one step."""
     config = decoder.config
     blocks = -(-config.context // _BLOCK)
     cache = KVCache(config, blocks=blocks, block_size=_BLOCK, dtype=torch.float32, device=decoder.embedding.device)
@@ -167,12 +169,12 @@ def _engine(decoder: Decoder) -> Engine:
 
 
 def _continue(engine: Engine, tokens: list[int]) -> None:
-    """One step; the text grows under both ways."""
+    """Runs one step; the sequence grows for both variants."""
     tokens += [event.token for event in engine.step().events if event.token is not None]
 
 
 def _medians(slow: Callable[[], object], fast: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Milliseconds of each, after one call that is not counted."""
+    """Median milliseconds of each, after one warm-up call."""
     _, *pairs = [(_milliseconds(slow), _milliseconds(fast)) for _ in range(1 + repeats)]
     return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 

@@ -1,8 +1,8 @@
 """Cost of a JSON schema: tokens per second of the engine without and with one, `python -m benchmarks.guided`.
 
-The engine runs in this process, without service and pipe. The two ways are timed in turn, so that a slow moment of the
-machine affects both; figures are medians. The schema's compilation, which in the service delays only its own request,
-is reported separately. The last line of stdout is one JSON object.
+The engine runs in this process, without service and pipe. Runs with and without the schema alternate, so that a slow
+moment of the machine affects both; figures are medians. Compiling the schema, which in the service delays only its own
+request, is reported separately. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.sampling.sampler_io import SampledToken
 from app.guided.grammar import guide_of
-from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
-from benchmarks.result import Machine, this_machine
+from benchmarks.in_process_engine import KERNELS, blocks_for, build_in_process_engine
+from benchmarks.machine_info import Machine, this_machine
 from model.checkpoint.checkpoint import load
 from model.command_line import OneLineParser
 from model.device import choose_dtype
@@ -47,12 +47,12 @@ _PERSON = {
     "additionalProperties": False,
 }
 _SCHEMA = {"type": "array", "items": _PERSON, "minItems": 100}
-"""Longer than any of the texts, so that both ways draw as many tokens."""
+"""Longer than the output, so that both runs sample equally many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedResult:
-    """All that was found."""
+    """The whole result."""
 
     date: str
     machine: Machine
@@ -69,14 +69,14 @@ class GuidedResult:
     cost_percent: float
     """Median over the pairs."""
     guides_ms_per_step: float
-    """Of a step of all streams, in app/engine/guided/grammar_tracker.py: time in the step, with the waits for masks."""
+    """Time in app/engine/guided/grammar_tracker.py per step of all streams, including waits for masks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m benchmarks.guided", description=__doc__.partition("\n")[0])
     parser.add_argument("--weights", type=Path, default=Path("weights"), help="weights directory (%(default)s)")
-    parser.add_argument("--kernels", choices=KERNELS, default="native", help="what computes (%(default)s)")
-    parser.add_argument("--streams", type=int, default=8, help="requests at once (%(default)s)")
+    parser.add_argument("--kernels", choices=KERNELS, default="native", help="kernels (%(default)s)")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent requests (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per request (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="pairs of runs (%(default)s)")
     flags = parser.parse_args(argv)
@@ -88,36 +88,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_tokens=flags.max_tokens,
             repeats=flags.repeats,
         )
-    except ValueError as error:  # of weights or compiler: each names what it is about
+    except ValueError as error:  # of weights or compiler; the message names which
         parser.exit(2, one_line(f"error: {error}") + "\n")
     print(msgspec.json.encode({"benchmark": "guided", **msgspec.to_builtins(result)}).decode(), flush=True)
     return 0
 
 
 def measure(weights: Path, *, kernels: str, streams: int, max_tokens: int, repeats: int) -> GuidedResult:
-    """Prints each pair as it is found."""
+    """Measures and prints each pair of runs."""
     tokenizer = Tokenizer.load(weights)
     guide = guide_of("json_schema", _SCHEMA)
     assert guide
-    guides = _TimedGuides(tokenizer, streams)
-    engine = _engine(weights, guides, streams, max_tokens, kernels)
+    tracker = _TimedGrammarTracker(tokenizer, streams)
+    engine = _engine(weights, tracker, streams, max_tokens, kernels)
     prompt = tuple(tokenizer.encode(_PROMPT))
     pairs, compiled, per_step = [], [], []
     print(f"{'free':>10}  {'guided':>10}  tokens/s")
     for number in range(1 + repeats):
-        free = _tokens_per_second(engine, _requests(prompt, "", streams, max_tokens))
+        unguided = _tokens_per_second(engine, _requests(prompt, "", streams, max_tokens))
         requests = _requests(prompt, guide.grammar, streams, max_tokens)
         started = time.perf_counter()
-        for job in [guides.prepare(request) for request in requests]:
-            while not job.done:
+        for compilation in [tracker.prepare(request) for request in requests]:
+            while not compilation.done:
                 time.sleep(0.0005)
         compiled.append((time.perf_counter() - started) * 1e3 / streams)
-        guides.seconds = 0.0
+        tracker.seconds = 0.0
         guided = _tokens_per_second(engine, requests)
-        if number:  # the first pair is not counted
-            pairs.append((free, guided))
-            per_step.append(guides.seconds * 1e3 / max_tokens)
-            print(f"{free:10.1f}  {guided:10.1f}", flush=True)
+        if number:  # the first pair is the warm-up
+            pairs.append((unguided, guided))
+            per_step.append(tracker.seconds * 1e3 / max_tokens)
+            print(f"{unguided:10.1f}  {guided:10.1f}", flush=True)
     return GuidedResult(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=this_machine(),
@@ -129,15 +129,15 @@ def measure(weights: Path, *, kernels: str, streams: int, max_tokens: int, repea
         max_tokens=max_tokens,
         repeats=repeats,
         compile_ms=statistics.median(compiled),
-        free_tokens_per_second=statistics.median(free for free, _ in pairs),
+        free_tokens_per_second=statistics.median(unguided for unguided, _ in pairs),
         guided_tokens_per_second=statistics.median(guided for _, guided in pairs),
-        cost_percent=statistics.median((1 - guided / free) * 100 for free, guided in pairs),
+        cost_percent=statistics.median((1 - guided / unguided) * 100 for unguided, guided in pairs),
         guides_ms_per_step=statistics.median(per_step),
     )
 
 
-class _TimedGuides(GrammarTracker):
-    """Guides that know what they cost."""
+class _TimedGrammarTracker(GrammarTracker):
+    """A GrammarTracker that measures its own time."""
 
     def __init__(self, tokenizer: Tokenizer, streams: int) -> None:
         super().__init__(lambda: tokenizer.bytes_of, vocab_size=tokenizer.vocab_size, most=streams)
@@ -149,23 +149,23 @@ class _TimedGuides(GrammarTracker):
         self.seconds += time.perf_counter() - started
         return result
 
-    def follow(self, sequences: Sequence[EngineSequence], drawn: Sequence[SampledToken]) -> list[SampledToken]:
+    def follow(self, sequences: Sequence[EngineSequence], sampled: Sequence[SampledToken]) -> list[SampledToken]:
         started = time.perf_counter()
-        result = super().follow(sequences, drawn)
+        result = super().follow(sequences, sampled)
         self.seconds += time.perf_counter() - started
         return result
 
 
-def _engine(weights: Path, guides: GrammarTracker, streams: int, max_tokens: int, kernels: str) -> Engine:
+def _engine(weights: Path, tracker: GrammarTracker, streams: int, max_tokens: int, kernels: str) -> Engine:
     device = torch.device("cpu")
     decoder = load(weights, device=device, dtype=choose_dtype("auto", device)).decoder
-    return engine_alone(
+    return build_in_process_engine(
         decoder,
         kernels=kernels,
         blocks=blocks_for(streams, max_tokens + 4 * _BLOCK),
         tokens_per_step=max(256, streams),
         max_running=streams,
-        guides=guides,
+        grammar_tracker=tracker,
     )
 
 

@@ -1,6 +1,6 @@
-"""A minimal HTTP/1.1 client on a raw socket: one keep-alive connection, one request at a time.
+"""Minimal HTTP/1.1 client on raw sockets: one keep-alive connection, one request at a time.
 
-It exists because a general client costs a fifth of what is being measured.
+A general-purpose client would cost a fifth of what is being measured.
 """
 
 from __future__ import annotations
@@ -8,27 +8,126 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import urlsplit
-
-from benchmarks.http_body import Body, ChunkedBody, LengthBody, ProtocolError, UntilCloseBody
 
 _READ_SIZE = 65_536
 
 
-class NoAnswerError(ProtocolError):
-    """The connection ended before the first byte of an answer."""
+class ProtocolError(Exception):
+    """The peer violated HTTP/1.1, or closed the connection in mid-response."""
+
+
+class Body(Protocol):
+    """Incremental decoder of one response body.
+
+    `feed` takes bytes from the socket and returns those that are decoded so far. Call `finish` when the peer closes;
+    `done` is true once the body has ended.
+    """
+
+    done: bool
+
+    def feed(self, data: bytes) -> bytes: ...
+    def finish(self) -> None: ...
+
+
+class ChunkedBody:
+    """Transfer-Encoding: chunked (RFC 9112, section 7.1). Returns a chunk once it is complete."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        self._rest += data
+        pieces: list[bytes] = []
+        while not self.done and (piece := self._take()) is not None:
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def finish(self) -> None:
+        if not self.done:
+            raise ProtocolError("the connection closed in mid-response")
+
+    def _take(self) -> bytes | None:
+        line_end = self._rest.find(b"\r\n")
+        if line_end < 0:
+            return None
+        size = _chunk_size(self._rest[:line_end])
+        if size == 0:
+            return self._end(line_end)
+        start, stop = line_end + 2, line_end + 2 + size
+        if len(self._rest) < stop + 2:
+            return None
+        if self._rest[stop : stop + 2] != b"\r\n":
+            raise ProtocolError("a chunk is longer than its stated size")
+        piece, self._rest = self._rest[start:stop], self._rest[stop + 2 :]
+        return piece
+
+    def _end(self, line_end: int) -> bytes | None:
+        """The last chunk: trailers, if any, up to the empty line."""
+        end = self._rest.find(b"\r\n\r\n", line_end)
+        if end < 0:
+            return None
+        if len(self._rest) > end + 4:
+            raise ProtocolError("there are bytes after the end of the response")
+        self.done = True
+        return b""
+
+
+class LengthBody:
+    """Content-Length."""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.done = length == 0
+
+    def feed(self, data: bytes) -> bytes:
+        if len(data) > self._left:
+            raise ProtocolError("there are bytes after the end of the response")
+        self._left -= len(data)
+        self.done = self._left == 0
+        return data
+
+    def finish(self) -> None:
+        if not self.done:
+            raise ProtocolError("the connection closed in mid-response")
+
+
+class UntilCloseBody:
+    """A body without either header: it lasts until the peer closes."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+    def finish(self) -> None:
+        self.done = True
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip()
+    if not digits or digits.strip(b"0123456789abcdefABCDEF"):
+        raise ProtocolError("a chunk does not begin with its size")
+    return int(digits, 16)
+
+
+class NoResponseError(ProtocolError):
+    """The connection ended before the first byte of a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server is. `base` is the path in front of every route, without a slash at its end."""
+    """Address of a server. `base` is the path prefix of every route, without a trailing slash."""
 
     host: str
     port: int
     tls: bool
     base: str
     key: str = field(default="", repr=False)
-    """Sent as Authorization, where there is one."""
+    """API key; sent as Authorization unless empty."""
 
     @property
     def is_loopback(self) -> bool:
@@ -39,7 +138,7 @@ class Address:
 
 
 def parse_address(url: str) -> Address:
-    """Raises ValueError with a sentence for the user."""
+    """Raises ValueError with a message for the user."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"the URL must look like http://127.0.0.1:8000, not {url!r}")
@@ -50,7 +149,7 @@ def parse_address(url: str) -> Address:
 
 
 class Response:
-    """Mutable, owned by the caller that sent the request; read it to its end before the next one."""
+    """A response, owned by the caller that sent the request; read it to its end before the next request."""
 
     def __init__(self, *, status: int, keep_alive: bool, body: Body, reader: asyncio.StreamReader) -> None:
         self.status = status
@@ -59,7 +158,7 @@ class Response:
         self._reader = reader
 
     @property
-    def leaves_connection_usable(self) -> bool:
+    def can_reuse_connection(self) -> bool:
         return self._keep_alive and self._body.done and not self._reader.at_eof()
 
     async def read(self) -> bytes:
@@ -80,7 +179,7 @@ class Response:
 
 
 class Connection:
-    """Mutable, owned by one stream of the load. `open` before each `request`; closing never waits."""
+    """One keep-alive connection. Call `open` before each `request`; `close` never waits."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -88,8 +187,8 @@ class Connection:
         self._response: Response | None = None
 
     async def open(self) -> bool:
-        """Connects, unless the connection of the request before is still good; whether it connected."""
-        if self._response is not None and not self._response.leaves_connection_usable:
+        """Connects unless the connection of the last request can be reused. Returns whether it connected."""
+        if self._response is not None and not self._response.can_reuse_connection:
             self.close()
         if self._streams is None:
             address = self._address
@@ -111,8 +210,8 @@ class Connection:
         self._streams = self._response = None
 
 
-def explain(error: Exception) -> str:
-    """What went wrong, in words for the user."""
+def error_text(error: Exception) -> str:
+    """An error as a message for the user."""
     return "connection refused" if isinstance(error, ConnectionRefusedError) else str(error) or type(error).__name__
 
 
@@ -129,7 +228,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Response:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError as error:
-        kind = ProtocolError if error.partial else NoAnswerError
+        kind = ProtocolError if error.partial else NoResponseError
         raise kind("the connection closed before the answer") from error
     except asyncio.LimitOverrunError as error:
         raise ProtocolError("the answer does not begin like HTTP") from error

@@ -1,4 +1,4 @@
-"""HTTP protocol classes compared: CPU time of the API process per request and per streamed event.
+"""Comparison of HTTP protocol classes: CPU time of the API process per request and per streamed event.
 
     python -m benchmarks.http_protocols [--rounds 5]
 
@@ -34,7 +34,7 @@ _STREAMS = 32
 _EVENTS = 300
 _CLIENTS = 16
 _REQUESTS = 150
-"""For each client and round."""
+"""Per client and round."""
 _SECONDS = 60.0
 _FIELDS = b"Host: localhost\r\nUser-Agent: benchmark/1.0\r\nAccept: */*\r\nAccept-Encoding: identity\r\n"
 _BODY = b'{"prompt": "Once upon a time", "max_tokens": 16, "stream": false}'
@@ -46,7 +46,7 @@ _CPU = b"GET /cpu HTTP/1.1\r\n" + _FIELDS + b"\r\n"
 
 
 class _H11Parser:
-    """h11's public API behind the interface of RequestParser: what our protocol would cost with h11 underneath."""
+    """h11's public API behind the interface of RequestParser, to measure this project's protocol class on h11."""
 
     def __init__(self, events: HttpProtocol) -> None:
         self._events = events
@@ -73,7 +73,7 @@ class _H11Parser:
                 self._events.on_message_complete()
                 rest = self._connection.trailing_data[0]
                 self._connection = h11.Connection(h11.SERVER)
-                if rest:  # no bytes mean the end of the stream to h11
+                if rest:  # an empty feed means end of stream to h11
                     self._connection.receive_data(rest)
             else:
                 return
@@ -101,7 +101,9 @@ class _ConnectionOnH11(HttpProtocol):
 
 
 def _ours(protocol: type[HttpProtocol]) -> Callable[[], Any]:
-    seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds"), _SECONDS)
+    seconds = dict.fromkeys(
+        ("head_seconds", "body_seconds", "answer_seconds", "write_seconds", "idle_seconds"), _SECONDS
+    )
     sizes = {"header_bytes": 16384, "headers": 100, "url_bytes": 8192}
     limits = HttpLimits(connections=1000, per_address=1000, **sizes, **seconds)  # type: ignore[arg-type]
     return lambda: functools.partial(protocol, ConnectionLimits(limits))
@@ -150,17 +152,17 @@ class _Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
-    async def ask(self, request: bytes) -> bytes:
-        """The body of an answer with a Content-Length."""
+    async def fetch(self, request: bytes) -> bytes:
+        """Sends a request, and returns the body of its response, which has a Content-Length."""
         self._writer.write(request)
         head = await self._reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         return await self._reader.readexactly(int(length.partition(b":")[2]))
 
-    async def ask_many(self, request: bytes, n: int) -> None:
+    async def fetch_many(self, request: bytes, n: int) -> None:
         for _ in range(n):
-            await self.ask(request)
+            await self.fetch(request)
 
     async def stream(self) -> None:
         self._writer.write(_STREAM)
@@ -172,24 +174,24 @@ async def _connected(port: int, n: int) -> list[_Client]:
 
 
 async def _measure(port: int) -> dict[str, float]:
-    """One round of one variant."""
+    """Measures one round of one variant."""
     clients = await _connected(port, _STREAMS)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     n = _CLIENTS * _REQUESTS
     for name, request in (("GET", _GET), ("POST", _POST)):
-        before, began = float(await clients[0].ask(_CPU)), time.perf_counter()
-        await asyncio.gather(*(client.ask_many(request, _REQUESTS) for client in clients[:_CLIENTS]))
-        found[f"{name}, requests/s"] = n / (time.perf_counter() - began)
-        found[f"{name}, us of CPU"] = 1e6 * (float(await clients[0].ask(_CPU)) - before) / n
-    before = float(await clients[0].ask(_CPU))
+        before, began = float(await clients[0].fetch(_CPU)), time.perf_counter()
+        await asyncio.gather(*(client.fetch_many(request, _REQUESTS) for client in clients[:_CLIENTS]))
+        figures[f"{name}, requests/s"] = n / (time.perf_counter() - began)
+        figures[f"{name}, us of CPU"] = 1e6 * (float(await clients[0].fetch(_CPU)) - before) / n
+    before = float(await clients[0].fetch(_CPU))
     await asyncio.gather(*(client.stream() for client in clients))
-    found["event, us of CPU"] = 1e6 * (float(await clients[0].ask(_CPU)) - before) / (_STREAMS * _EVENTS)
-    return found
+    figures["event, us of CPU"] = 1e6 * (float(await clients[0].fetch(_CPU)) - before) / (_STREAMS * _EVENTS)
+    return figures
 
 
 @contextmanager
 def _servers() -> Iterator[dict[str, int]]:
-    """Variant -> port."""
+    """Starts the servers; maps variants to ports."""
     processes, ports = [], {}
     context = multiprocessing.get_context("spawn")
     try:
@@ -211,14 +213,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in _VARIANTS}
+    figures: dict[str, list[dict[str, float]]] = {variant: [] for variant in _VARIANTS}
     with _servers() as ports:
-        for _ in range(rounds + 1):  # the first one warms up
+        for _ in range(rounds + 1):  # the first round is the warm-up
             for variant, port in ports.items():
-                found[variant].append(uvloop.run(_measure(port)))
-    columns = list(found["ours, h11"][0])
+                figures[variant].append(uvloop.run(_measure(port)))
+    columns = list(figures["ours, h11"][0])
     print("| protocol |", " | ".join(columns), "|\n|---|" + "---|" * len(columns))
-    for variant, values in found.items():
+    for variant, values in figures.items():
         cells = [f"{statistics.median(value[column] for value in values[1:]):.4g}" for column in columns]
         print(f"| {variant} |", " | ".join(cells), "|")
 

@@ -1,12 +1,12 @@
 """Cost of the log-probabilities of a long prompt: `python -m benchmarks.prompt_logprobs`. Linux, on the CPU.
 
-Eight streams run; a prompt of 1,000 tokens (or as many as the context holds) comes in, once with the 20 most likely
-tokens for each of its places and once without. Each time it is a fresh process that holds an engine without a pipe:
+While eight streams run, a prompt of 1,000 tokens (or as many as fit the context) arrives, with the 20 most likely
+tokens for each of its positions and without. Each measurement is a fresh process with an engine and no pipe:
 
-1. How much memory does the engine need beyond what it had before the prompt came?
-2. How many steps, and how long, does one of the streams wait for its next token at most?
+1. How much memory does the engine need beyond what it had before the prompt?
+2. How many steps, and how long, does a stream wait for its next token at most?
 
-Two models: the default weights, and random ones with GPT-2's vocabulary. The last line of stdout is one JSON object.
+Two models: the default weights, and random weights with GPT-2's vocabulary. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 
 from app.common.types import Request, SamplingParams, StepReport
 from app.engine.execution.engine import Engine
-from benchmarks.engine_alone import KERNELS, blocks_for, engine_alone
-from benchmarks.result import Machine, this_machine
+from benchmarks.in_process_engine import KERNELS, blocks_for, build_in_process_engine
+from benchmarks.machine_info import Machine, this_machine
 from model.checkpoint.checkpoint import load
 from model.command_line import OneLineParser
 from model.device import choose_dtype
@@ -39,7 +39,7 @@ _WEIGHTS = Path(__file__).parent.parent / "weights"
 _MODELS = ("default weights", "random, vocabulary 50257")
 _STREAMS, _PROMPT, _TOP, _BLOCK, _TOKENS_PER_STEP = 8, 1000, 20, 16, 256
 _LEAD_IN = 20
-"""Steps of the streams alone, before the prompt comes and after it is done."""
+"""Steps of the streams alone, before the prompt arrives and after it is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +49,18 @@ class PromptRun:
     prompt_tokens: int
     dtype: str
     steps: int
-    """Until the prompt's first token."""
+    """Steps until the prompt's first token."""
     prompt_ms: float
     growth_mib: float
-    """Most memory while the prompt was worked on, beyond that before it."""
+    """Peak memory while the prompt is processed, beyond that before it."""
     longest_gap_steps: int
     longest_gap_ms: float
     longest_step_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoresRow:
-    """A model with and without; medians over the repeats."""
+class ModelRow:
+    """One model without and with log-probabilities; medians over the repeats."""
 
     model: str
     plain: PromptRun
@@ -68,15 +68,15 @@ class ScoresRow:
 
     @property
     def added_mib(self) -> float:
-        """What the scores need."""
+        """Memory that the log-probabilities need."""
         return round(self.scored.growth_mib - self.plain.growth_mib, 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m benchmarks.prompt_logprobs", description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--repeats", type=int, default=3, help="processes for each figure (%(default)s)")
-    parser.add_argument("--only", choices=_MODELS, help="this model and no other")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per figure (%(default)s)")
+    parser.add_argument("--only", choices=_MODELS, help="measure only this model")
     parser.add_argument("--child", choices=("plain", "scored"), help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
     if flags.child:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'model':>24}  {'prompt':>6}  {'added MiB':>9}  {'gap, steps':>10}  {'gap, ms':>15}  {'prompt, ms':>15}")
     for model in [flags.only] if flags.only else _MODELS:
         plain, scored = (_medians(model, flags.dtype, kind, flags.repeats) for kind in ("plain", "scored"))
-        row = ScoresRow(model=model, plain=plain, scored=scored)
+        row = ModelRow(model=model, plain=plain, scored=scored)
         print(
             f"{model:>24}  {plain.prompt_tokens:6}  {row.added_mib:9.1f}  "
             f"{plain.longest_gap_steps:4} -> {scored.longest_gap_steps:2}  "
@@ -96,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         rows.append(msgspec.to_builtins(row) | {"added_mib": row.added_mib})
-    print(msgspec.json.encode({"benchmark": "prompt_logprobs", **_circumstances(), "rows": rows}).decode(), flush=True)
+    print(msgspec.json.encode({"benchmark": "prompt_logprobs", **_environment(), "rows": rows}).decode(), flush=True)
     return 0
 
 
 def measure(model: str, dtype: torch.dtype, *, scored: bool) -> PromptRun:
-    """In this process; once only, since what a run has taken stays with the process."""
+    """Measures in this process. Call it once, since memory that a run has taken stays with the process."""
     decoder = _decoder(model, dtype)
     engine, vocab, context = _engine(decoder), decoder.config.vocab_size, decoder.config.context
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ def measure(model: str, dtype: torch.dtype, *, scored: bool) -> PromptRun:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """As the service chooses it."""
+    """The number format that the service would choose."""
     return choose_dtype(name, torch.device("cpu"))
 
 
@@ -142,13 +142,15 @@ def _decoder(model: str, dtype: torch.dtype) -> Decoder:
 
 
 def _engine(decoder: Decoder) -> Engine:
-    """As the worker builds it, with room for all."""
+    """An engine as the worker builds it, with blocks for all requests."""
     blocks = blocks_for(_STREAMS + 1, decoder.config.context)
-    return engine_alone(decoder, kernels=KERNELS[0], blocks=blocks, tokens_per_step=_TOKENS_PER_STEP, max_running=32)
+    return build_in_process_engine(
+        decoder, kernels=KERNELS[0], blocks=blocks, tokens_per_step=_TOKENS_PER_STEP, max_running=32
+    )
 
 
 def _steps(engine: Engine, count: int, *, until: str | None = None) -> list[tuple[float, StepReport]]:
-    """(milliseconds, report) of each step, reports packed as for the pipe; `count`, or until a request has ended."""
+    """Runs `count` steps, or until a request has ended: (milliseconds, report). Encodes each report as for the pipe."""
     done: list[tuple[float, StepReport]] = []
     ended = False
     while not ended if until else len(done) < count:
@@ -161,7 +163,7 @@ def _steps(engine: Engine, count: int, *, until: str | None = None) -> list[tupl
 
 
 def _gaps(stream: str, steps: Sequence[tuple[float, StepReport]]) -> tuple[int, float]:
-    """Most steps, and most milliseconds, from one token of a stream to its next."""
+    """Most steps and most milliseconds between two tokens of a stream."""
     longest, count, ms, waited = 0, 0, 0.0, 0.0
     for step_ms, report in steps:
         count, waited = count + 1, waited + step_ms
@@ -171,7 +173,7 @@ def _gaps(stream: str, steps: Sequence[tuple[float, StepReport]]) -> tuple[int, 
 
 
 def _reset_peak_mib() -> float:
-    """What the process holds now, which is its peak from here on."""
+    """Resets the peak to the current memory, and returns that."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_mib("VmRSS")
 
@@ -182,7 +184,7 @@ def _status_mib(name: str) -> float:
 
 
 def _medians(model: str, dtype: str, kind: str, repeats: int) -> PromptRun:
-    """Of each figure, over fresh processes."""
+    """Medians over fresh processes."""
     command = [sys.executable, "-m", "benchmarks.prompt_logprobs", "--only", model, "--dtype", dtype, "--child", kind]
     runs = []
     for _ in range(repeats):
@@ -194,7 +196,7 @@ def _medians(model: str, dtype: str, kind: str, repeats: int) -> PromptRun:
     return dataclasses.replace(runs[0], longest_gap_steps=most_steps, **figures)
 
 
-def _circumstances() -> dict[str, object]:
+def _environment() -> dict[str, object]:
     machine: Machine = this_machine()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Pseudo-prose prompts. Deterministic; no two share a prefix, so that the prefix cache does not flatter the figures."""
+"""Pseudo-prose prompts. Deterministic; no two share a prefix, so that the prefix cache does not improve the figures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ tree under walk warm was water wind wood yellow
 _WORDS = _PROSE.split()
 _SENTENCE = (6, 12)
 _SEED_STEP = 10_000
-"""Requests that a run may send before its prompts open like those of a run with the next seed."""
+"""Requests of a run before its prompts start like those of a run with the next seed."""
 _STRIDE = 7_919
-"""A prime that does not divide the number of openings: neighbours begin with unlike words, and none begin alike."""
+"""A prime that does not divide the number of openings: neighbors start with different words, and no two start alike."""
 
 
 def pseudo_prose(*, index: int, words: int, seed: int) -> str:
-    """Prompt number `index`: exactly `words` words in sentences. The first three words are its own."""
+    """Prompt number `index`: exactly `words` words in sentences. Its first three words are unique."""
     random = Random(f"{seed}/{index}")
     chosen = _opening(index + seed * _SEED_STEP)[:words]
     chosen += random.choices(_WORDS, k=words - len(chosen))
@@ -34,7 +34,7 @@ def pseudo_prose(*, index: int, words: int, seed: int) -> str:
 
 
 def _opening(index: int) -> list[str]:
-    """Three words that no other index has: the index, scrambled, as three digits to the base of the list's length."""
+    """Three words unique to this index: the scrambled index as three digits to the base of the list's length."""
     base = len(_WORDS)
     scrambled = index * _STRIDE % base**3
     return [_WORDS[scrambled % base], _WORDS[scrambled // base % base], _WORDS[scrambled // base**2]]

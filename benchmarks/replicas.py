@@ -1,10 +1,10 @@
-"""Speedup of several engines on this machine: `python -m benchmarks.replicas [--replicas 2]`.
+"""Speedup by several engines on this machine: `python -m benchmarks.replicas [--replicas 2]`.
 
-Two services of the same weights, one with one engine and one with several, which share the same cores (or have a GPU
-each). The same load goes to the one and to the other in turn, each round with new prompts, so that whatever else the
-machine does meets both alike. Figures are a client's; the speed-up is the median over rounds of one by the other.
+Runs two services with the same weights, one with one engine and one with several, on the same cores (or a GPU each).
+The same load goes to both alternately, with new prompts in each round, so that other work on the machine affects both
+alike. Figures are measured at the client; the speedup is the median of the ratios by round.
 
-The last line of stdout is one JSON object. Exit status: 0; 1 where a service does not start or a request fails.
+The last line of stdout is one JSON object. Exit status: 0; 1 if a service does not start or a request fails.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import msgspec
 
 from benchmarks import load
 from benchmarks.http_client import Connection
-from benchmarks.plan import LoadPlan
-from benchmarks.result import Machine, this_machine
-from benchmarks.running import NotStarted, Running, running
+from benchmarks.load_plan import LoadPlan
+from benchmarks.machine_info import Machine, this_machine
+from benchmarks.service_process import ServiceProcess, ServiceStartError, start_service
 from model.command_line import OneLineParser
 
 
@@ -41,7 +41,7 @@ class Scaling:
 
 
 class RequestFailed(RuntimeError):
-    """The load met an error; the message is the first one."""
+    """A request of the load failed; the message is that of the first one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     common = ["--weights", options.weights, *(["--threads", str(options.threads)] if options.threads else [])]
     try:
         with ExitStack() as services:
-            one = services.enter_context(running(common))
-            several = services.enter_context(running([*common, "--replicas", str(options.replicas)]))
+            one = services.enter_context(start_service(common))
+            several = services.enter_context(start_service([*common, "--replicas", str(options.replicas)]))
             scaling = asyncio.run(_measure(one, several, options))
-    except (NotStarted, RequestFailed) as error:
+    except (ServiceStartError, RequestFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(
@@ -63,18 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _measure(one: Running, several: Running, options: argparse.Namespace) -> Scaling:
+async def _measure(one: ServiceProcess, several: ServiceProcess, options: argparse.Namespace) -> Scaling:
     for service in (one, several):
         connection = Connection(service.address)
         try:
-            await service.wait(connection, "/health/ready")
+            await service.wait_for(connection, "/health/ready")
         finally:
             connection.close()
     pairs = []
     for seed in range(options.rounds):
-        # The service measured second finds a warm machine, so the order alternates.
+        # The second service finds a warm machine, so the order alternates.
         order = (one, several) if seed % 2 == 0 else (several, one)
-        speeds = {service.address: await _speed(service, seed, options) for service in order}
+        speeds = {service.address: await _tokens_per_second(service, seed, options) for service in order}
         pairs.append((speeds[one.address], speeds[several.address]))
     return Scaling(
         replicas=options.replicas,
@@ -87,8 +87,8 @@ async def _measure(one: Running, several: Running, options: argparse.Namespace) 
     )
 
 
-async def _speed(service: Running, seed: int, options: argparse.Namespace) -> float:
-    """Tokens a second. Raises RequestFailed."""
+async def _tokens_per_second(service: ServiceProcess, seed: int, options: argparse.Namespace) -> float:
+    """Output tokens per second. Raises RequestFailed."""
     url = f"http://{service.address.host}:{service.address.port}"
     plan = LoadPlan(url=url, streams=(options.streams,), max_tokens=options.max_tokens, seed=seed)
     result = await load.run(plan)
@@ -98,14 +98,14 @@ async def _speed(service: Running, seed: int, options: argparse.Namespace) -> fl
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="python -m benchmarks.replicas", description="Several engines beside one.")
+    parser = OneLineParser(prog="python -m benchmarks.replicas", description="Speedup by several engines.")
     add = parser.add_argument
-    add("--weights", default="weights", metavar="DIR", help="what both services serve (%(default)s)")
+    add("--weights", default="weights", metavar="DIR", help="weights directory (%(default)s)")
     add("--replicas", type=int, default=2, metavar="N", help="engines of the second service (%(default)s)")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads of each service (all cores)")
-    add("--streams", type=int, default=32, metavar="N", help="open at a time (%(default)s)")
-    add("--max-tokens", type=int, default=128, metavar="N", help="tokens of each (%(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="loads on each service, in turn (%(default)s)")
+    add("--streams", type=int, default=32, metavar="N", help="concurrent streams (%(default)s)")
+    add("--max-tokens", type=int, default=128, metavar="N", help="tokens per request (%(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="load runs per service (%(default)s)")
     return parser
 
 

@@ -1,8 +1,8 @@
 """Overhead of the service around the engine: the real service with a fake engine, on loopback.
 
 `python -m benchmarks.service [--weights DIR] [--streams 1,8,32] [--step-ms MS]`. For each API and number of streams:
-CPU microseconds per token of the API process, of the stand-in and of this load, tokens a second, the time to the first
-token, and the gaps between reads. Linux only: CPU time is read from /proc. The last line is one JSON object.
+CPU microseconds per token of the API process, of the fake engine and of the load generator, tokens per second, time to
+first token, and gaps between reads. Linux only: reads CPU times from /proc. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from app.common import event_loop
-from benchmarks.crowd import Crowd, Door
-from benchmarks.statistics import percentile
+from benchmarks.concurrency import percentile
+from benchmarks.stream_clients import Endpoint, StreamClients
 from model.command_line import OneLineParser
 
 _START_SECONDS = 30.0
@@ -31,41 +31,43 @@ class Cost:
     """One API at one number of streams."""
 
     door: str
+    """The endpoint; results keep this key."""
     streams: int
     step_ms: float
     tokens_per_second: float
     api_us: float
     """CPU microseconds of the API process per token."""
     engine_us: float
-    """The same of the stand-in for the engine: what its end of the pipe costs, and little else."""
+    """CPU microseconds of the fake engine per token: the cost of the engine's end of the pipe, and little else."""
     load_us: float
+    """CPU microseconds of this process per token."""
     first_token_ms: float
     gap_p50_ms: float
     gap_p99_ms: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0; 1 where the service does not start or does not answer."""
+    """Returns the exit status: 0, or 1 if the service does not start or does not answer."""
     parser = OneLineParser(prog="python -m benchmarks.service", description=__doc__)
     add = parser.add_argument
-    add("--weights", default="weights", help="whose tokenizer is used (%(default)s)")
+    add("--weights", default="weights", help="weights directory whose tokenizer is used (%(default)s)")
     add("--streams", default="1,8,32", help="numbers of streams (%(default)s)")
     add("--doors", default="complete,openai", help="complete, openai, or both")
     add("--tokens", type=int, default=128, help="tokens per request (%(default)s)")
-    add("--seconds", type=float, default=3.0, help="for each measurement (%(default)s)")
-    add("--step-ms", type=float, help="of the stand-in; 0: as fast as it can (0.3 + 0.085 for each stream)")
+    add("--seconds", type=float, default=3.0, help="seconds per measurement (%(default)s)")
+    add("--step-ms", type=float, help="step time of the fake engine; 0: no pause (0.3 + 0.085 per stream)")
     flags = parser.parse_args(argv)
     costs = []
     print("door      streams  step ms  tokens/s  us/token: API  engine  load   first token ms   gap p50 / p99 ms")
-    for door in flags.doors.split(","):
+    for endpoint in flags.doors.split(","):
         for streams in map(int, flags.streams.split(",")):
             step_ms = 0.3 + 0.085 * streams if flags.step_ms is None else flags.step_ms
-            cost = _measure(flags.weights, Door(door), streams, step_ms, flags.tokens, flags.seconds)
+            cost = _measure(flags.weights, Endpoint(endpoint), streams, step_ms, flags.tokens, flags.seconds)
             if cost is None:
                 return 1
             costs.append(cost)
             print(
-                f"{door:8}  {streams:7}  {step_ms:7.2f}  {cost.tokens_per_second:8.0f}  {cost.api_us:13.1f}  "
+                f"{endpoint:8}  {streams:7}  {step_ms:7.2f}  {cost.tokens_per_second:8.0f}  {cost.api_us:13.1f}  "
                 f"{cost.engine_us:6.1f}  {cost.load_us:4.1f}  {cost.first_token_ms:15.2f}   "
                 f"{cost.gap_p50_ms:7.2f} / {cost.gap_p99_ms:.2f}",
                 flush=True,
@@ -74,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(weights: str, door: Door, streams: int, step_ms: float, tokens: int, seconds: float) -> Cost | None:
-    command = [sys.executable, "-m", "benchmarks.stand_in_service", weights, str(step_ms)]
+def _measure(
+    weights: str, endpoint: Endpoint, streams: int, step_ms: float, tokens: int, seconds: float
+) -> Cost | None:
+    command = [sys.executable, "-m", "benchmarks.fake_engine", weights, str(step_ms)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as file:
@@ -85,7 +89,7 @@ def _measure(weights: str, door: Door, streams: int, step_ms: float, tokens: int
             if port is None:
                 print(log.read_text(), end="", file=sys.stderr)
                 return None
-            return event_loop.run(_load(service.pid, port, door, streams, step_ms, tokens, seconds))
+            return event_loop.run(_load(service.pid, port, endpoint, streams, step_ms, tokens, seconds))
         finally:
             service.terminate()
             service.wait()
@@ -96,31 +100,31 @@ def _wait_for_port(service: subprocess.Popen[bytes], log: Path) -> int | None:
     while service.poll() is None and time.monotonic() < deadline:
         text = log.read_text()
         if "ready:" in text and (found := re.search(r"listening on \S+:(\d+)", text)):
-            time.sleep(0.3)  # the tokenizer loads while the engine does
+            time.sleep(0.3)  # the tokenizer loads in parallel with the engine
             return int(found.group(1))
         time.sleep(0.02)
     return None
 
 
 async def _load(
-    pid: int, port: int, door: Door, streams: int, step_ms: float, tokens: int, seconds: float
+    pid: int, port: int, endpoint: Endpoint, streams: int, step_ms: float, tokens: int, seconds: float
 ) -> Cost | None:
-    crowd = Crowd(door, port, tokens)
-    await crowd.open(streams)
-    await asyncio.sleep(min(1.0, seconds / 3))  # warm: every path was taken, every stream is open
+    clients = StreamClients(endpoint, port, tokens)
+    await clients.open(streams)
+    await asyncio.sleep(min(1.0, seconds / 3))  # warm-up: opens every stream, takes every path
     (engine_pid,) = _children(pid)
-    crowd.forget()
+    clients.reset_counts()
     before = (_cpu_seconds(pid), _cpu_seconds(engine_pid), time.process_time(), time.monotonic())
     await asyncio.sleep(seconds)
     after = (_cpu_seconds(pid), _cpu_seconds(engine_pid), time.process_time(), time.monotonic())
-    counted, first, gaps = crowd.n_tokens, sorted(crowd.first_tokens), sorted(crowd.gaps)
-    crowd.close()
-    if crowd.failure or not counted or not first or not gaps:
-        print(f"error: {crowd.failure or 'no request came to its end: raise --seconds'}", file=sys.stderr)
+    counted, first, gaps = clients.n_tokens, sorted(clients.first_tokens), sorted(clients.gaps)
+    clients.close()
+    if clients.failure or not counted or not first or not gaps:
+        print(f"error: {clients.failure or 'no request finished in time; raise --seconds'}", file=sys.stderr)
         return None
     api, engine, load, wall = (end - begin for begin, end in zip(before, after, strict=True))
     return Cost(
-        door=door.value,
+        door=endpoint.value,
         streams=streams,
         step_ms=step_ms,
         tokens_per_second=counted / wall,
@@ -138,7 +142,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of all its threads, in nanoseconds and not in the ticks of /proc/PID/stat."""
+    """CPU time of all threads; schedstat counts nanoseconds, /proc/PID/stat only ticks."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 

@@ -14,8 +14,8 @@ from interpreted import repair
 
 from app.engine.gpu.kernels.interface import Kernels
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from benchmarks.gpu.conformance.scene import Shape
-from benchmarks.gpu.conformance.subject import triton_kernels
+from benchmarks.gpu.conformance.attention import Shape
+from benchmarks.gpu.conformance.harness import triton_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INSTALLED = find_spec("triton") is not None

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from benchmarks.draw import main
-from benchmarks.sampling import WAYS
+from benchmarks.sampler_micro import main
+from benchmarks.sampling import SAMPLING_MODES as WAYS
 
 
 @pytest.mark.usefixtures("native_library")

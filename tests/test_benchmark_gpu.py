@@ -13,10 +13,11 @@ from zipfile import ZipFile
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.apart import run_apart
-from benchmarks.gpu.finding import Bench, Finding
 from benchmarks.gpu.packages import WheelsError, install, missing
+from benchmarks.gpu.results import Finding
+from benchmarks.gpu.results import StageContext as Bench
 from benchmarks.gpu.stages import NAMES, STAGES, choose
+from benchmarks.gpu.subprocess_stage import run_in_subprocess as run_apart
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,7 +28,7 @@ def _bench(folder: Path, seconds: float) -> Bench:
 
 def _stage_of(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, body: str) -> str:
     """A module with run(bench), where the stage's process finds it."""
-    lines = ["import os, signal, time", "from benchmarks.gpu.finding import Finding, Unsupported", "def run(bench):"]
+    lines = ["import os, signal, time", "from benchmarks.gpu.results import Finding, Unsupported", "def run(bench):"]
     lines += ["    yield Finding(what='first', value=1.0)", f"    {body}", "    yield Finding(what='last', value=2.0)"]
     (folder / f"{name}.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(folder))
@@ -82,7 +83,7 @@ def test_every_stage_that_a_cpu_can_try_runs_and_keeps_its_laws(tmp_path: Path) 
 def test_a_stage_ends_alone_and_leaves_what_it_had_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, status: str, why: str
 ) -> None:
-    monkeypatch.setattr("benchmarks.gpu.apart.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("benchmarks.gpu.subprocess_stage.GRACE_SECONDS", 0.0)
     name = _stage_of(tmp_path, monkeypatch, f"stage_{status.replace(' ', '_')}_{len(body)}", body)
     heard: list[Finding] = []
     # A pause without an end needs the deadline, all others must not come near it.

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from benchmarks.gpu import conform, conformance
-from benchmarks.gpu.apart import Outcome
-from benchmarks.gpu.drive import prompt_of, request
-from benchmarks.gpu.finding import Bench, Finding
-from benchmarks.gpu.oracle import judge
-from benchmarks.gpu.report import Record, Report, file_name
+from benchmarks.gpu.engine_driver import random_prompt as prompt_of
+from benchmarks.gpu.engine_driver import request
+from benchmarks.gpu.parity import score_output as judge
+from benchmarks.gpu.results import Finding, Outcome, Record, Report, file_name
+from benchmarks.gpu.results import StageContext as Bench
+from benchmarks.gpu.roofline import Roofline as Roofs
 from benchmarks.gpu.shapes import decoder_of, random_state, shape_of
 from benchmarks.gpu.stages import STAGES, seconds_for
-from benchmarks.gpu.work import Roofs
-from benchmarks.peers.numbers import ModelSize
+from benchmarks.roofline import ModelSize
 from model.nn.reference import generate, logits
 from model.nn.transformer import Decoder
 

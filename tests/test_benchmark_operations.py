@@ -7,7 +7,7 @@ import json
 import pytest
 from tiny import tiny_config
 
-from benchmarks.operations import main, profile
+from benchmarks.kernel_profile import main, profile
 
 
 @pytest.mark.usefixtures("native_library")

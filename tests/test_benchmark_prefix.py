@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tiny import tiny_weights
 
-from benchmarks.prefix import disturb, main, share
-from benchmarks.prefix_load import Pair, Window
+from benchmarks.prefix import Pair, Window, main
+from benchmarks.prefix import summarize_interference as disturb
+from benchmarks.prefix import summarize_prefix_cache as share
 
 # Enough tokens that the arrival of the second stream, in which several of the first wait, is not half of all gaps.
 _SMALL = ["--rounds", "1", "--shared", "64", "--tail", "5", "--streams", "2", "--tokens", "48", "--prompt", "150"]

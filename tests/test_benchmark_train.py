@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.train.__main__ import main
-from benchmarks.train.plain import PlainDecoder, PlainLoop
+from benchmarks.train.plain_pytorch import PlainDecoder, PlainLoop
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
 

@@ -18,8 +18,8 @@ from app.engine.sampling.sampler import Draw
 from app.engine.sampling.sampler import sample as oracle
 from app.engine.sampling.sampler import uniforms as plain_uniforms
 from app.engine.sampling.sampler_io import SamplingInput
+from benchmarks.gpu.conformance.sampler import draw, wrong
 from benchmarks.gpu.conformance.sampling_cases import FULL, Case, chance, edges
-from benchmarks.gpu.conformance.sampling_proof import draw, wrong
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

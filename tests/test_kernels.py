@@ -12,8 +12,8 @@ from gpu import BOTH, DEVICE, FORMATS, SHAPES, kernels
 
 from app.engine.gpu.kernels.interface import AttentionSpec, HeadsSpec
 from benchmarks.gpu.conformance import attention, rows, states
-from benchmarks.gpu.conformance.compare import Row, random, same_bits
-from benchmarks.gpu.conformance.scene import build
+from benchmarks.gpu.conformance.attention import build
+from benchmarks.gpu.conformance.harness import Row, random, same_bits
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from benchmarks.load import UnreachableError, main, run
-from benchmarks.plan import LoadPlan
-from benchmarks.result import LoadResult
+from benchmarks.load import LoadResult, UnreachableError, main, run
+from benchmarks.load_plan import LoadPlan
 
 T = TypeVar("T")
 Answer = Callable[[asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]

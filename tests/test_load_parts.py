@@ -7,14 +7,13 @@ import statistics
 
 import pytest
 
-from benchmarks.http_body import ChunkedBody, LengthBody, ProtocolError, UntilCloseBody
+from benchmarks.completion_client import Completed, Event, EventParser, Failed, OpenAITimeline
+from benchmarks.completion_client import NativeTimeline as Timeline
+from benchmarks.concurrency import percentile
+from benchmarks.http_client import ChunkedBody, LengthBody, ProtocolError, UntilCloseBody
 from benchmarks.load import main
-from benchmarks.openai_timeline import OpenAITimeline
-from benchmarks.plan import LoadPlan
+from benchmarks.load_plan import LoadPlan
 from benchmarks.prompts import pseudo_prose
-from benchmarks.sse import Event, EventParser
-from benchmarks.statistics import percentile
-from benchmarks.timeline import Completed, Failed, Timeline
 
 
 @pytest.mark.parametrize("size", range(1, 40))

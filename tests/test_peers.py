@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers.adapters.gguf_names import convert_layout as laid_out
+from benchmarks.peers.adapters.gguf_names import gguf_name
+from benchmarks.peers.adapters.protocol import prompts_of
 from benchmarks.peers.engines import EngineResult, limits_of
-from benchmarks.peers.gguf_names import gguf_name, laid_out
-from benchmarks.peers.numbers import Limits, ModelSize, ratio, summarise, work_of
-from benchmarks.peers.options import parse_options
-from benchmarks.peers.plan import Sizes, agreement, complaint, figures, schedule
-from benchmarks.peers.report import engine_table, ratios, server_table
+from benchmarks.peers.plan import Sizes, figures, parse_options, schedule
+from benchmarks.peers.plan import common_prefix_length as agreement
+from benchmarks.peers.plan import length_error as complaint
+from benchmarks.peers.report import engine_table, ratio, ratios, server_table
+from benchmarks.peers.report import summarize as summarise
 from benchmarks.peers.servers import Sample, ServerResult
-from benchmarks.peers.shapes import SHAPES, random_decoder, size_of, write_random
-from benchmarks.peers.sides.protocol import prompts_of
+from benchmarks.peers.shapes import SHAPES, random_decoder, write_random
 from benchmarks.prompts import pseudo_prose
+from benchmarks.roofline import Limits, ModelSize, size_of, work_of
 from model.checkpoint.checkpoint import load
 from model.config import ModelConfig
 from model.families.registry import family_of

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers.child import Child, ChildError, plain_environment
-from benchmarks.peers.convert import ConvertError, made
-from benchmarks.peers.install import Environment, InstallError, install
-from benchmarks.peers.servers import InProcess
-from benchmarks.plan import LoadPlan
+from benchmarks.load_plan import LoadPlan
+from benchmarks.peers.peer_pool import AdapterError as ChildError
+from benchmarks.peers.peer_pool import AdapterProcess as Child
+from benchmarks.peers.peer_pool import plain_environment
+from benchmarks.peers.provision import ConvertError, Environment, InstallError, install
+from benchmarks.peers.provision import convert_once as made
+from benchmarks.peers.servers import InProcessTarget as InProcess
 
 SIDE = """
 import time
-from benchmarks.peers.sides.protocol import *
+from benchmarks.peers.adapters.protocol import DecodeResult as Generated, ServeResult as Loaded, run
+from benchmarks.peers.adapters.protocol import UnsupportedError as CannotError
 class Fake:
     def __init__(self, task):
         print("chatter of a library")

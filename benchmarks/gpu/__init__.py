@@ -1,1 +1,1 @@
-"""All measurements that need a GPU, in one run: `make gpu-check`."""
+"""All measurements and checks that need a GPU, in one run: `make gpu-check`."""

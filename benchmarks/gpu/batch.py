@@ -6,19 +6,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.drive import prompt_of, request
-from benchmarks.gpu.engines import engine_of
-from benchmarks.gpu.finding import Bench, Finding
+from benchmarks.gpu.engine_driver import random_prompt, request
+from benchmarks.gpu.engines import build_engine
+from benchmarks.gpu.results import Finding, StageContext
+from benchmarks.gpu.roofline import Roofline
 from benchmarks.gpu.shapes import shape_of
-from benchmarks.gpu.work import Roofs
+from benchmarks.gpu.timing import DeviceTimer
 
 _RESERVE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What comes in."""
+    """Sizes of the batch."""
 
     requests: int = 256
     prompt: int = 1024
@@ -29,46 +29,46 @@ class Sizes:
 _TINY = Sizes(requests=4, prompt=20, tokens=6, per_step=64)
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """What is not done when the stage's time is over is cut, and the figure says so."""
-    sizes, shape = _TINY if bench.tiny else Sizes(), shape_of(bench.subject, tiny=bench.tiny)
-    engine = engine_of(
-        bench,
+def run(context: StageContext) -> Iterator[Finding]:
+    """Runs all requests. If the time is over before they finish, the note says so."""
+    sizes, shape = _TINY if context.tiny else Sizes(), shape_of(context.variant, tiny=context.tiny)
+    engine = build_engine(
+        context,
         shape,
         max_running=sizes.requests,
         tokens_per_step=sizes.per_step,
         max_context=sizes.prompt + sizes.tokens,
     )
-    clock, roofs = Clock(bench.device), Roofs.of(bench, shape)
+    timer, roofline = DeviceTimer(context.device), Roofline.of(context, shape)
     for i in range(sizes.requests):
-        engine.add(request(str(i), prompt_of(sizes.prompt, shape.vocab_size, i), sizes.tokens))
-    clock.settle()
-    began, events, steps, first = time.perf_counter(), 0, 0, 0.0
-    while engine.has_work and bench.seconds_left > _RESERVE_SECONDS:
+        engine.add(request(str(i), random_prompt(sizes.prompt, shape.vocab_size, i), sizes.tokens))
+    timer.synchronize()
+    start, events, steps, first = time.perf_counter(), 0, 0, 0.0
+    while engine.has_work and context.seconds_left > _RESERVE_SECONDS:
         report = engine.step()
         assert not report.failed, report.failed
         events, steps = events + len(report.events), steps + 1
-        first = first or (time.perf_counter() - began if events >= sizes.requests else 0.0)
-    clock.settle()
-    seconds = time.perf_counter() - began
+        first = first or (time.perf_counter() - start if events >= sizes.requests else 0.0)
+    timer.synchronize()
+    seconds = time.perf_counter() - start
     counters = engine.scheduler.counters
     total = sizes.requests * sizes.tokens
-    told = f"{steps} steps, {counters.preemptions} gave way, {counters.blocks_total} blocks"
+    counts = f"{steps} steps, {counters.preemptions} preemptions, {counters.blocks_total} blocks"
     cut = "" if events == total else f"cut at {events} of {total} tokens; "
-    least = _least_seconds(sizes, roofs) if events == total else None
+    least = _least_seconds(sizes, roofline) if events == total else None
     yield Finding(
         what=f"{sizes.requests} x {sizes.prompt} in, {sizes.tokens} out",
         value=events / seconds,
         unit="tokens/s out",
         share=least and least / seconds,
-        note=f"{cut}{seconds:.1f} s; {told}",
+        note=f"{cut}{seconds:.1f} s; {counts}",
     )
     yield Finding(what="as many tokens as requests after", value=first, unit="s")
 
 
-def _least_seconds(sizes: Sizes, roofs: Roofs) -> float | None:
-    """Reading all prompts in full steps, then decoding all texts together, each half written on average."""
+def _least_seconds(sizes: Sizes, roofline: Roofline) -> float | None:
+    """Roofline of prefilling all prompts in full steps, then decoding with half of the output on average."""
     read = sizes.requests * sizes.prompt
-    step = roofs.least_seconds(tokens=sizes.per_step, rows=1, kept=0)
-    decode = roofs.least_seconds(tokens=sizes.requests, rows=sizes.requests, kept=sizes.prompt + sizes.tokens / 2)
+    step = roofline.least_seconds(tokens=sizes.per_step, rows=1, kept=0)
+    decode = roofline.least_seconds(tokens=sizes.requests, rows=sizes.requests, kept=sizes.prompt + sizes.tokens / 2)
     return step and decode and step * read / sizes.per_step + decode * sizes.tokens

@@ -10,19 +10,19 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.gpu import conformance
-from benchmarks.gpu.finding import Bench, Finding, Unsupported
+from benchmarks.gpu.results import Finding, StageContext, Unsupported
 
 _PREFIX = "check_"
 _OURS = ("app", "model", "benchmarks")
-_MOST_TOLD = 10
-"""Of what does not hold in one check."""
+_MAX_VIOLATIONS = 10
+"""Reported violations per check."""
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """All checks of all files; one that raises is a broken law, and the rest goes on."""
+def run(context: StageContext) -> Iterator[Finding]:
+    """Runs all checks of all modules; a check that raises has failed, and the rest goes on."""
     names = sorted(found.name for found in pkgutil.iter_modules(conformance.__path__))
     if not names:
-        raise Unsupported("there is no kernel to check")
+        raise Unsupported("there are no kernel checks")
     for name in names:
         try:
             module = importlib.import_module(f"{conformance.__name__}.{name}")
@@ -30,55 +30,59 @@ def run(bench: Bench) -> Iterator[Finding]:
             yield Finding(what=name, value="does not load", ok=None if _is_missing(error) else False, note=str(error))
             continue
         for check in _checks(module):
-            yield from _outcome(f"{name}: {check.__name__.removeprefix(_PREFIX)}", check, bench)
+            yield from _outcome(f"{name}: {check.__name__.removeprefix(_PREFIX)}", check, context)
 
 
 def _checks(module: ModuleType) -> list[Callable[..., Any]]:
     return [value for name, value in vars(module).items() if name.startswith(_PREFIX) and callable(value)]
 
 
-def _outcome(what: str, check: Callable[..., Any], bench: Bench) -> Iterator[Finding]:
-    """What does not hold, one by one; then how much does."""
+def _outcome(what: str, check: Callable[..., Any], context: StageContext) -> Iterator[Finding]:
+    """Reports each violation, then how many comparisons hold."""
     rows: list[Mapping[str, Any]] = []
     error: Exception | None = None
     try:
-        for row in check(device=bench.device, tiny=bench.tiny) or ():
+        for row in check(device=context.device, tiny=context.tiny) or ():
             rows.append(row)
-            if row["ok"] is False and _broken(rows) <= _MOST_TOLD:
-                yield _told(what, row)
+            if row["ok"] is False and _n_violations(rows) <= _MAX_VIOLATIONS:
+                yield _violation(what, row)
     except Unsupported as reason:
         yield Finding(what=what, value="not asked", note=str(reason))
         return
-    except Exception as raised:  # whatever a kernel raises is its own failure
+    except Exception as raised:  # whatever a kernel raises is a failure of its own
         if _is_missing(raised):
             yield Finding(what=what, value="not asked", note=str(raised))
             return
         traceback.print_exc()
         error = raised
     text = f"then {type(error).__name__}: {' '.join(str(error).split())[:300]}" if error else _worst(rows)
-    held = len(rows) - _broken(rows)
+    n_held = len(rows) - _n_violations(rows)
     yield Finding(
-        what=what, value=held, unit=f"of {len(rows)} comparisons hold", ok=held == len(rows) and not error, note=text
+        what=what,
+        value=n_held,
+        unit=f"of {len(rows)} comparisons hold",
+        ok=n_held == len(rows) and not error,
+        note=text,
     )
 
 
 def _is_missing(error: Exception) -> bool:
-    """A package missing on this machine, which the run reports at the start; our own modules must load."""
+    """Whether a package is missing on this machine, which the run reports at the start. Our own modules must load."""
     return isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(_OURS)
 
 
-def _broken(rows: list[Mapping[str, Any]]) -> int:
+def _n_violations(rows: list[Mapping[str, Any]]) -> int:
     return sum(row["ok"] is False for row in rows)
 
 
-def _told(what: str, row: Mapping[str, Any]) -> Finding:
+def _violation(what: str, row: Mapping[str, Any]) -> Finding:
     fields = {"value": "", "unit": "", "note": "", **row}
     known = {name: fields[name] for name in ("value", "unit", "note", "ok")}
     return Finding(what=f"{what}, {row['what']}", **known)
 
 
 def _worst(rows: list[Mapping[str, Any]]) -> str:
-    """Of the numbers of each unit that rows have: 0.8 of what is allowed."""
+    """Largest values by unit: 0.8 of what is allowed."""
     worst: dict[str, float] = {}
     for row in rows:
         if isinstance(row.get("value"), int | float):

@@ -1,7 +1,7 @@
-"""Captured steps against eager ones, and a step ahead against none: the same tokens, and if possible the same bits.
+"""Captured steps against eager ones, and run-ahead against none: the same tokens, and if possible the same bits.
 
-One engine, in which the one and then the other is switched off; batches whose sizes lie on and next to the borders of
-what is captured, and shrink while they run.
+Uses one engine and disables run-ahead, then graphs; batch sizes lie on and next to the captured sizes, and shrink while
+they run.
 """
 
 from __future__ import annotations
@@ -13,67 +13,66 @@ import msgspec
 
 from app.common.types import Request
 from app.engine.execution.engine import Engine
-from benchmarks.gpu.drive import Texts, prompt_of, request, run_all
-from benchmarks.gpu.engines import runs_ahead, without_graphs, without_lead
-from benchmarks.gpu.finding import Bench, Finding, Unsupported
+from benchmarks.gpu.engine_driver import Outputs, random_prompt, request, run_all
+from benchmarks.gpu.engines import build_device_engine, can_run_ahead, disable_graphs, without_run_ahead
 from benchmarks.gpu.parity import LAYOUTS, smaller
-from benchmarks.gpu.twins import device_engine
+from benchmarks.gpu.results import Finding, StageContext, Unsupported
 from model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _Mode:
     name: str
-    texts: list[Texts]
+    outputs: list[Outputs]
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """Each way against the plainest one."""
-    shape = smaller(LAYOUTS["llama"]) if bench.tiny else LAYOUTS["llama"]
-    engine = device_engine(
-        bench, shape, max_running=40, tokens_per_step=512, cache_tokens=2048 if bench.tiny else 16_384
+def run(context: StageContext) -> Iterator[Finding]:
+    """Compares each mode with the plainest one."""
+    shape = smaller(LAYOUTS["llama"]) if context.tiny else LAYOUTS["llama"]
+    engine = build_device_engine(
+        context, shape, max_running=40, tokens_per_step=512, cache_tokens=2048 if context.tiny else 16_384
     )
-    batches = [_requests(shape, count, bench.tiny) for count in ((3,) if bench.tiny else (1, 7, 8, 9, 33))]
-    *others, plainest = _ways(engine, batches)
+    batches = [_requests(shape, count, context.tiny) for count in ((3,) if context.tiny else (1, 7, 8, 9, 33))]
+    *others, plainest = _run_modes(engine, batches)
     if not others:
         raise Unsupported("this engine neither captures steps nor runs ahead")
-    for way in others:
-        yield _compare(way, plainest, batches)
+    for mode in others:
+        yield _compare(mode, plainest, batches)
 
 
-def _ways(engine: Engine, batches: list[list[Request]]) -> Iterator[_Way]:
-    """As it is served first; the plainest last."""
-    ahead = runs_ahead(engine)
-    first = _texts(engine, batches, "1")
-    waiting = _texts(without_lead(engine), batches, "2") if ahead else first
-    if without_graphs(engine):
-        yield _Way(name="captured, a step ahead" if ahead else "captured", texts=first)
-        if ahead:
-            yield _Way(name="captured", texts=waiting)
-            yield _Way(name="eager, a step ahead", texts=_texts(engine, batches, "3"))
-        yield _Way(name="eager", texts=_texts(without_lead(engine), batches, "4"))
+def _run_modes(engine: Engine, batches: list[list[Request]]) -> Iterator[_Mode]:
+    """All modes, from the service's own to the plainest."""
+    is_ahead = can_run_ahead(engine)
+    first = _outputs(engine, batches, "1")
+    synchronous = _outputs(without_run_ahead(engine), batches, "2") if is_ahead else first
+    if disable_graphs(engine):
+        yield _Mode(name="captured, a step ahead" if is_ahead else "captured", outputs=first)
+        if is_ahead:
+            yield _Mode(name="captured", outputs=synchronous)
+            yield _Mode(name="eager, a step ahead", outputs=_outputs(engine, batches, "3"))
+        yield _Mode(name="eager", outputs=_outputs(without_run_ahead(engine), batches, "4"))
         return
-    if ahead:
-        yield _Way(name="eager, a step ahead", texts=first)
-    yield _Way(name="eager", texts=waiting)
+    if is_ahead:
+        yield _Mode(name="eager, a step ahead", outputs=first)
+    yield _Mode(name="eager", outputs=synchronous)
 
 
-def _texts(engine: Engine, batches: list[list[Request]], salt: str) -> list[Texts]:
-    """In a cache namespace of its own, no mode finds cached blocks that another has computed."""
-    return [run_all(engine, [msgspec.structs.replace(r, salt=salt) for r in batch]) for batch in batches]
+def _outputs(engine: Engine, batches: list[list[Request]], namespace: str) -> list[Outputs]:
+    """Each mode has its own cache namespace, so that it finds no blocks that another mode has computed."""
+    return [run_all(engine, [msgspec.structs.replace(r, salt=namespace) for r in batch]) for batch in batches]
 
 
-def _compare(way: _Way, plainest: _Way, batches: list[list[Request]]) -> Finding:
+def _compare(mode: _Mode, plainest: _Mode, batches: list[list[Request]]) -> Finding:
     pairs = [
-        (ours, theirs, r.id)
-        for ours, theirs, batch in zip(way.texts, plainest.texts, batches, strict=True)
+        (output, baseline, r.id)
+        for output, baseline, batch in zip(mode.outputs, plainest.outputs, batches, strict=True)
         for r in batch
     ]
-    failed = [ours.failed[name] for ours, _, name in pairs if name in ours.failed]
-    same = [ours.tokens(name) == theirs.tokens(name) for ours, theirs, name in pairs]
-    bits = [ours.events.get(name) == theirs.events.get(name) for ours, theirs, name in pairs]
+    failed = [output.failed[name] for output, _, name in pairs if name in output.failed]
+    same = [output.tokens(name) == baseline.tokens(name) for output, baseline, name in pairs]
+    bits = [output.events.get(name) == baseline.events.get(name) for output, baseline, name in pairs]
     return Finding(
-        what=f"{way.name} against {plainest.name}",
+        what=f"{mode.name} against {plainest.name}",
         value=sum(same),
         unit=f"of {len(same)} texts the same",
         ok=all(same) and not failed,
@@ -82,15 +81,15 @@ def _compare(way: _Way, plainest: _Way, batches: list[list[Request]]) -> Finding
 
 
 def _requests(shape: ModelConfig, count: int, tiny: bool) -> list[Request]:
-    """Of different lengths, so that the batch shrinks while it runs."""
-    drawn = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
+    """Requests of different lengths, so that the batch shrinks while it runs."""
+    sampled = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
     return [
         request(
             f"{count}.{i}",
-            prompt_of(5 + 13 * i % 90, shape.vocab_size, f"{count} {i}"),
+            random_prompt(5 + 13 * i % 90, shape.vocab_size, f"{count} {i}"),
             4 + i % 5 if tiny else 24 + 5 * (i % 9),
             logprobs=1,
-            **({**drawn, "seed": i} if i % 2 else {}),
+            **({**sampled, "seed": i} if i % 2 else {}),
         )
         for i in range(count)
     ]

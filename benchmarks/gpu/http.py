@@ -6,34 +6,34 @@ from collections.abc import Iterator
 
 from app.common import event_loop
 from benchmarks import load
-from benchmarks.gpu.finding import Bench, Finding
+from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.http_client import Connection
-from benchmarks.plan import LoadPlan
-from benchmarks.result import LoadResult
-from benchmarks.running import Running, running
+from benchmarks.load import LoadResult
+from benchmarks.load_plan import LoadPlan
+from benchmarks.service_process import ServiceProcess, start_service
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """A law: no request fails."""
-    streams = (2,) if bench.tiny else (1, 8, 32, 256)
-    flags = ["--weights", str(bench.weights), "--device", bench.device, "--max-running", str(max(streams))]
-    with running([*flags, "--tokens-per-step", str(max(256, 8 * max(streams)))]) as service:
+def run(context: StageContext) -> Iterator[Finding]:
+    """Check: no request fails."""
+    streams = (2,) if context.tiny else (1, 8, 32, 256)
+    flags = ["--weights", str(context.weights), "--device", context.device, "--max-running", str(max(streams))]
+    with start_service([*flags, "--tokens-per-step", str(max(256, 8 * max(streams)))]) as service:
         seconds = event_loop.run(_ready(service))
         yield Finding(what="start until ready", value=seconds, unit="s")
         plan = LoadPlan(
             url=f"http://127.0.0.1:{service.address.port}",
             streams=streams,
-            max_tokens=8 if bench.tiny else 128,
-            requests=4 if bench.tiny else None,
+            max_tokens=8 if context.tiny else 128,
+            requests=4 if context.tiny else None,
             temperature=0.8,
-            seconds=5.0 if bench.tiny else max(1.0, (bench.seconds_left - 3) / len(streams)),
+            seconds=5.0 if context.tiny else max(1.0, (context.seconds_left - 3) / len(streams)),
         )
         yield from _findings(event_loop.run(load.run(plan)))
 
 
-async def _ready(service: Running) -> float:
+async def _ready(service: ServiceProcess) -> float:
     connection = Connection(service.address)
-    return await service.wait(connection, "/health/ready")
+    return await service.wait_for(connection, "/health/ready")
 
 
 def _findings(result: LoadResult) -> Iterator[Finding]:

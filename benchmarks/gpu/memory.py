@@ -1,6 +1,6 @@
-"""A step that the GPU has no memory for fails the one request that needs it: others go on as in a quiet run.
+"""Fault isolation: a step that runs out of GPU memory fails only the request that needs it; others are unaffected.
 
-The allocator is held to what is taken already and a little more, and a prompt comes that needs far more than that.
+Limits the allocator to what it holds and a little more, then adds a prompt that needs far more.
 """
 
 from __future__ import annotations
@@ -14,68 +14,76 @@ import torch
 
 from app.common.types import BatchPlan
 from app.engine.execution.engine import Engine
-from benchmarks.gpu.drive import Texts, prompt_of, request, settle
-from benchmarks.gpu.finding import Bench, Finding
+from benchmarks.gpu.engine_driver import Outputs, random_prompt, request, run_until_decoding
+from benchmarks.gpu.engines import build_device_engine
+from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.shapes import shape_of
-from benchmarks.gpu.twins import device_engine
 from model.config import ModelConfig
 
 _SPARE_BYTES = 64 << 20
-"""Enough for short texts; one matrix of what the prompt makes of its tokens takes more."""
+"""Enough for short sequences; one matrix of the prompt's activations takes more."""
 _MOST_TOKENS = 64
-"""Of a step, where want of memory is only pretended."""
+"""Tokens of a step above which the CPU emulation simulates running out of memory."""
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """Neighbours without and with the prompt that does not fit; then the same prompt with memory again."""
-    shape = shape_of("1b", tiny=bench.tiny)
-    long = 100 if bench.tiny else 4000
-    per_step = 128 if bench.tiny else 4096
-    engine = device_engine(
-        bench,
+def run(context: StageContext) -> Iterator[Finding]:
+    """Runs neighbors without and with the large prompt; then the same prompt with enough memory."""
+    shape = shape_of("1b", tiny=context.tiny)
+    long = 100 if context.tiny else 4000
+    per_step = 128 if context.tiny else 4096
+    engine = build_device_engine(
+        context,
         shape,
         max_running=4,
         tokens_per_step=per_step,
         prompt_tokens_beside=per_step,
         cache_tokens=4 * shape.context,
     )
-    quiet = _neighbours(engine, shape, bench.tiny, lambda: None)
-    prompt = prompt_of(long, shape.vocab_size, "large")
+    undisturbed = _run_neighbors(engine, shape, context.tiny, lambda: None)
+    prompt = random_prompt(long, shape.vocab_size, "large")
 
-    def disturb() -> None:
+    def add_large_request() -> None:
         engine.add(request("large", prompt, 2))
 
-    with _scarce(engine, bench.device):
-        noisy = _neighbours(engine, shape, bench.tiny, disturb)
-    same = [noisy.tokens(name) == quiet.tokens(name) for name in quiet.events]
+    with _limited_memory(engine, context.device):
+        disturbed = _run_neighbors(engine, shape, context.tiny, add_large_request)
+    same = [disturbed.tokens(name) == undisturbed.tokens(name) for name in undisturbed.events]
     yield Finding(what="neighbours", value=sum(same), unit=f"of {len(same)} untouched", ok=all(same))
-    only = {*noisy.failed} == {"large"}
-    yield Finding(what="failed", value=len(noisy.failed), unit="requests", ok=only, note=noisy.failed.get("large", ""))
+    is_isolated = {*disturbed.failed} == {"large"}
+    yield Finding(
+        what="failed",
+        value=len(disturbed.failed),
+        unit="requests",
+        ok=is_isolated,
+        note=disturbed.failed.get("large", ""),
+    )
     engine.add(request("again", prompt, 2))
-    again = Texts()
+    again = Outputs()
     while engine.has_work:
         again.take(engine.step())
-    went = len(again.tokens("again"))
-    yield Finding(what="with memory again", value=went, unit="of 2 tokens", ok=went == 2, note=str(again.failed or ""))
+    n_tokens = len(again.tokens("again"))
+    yield Finding(
+        what="with memory again", value=n_tokens, unit="of 2 tokens", ok=n_tokens == 2, note=str(again.failed or "")
+    )
 
 
-def _neighbours(engine: Engine, shape: ModelConfig, tiny: bool, disturb: Callable[[], None]) -> Texts:
-    """Three texts to their ends; in the middle of them something else happens."""
-    texts = Texts()
+def _run_neighbors(engine: Engine, shape: ModelConfig, tiny: bool, add_large_request: Callable[[], None]) -> Outputs:
+    """Runs three requests to their end; calls `add_large_request` in the middle of them."""
+    outputs = Outputs()
     for row in range(3):
-        engine.add(request(f"neighbour {row}", prompt_of(12, shape.vocab_size, row), 8 if tiny else 32))
-    settle(engine, 3)
-    disturb()
+        engine.add(request(f"neighbour {row}", random_prompt(12, shape.vocab_size, row), 8 if tiny else 32))
+    run_until_decoding(engine, 3)
+    add_large_request()
     while engine.has_work:
-        texts.take(engine.step())
-    return texts
+        outputs.take(engine.step())
+    return outputs
 
 
 @contextmanager
-def _scarce(engine: Engine, device: str) -> Iterator[None]:
-    """On a CPU, which has memory for all that is tiny, by pretending."""
+def _limited_memory(engine: Engine, device: str) -> Iterator[None]:
+    """Limits the memory; simulated on a CPU, where tiny sizes always fit."""
     if device != "cuda":
-        with _pretended(engine.runner):
+        with _simulated_limit(engine.runner):
             yield
         return
     torch.cuda.synchronize()
@@ -89,19 +97,19 @@ def _scarce(engine: Engine, device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _pretended(runner: Any) -> Iterator[None]:
-    """Whichever of both the engine asks: a step of many tokens finds no memory."""
-    ways = [name for name in ("run", "launch") if hasattr(runner, name)]
-    for name in ways:
-        setattr(runner, name, partial(_unless_large, getattr(runner, name)))
+def _simulated_limit(runner: Any) -> Iterator[None]:
+    """Makes steps of many tokens fail, in whichever method the engine calls."""
+    methods = [name for name in ("run", "launch") if hasattr(runner, name)]
+    for name in methods:
+        setattr(runner, name, partial(_fail_if_large, getattr(runner, name)))
     try:
         yield
     finally:
-        for name in ways:
+        for name in methods:
             delattr(runner, name)
 
 
-def _unless_large(compute: Callable[[BatchPlan], Any], plan: BatchPlan) -> Any:
+def _fail_if_large(compute: Callable[[BatchPlan], Any], plan: BatchPlan) -> Any:
     if sum(chunk.stop - chunk.start for chunk in plan.chunks) > _MOST_TOKENS:
         raise torch.OutOfMemoryError("pretended")
     return compute(plan)

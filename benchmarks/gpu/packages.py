@@ -1,6 +1,6 @@
-"""Installed and missing packages, and the import path of bundled wheels. No torch.
+"""Installed and missing packages, and the import path of bundled wheels. Imports no torch.
 
-The machine with the GPU may be a bare one without a network: its own torch and Triton are taken as they are.
+The GPU machine may be bare and offline: the run uses its own torch and Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-_CALLED = {"pydantic_settings": "pydantic-settings", "prometheus_client": "prometheus-client"}
+_DISTRIBUTIONS = {"pydantic_settings": "pydantic-settings", "prometheus_client": "prometheus-client"}
 
 
 class WheelsError(ValueError):
@@ -22,26 +22,26 @@ class WheelsError(ValueError):
 
 
 def missing(names: Iterable[str]) -> tuple[str, ...]:
-    """Those that cannot be imported, each once, in order."""
+    """Names that cannot be imported, without duplicates, in order."""
     return tuple(name for name in dict.fromkeys(names) if find_spec(name) is None)
 
 
 def version_of(name: str) -> str:
-    """Of an installed package; empty where it is not there."""
+    """Version of an installed package; empty if it is missing."""
     try:
-        return version(_CALLED.get(name, name))
+        return version(_DISTRIBUTIONS.get(name, name))
     except PackageNotFoundError:
         return ""
 
 
-def advice(names: Iterable[str]) -> str:
-    """How to bring them along to a machine without a network."""
-    wanted = " ".join(_CALLED.get(name, name) for name in names)
+def download_hint(names: Iterable[str]) -> str:
+    """How to bring packages to a machine without a network."""
+    wanted = " ".join(_DISTRIBUTIONS.get(name, name) for name in names)
     return f"bring wheels along: pip download --only-binary=:all: -d DIR {wanted}; then WHEELS=DIR make gpu-check"
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Unpacks the folder's wheels into `site`, for this process and those it starts. Raises WheelsError."""
+    """Unpacks wheels into `site`, on the import path of this process and its children. Raises WheelsError."""
     files = sorted(str(path) for path in wheels.glob("*.whl"))
     if not files:
         raise WheelsError(f"{wheels}: holds no wheels (*.whl)")
@@ -49,7 +49,7 @@ def install(wheels: Path, site: Path) -> None:
     command = [*pip, "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site), *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["pip said nothing"]
+        lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
         raise WheelsError(f"{wheels}: {lines[-1]}")
     sys.path.insert(0, str(site))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))

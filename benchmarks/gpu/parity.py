@@ -1,25 +1,31 @@
 """The engine on this device against model/nn/reference.py on the CPU in float32: tokens and log-probabilities.
 
-Small models of every layout with random weights; prompts shorter and longer than a split of attention; greedy texts and
-seeded ones with filters and penalties. In float32 tokens must be the oracle's, but for ties; in bfloat16, whose
-rounding moves every logit, log-probabilities must be near those of the same rounded weights.
+Small models of every layout with random weights; prompts shorter and longer than a split of attention; greedy requests,
+and seeded ones with filters and penalties. The reference reads the engine's own tokens in one pass and scores each
+against the logits before it, since one token that a tie decided otherwise would make the rest incomparable. In float32,
+tokens must equal the reference's except for ties; in bfloat16, whose rounding changes every logit, log-probabilities
+must be near those of the same rounded weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from app.common.types import Request
-from benchmarks.gpu.drive import prompt_of, request, run_all
-from benchmarks.gpu.finding import Bench, Finding
-from benchmarks.gpu.oracle import Verdict, judge
-from benchmarks.gpu.shapes import decoder_of, random_state, reader
-from benchmarks.gpu.twins import device_engine
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampler_io import SamplingInput
+from benchmarks.gpu.engine_driver import random_prompt, request, run_all
+from benchmarks.gpu.engines import build_device_engine
+from benchmarks.gpu.results import Finding, StageContext
+from benchmarks.gpu.shapes import checkpoint_reader, decoder_of, random_state
 from model.config import ModelConfig
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
 
 _LLAMA = ModelConfig(
     vocab_size=1024,
@@ -61,51 +67,92 @@ LAYOUTS = {
     ),
     "parallel, half turned": replace(_LLAMA, parallel_residual=True, rotary_dim=32, activation="gelu", gated=False),
 }
-_LEAST = {"float32": 1e-3, "bfloat16": 0.3}
-"""How far a log-probability may be off; on a CPU, torch's were off by 8.1e-6 and 0.10 at most."""
-_TIE = 1e-3
-_SHARE_OFF = 0.005
-"""Of drawn tokens in float32: a random number may fall between two sums that differ in their last digits."""
+_LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+"""Tolerance of a log-probability; on a CPU, torch's were off by 8.1e-6 and 0.10 at most."""
+_TIE_TOLERANCE = 1e-3
+_MAX_SHARE_OFF = 0.005
+"""Share of sampled tokens in float32: a random number may fall between two sums that differ in their last digits."""
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """Every layout in float32 and in bfloat16."""
-    layouts = dict(list(LAYOUTS.items())[:2]) if bench.tiny else LAYOUTS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputScore:
+    """How one output compares with the reference."""
+
+    tokens: int
+    off: int
+    """Tokens that the reference would not have chosen."""
+    gap: float
+    """Greedy requests: the most by which a chosen logit is below the reference's."""
+    difference: float
+    """Largest difference of log-probabilities."""
+
+
+def score_output(
+    decoder: Decoder, request: Request, tokens: tuple[int, ...], logprobs: tuple[float | None, ...]
+) -> OutputScore:
+    """Scores an output. `decoder` is in float32 on the CPU, with the same weights as the engine."""
+    prompt = len(request.prompt)
+    history = [*request.prompt, *tokens]
+    logits_SV = logits(decoder, history)[prompt - 1 : -1]
+    rows = [SamplingInput(request.params, history[: prompt + i], prompt) for i in range(len(tokens))]
+    expected = [_expected_token(row_V, row) for row_V, row in zip(logits_SV, rows, strict=True)]
+    own_S = torch.log_softmax(logits_SV, -1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+    reported = [float("nan") if logprob is None else logprob for logprob in logprobs]
+    off = [i for i, token in enumerate(tokens) if token != expected[i]]
+    gaps = [float(logits_SV[i, expected[i]] - logits_SV[i, tokens[i]]) for i in off]
+    return OutputScore(
+        tokens=len(tokens),
+        off=len(off),
+        gap=max(gaps, default=0.0),
+        difference=float((torch.tensor(reported) - own_S).abs().max()),
+    )
+
+
+def _expected_token(logits_V: Tensor, row: SamplingInput) -> int:
+    """Samples one row: the reference must not depend on batching."""
+    (sampled,) = sample(logits_V[None], [row])
+    assert sampled.token is not None
+    return sampled.token
+
+
+def run(context: StageContext) -> Iterator[Finding]:
+    """Compares every layout in float32 and in bfloat16."""
+    layouts = dict(list(LAYOUTS.items())[:2]) if context.tiny else LAYOUTS
     for name, shape in layouts.items():
-        for dtype in ("float32",) if bench.tiny else _LEAST:
-            yield compare(bench, name, smaller(shape) if bench.tiny else shape, dtype)
+        for dtype in ("float32",) if context.tiny else _LOGPROB_TOLERANCE:
+            yield compare(context, name, smaller(shape) if context.tiny else shape, dtype)
 
 
-def compare(bench: Bench, name: str, shape: ModelConfig, dtype: str) -> Finding:
-    """One engine, all requests at once."""
+def compare(context: StageContext, name: str, shape: ModelConfig, dtype: str) -> Finding:
+    """Runs all requests at once in one engine."""
     state = random_state(shape, device=torch.device("cpu"), dtype=getattr(torch, dtype))
-    engine = device_engine(
-        bench,
+    engine = build_device_engine(
+        context,
         shape,
-        reader(shape, state),
+        checkpoint_reader(shape, state),
         dtype=dtype,
         max_running=16,
         tokens_per_step=shape.context // 4,
         cache_tokens=4 * shape.context,
     )
-    requests = _requests(shape, tiny=bench.tiny)
-    texts = run_all(engine, requests)
-    if texts.failed:
-        return Finding(what=f"{name}, {dtype}", value="requests failed", ok=False, note=str(texts.failed)[:200])
+    requests = _requests(shape, tiny=context.tiny)
+    outputs = run_all(engine, requests)
+    if outputs.failed:
+        return Finding(what=f"{name}, {dtype}", value="requests failed", ok=False, note=str(outputs.failed)[:200])
     oracle = decoder_of(shape, {name: tensor.float() for name, tensor in state.items()})
-    verdicts = [judge(oracle, r, texts.tokens(r.id), texts.logprobs(r.id)) for r in requests]
-    return _finding(f"{name}, {dtype}", requests, verdicts, dtype)
+    scores = [score_output(oracle, r, outputs.tokens(r.id), outputs.logprobs(r.id)) for r in requests]
+    return _finding(f"{name}, {dtype}", requests, scores, dtype)
 
 
-def _finding(what: str, requests: Sequence[Request], verdicts: Sequence[Verdict], dtype: str) -> Finding:
-    greedy = [v for r, v in zip(requests, verdicts, strict=True) if r.params.temperature == 0]
-    drawn = [v for r, v in zip(requests, verdicts, strict=True) if r.params.temperature > 0]
-    difference = max(verdict.difference for verdict in verdicts)
-    gap = max(verdict.gap for verdict in greedy)
-    off, total = sum(v.off for v in drawn), sum(v.tokens for v in drawn)
-    ok = difference <= _LEAST[dtype]
+def _finding(what: str, requests: Sequence[Request], scores: Sequence[OutputScore], dtype: str) -> Finding:
+    greedy = [v for r, v in zip(requests, scores, strict=True) if r.params.temperature == 0]
+    sampled = [v for r, v in zip(requests, scores, strict=True) if r.params.temperature > 0]
+    difference = max(score.difference for score in scores)
+    gap = max(score.gap for score in greedy)
+    off, total = sum(v.off for v in sampled), sum(v.tokens for v in sampled)
+    ok = difference <= _LOGPROB_TOLERANCE[dtype]
     if dtype == "float32":
-        ok = ok and gap <= _TIE and off <= _SHARE_OFF * total + 1
+        ok = ok and gap <= _TIE_TOLERANCE and off <= _MAX_SHARE_OFF * total + 1
     return Finding(
         what=what,
         value=difference,
@@ -117,24 +164,24 @@ def _finding(what: str, requests: Sequence[Request], verdicts: Sequence[Verdict]
 
 
 def _requests(shape: ModelConfig, *, tiny: bool) -> list[Request]:
-    """Every other one greedy; from one token to beyond two splits of 512."""
+    """Greedy and sampled requests, with prompts from one token to more than two attention splits of 512."""
     lengths = (1, 20, 40) if tiny else (1, 17, 64, 100, 511, 512, 513, 1100)
     tokens = 6 if tiny else 48
-    drawn = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3}
+    sampled = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3}
     return [
         request(
-            f"{length} {way}",
-            prompt_of(length, shape.vocab_size, length),
+            f"{length} {mode}",
+            random_prompt(length, shape.vocab_size, length),
             tokens,
             logprobs=0,
-            **({**drawn, "seed": length} if way == "drawn" else {}),
+            **({**sampled, "seed": length} if mode == "drawn" else {}),
         )
         for length in lengths
-        for way in ("greedy", "drawn")
+        for mode in ("greedy", "drawn")
     ]
 
 
 def smaller(shape: ModelConfig) -> ModelConfig:
-    """The same layout at a size for a CPU."""
+    """The same layout in a size for a CPU."""
     heads: dict[str, Any] = {"n_heads": 2, "n_kv_heads": min(2, shape.n_kv_heads), "head_dim": 16}
     return replace(shape, vocab_size=320, width=32, n_layers=2, mlp_width=48, context=128, **heads)

@@ -1,4 +1,4 @@
-"""Detects a GPU that this torch can compute on, and its name."""
+"""Detects a GPU that this torch supports."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.finding import Bench, Finding, Unsupported
+from benchmarks.gpu.results import Finding, StageContext, Unsupported
 
 _LEAST = (8, 0)
 
 
-def run(_bench: Bench) -> Iterator[Finding]:
-    """One finding: its name."""
+def run(_bench: StageContext) -> Iterator[Finding]:
+    """One finding: the name of the device."""
     if not torch.cuda.is_available():
         raise Unsupported(f"torch {torch.__version__} finds no CUDA GPU")
     if torch.cuda.get_device_capability() < _LEAST:
-        raise Unsupported(f"{torch.cuda.get_device_name()} is too old")
+        raise Unsupported(f"{torch.cuda.get_device_name()} has a compute capability below 8.0")
     torch.ones(1, device="cuda").sum().item()
     yield Finding(what="device", value=torch.cuda.get_device_name())

@@ -1,7 +1,7 @@
 """The measured models, with random weights created in memory: 16 GB need no file.
 
-Every matrix keeps the size of what goes through it, so that a text depends on all of them, and logits are as far apart
-as those of a trained model: with flat ones the next token would hang on the last bit of a sum.
+Every matrix preserves the scale of its input, so that the output depends on all of them, and logits are as far apart as
+those of a trained model: with flat ones the next token would depend on the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TINY = ModelConfig(
     context=192,
 )
 _SPREAD = 2.5
-"""Of logits, about."""
+"""Approximate standard deviation of the logits."""
 
 SHAPES = {
     # 124 M parameters, a context of 1,024.
@@ -63,18 +63,18 @@ SHAPES = {
 
 
 def shape_of(name: str, *, tiny: bool) -> ModelConfig:
-    """By its name; a tiny one in the same layout where all is to be tiny."""
+    """The shape by name, or a tiny one of the same layout."""
     if not tiny:
         return SHAPES[name]
     return _TINY if name != "gpt2" else _small_gpt()
 
 
-def reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Callable[..., Checkpoint]:
-    """What assemble() reads weights with, where they lie in no file: these, or else random ones."""
+def checkpoint_reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Callable[..., Checkpoint]:
+    """Reader of weights for assemble(): returns these tensors, or else random ones."""
 
     def read(_directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
-        made = random_state(config, device=device, dtype=dtype) if state is None else state
-        decoder = decoder_of(config, {name: tensor.to(device, dtype) for name, tensor in made.items()})
+        tensors = random_state(config, device=device, dtype=dtype) if state is None else state
+        decoder = decoder_of(config, {name: tensor.to(device, dtype) for name, tensor in tensors.items()})
         return Checkpoint(
             decoder=decoder.to(device),
             family="random",
@@ -88,7 +88,7 @@ def reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Ca
 
 
 def decoder_of(config: ModelConfig, state: Mapping[str, Tensor]) -> Decoder:
-    """With these tensors, not copies of them."""
+    """A decoder that holds these tensors, without copies."""
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder.load_state_dict(dict(state), assign=True)
@@ -97,7 +97,7 @@ def decoder_of(config: ModelConfig, state: Mapping[str, Tensor]) -> Decoder:
 
 
 def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """The same always on the same device; no more memory than the tensors themselves."""
+    """Always the same on the same device; takes no more memory than the tensors themselves."""
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(config).named_parameters()}
@@ -116,7 +116,7 @@ def random_state(config: ModelConfig, *, device: torch.device, dtype: torch.dtyp
 
 
 def _small_gpt() -> ModelConfig:
-    """GPT-2's layout at a size for a CPU."""
+    """GPT-2's layout in a size for a CPU."""
     return replace(
         PEERS_SHAPES["A"],
         n_layers=2,

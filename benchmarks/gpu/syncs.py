@@ -1,7 +1,7 @@
-"""Checks that a steady decode step never waits for the device needlessly: torch's check of synchronizing calls.
+"""Checks that steady decode steps never synchronize with the device needlessly, by torch's sync debug mode.
 
-It only warns here, and any warning breaks the law: an error would be taken for a request's by the engine, which would
-compute the step again row by row and go on.
+The mode only warns here, and any warning fails the check: the engine would attribute an error to a request, compute the
+step again row by row, and go on.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from collections.abc import Iterator
 import torch
 
 from app.engine.execution.engine import Engine
-from benchmarks.gpu.drive import clear, prompt_of, request, settle
-from benchmarks.gpu.finding import Bench, Finding
+from benchmarks.gpu.engine_driver import cancel_all, random_prompt, request, run_until_decoding
+from benchmarks.gpu.engines import build_device_engine
+from benchmarks.gpu.results import Finding, StageContext
 from benchmarks.gpu.shapes import shape_of
-from benchmarks.gpu.twins import device_engine
 
 _CALLED = "called a synchronizing"
-"""Not the mode's own warning, once in a process, that it "does not yet detect all synchronizing operations"."""
+"""Excludes the mode's own warning, once per process, that it "does not yet detect all synchronizing operations"."""
 
 
-def run(bench: Bench) -> Iterator[Finding]:
-    """For greedy texts, and for drawn ones."""
-    shape = shape_of("gpt2", tiny=bench.tiny)
-    rows, steps = (2, 2) if bench.tiny else (8, 20)
-    engine = device_engine(bench, shape, max_running=rows, cache_tokens=rows * shape.context)
+def run(context: StageContext) -> Iterator[Finding]:
+    """Checks greedy and sampled decode."""
+    shape = shape_of("gpt2", tiny=context.tiny)
+    rows, steps = (2, 2) if context.tiny else (8, 20)
+    engine = build_device_engine(context, shape, max_running=rows, cache_tokens=rows * shape.context)
     for what, params in (("greedy", {}), ("drawn", {"temperature": 0.8, "top_k": 40, "top_p": 0.9})):
         for row in range(rows):
-            prompt = prompt_of(20, shape.vocab_size, f"{what} {row}")
+            prompt = random_prompt(20, shape.vocab_size, f"{what} {row}")
             engine.add(request(f"{what} {row}", prompt, steps + 40, **params))
-        settle(engine, rows)
+        run_until_decoding(engine, rows)
         for _ in range(3):
             engine.step()
-        calls = _calls(engine, steps, bench.device)
-        clear(engine)
+        calls = _synchronizing_calls(engine, steps, context.device)
+        cancel_all(engine)
         yield Finding(
             what=f"{what} decode x{rows}",
             value=sum(calls.values()),
             unit=f"synchronizing calls in {steps} steps",
-            ok=not calls if bench.device == "cuda" else None,
-            note="; ".join(f"{count} x {place}" for place, count in calls.most_common(4)),
+            ok=not calls if context.device == "cuda" else None,
+            note="; ".join(f"{count} x {line}" for line, count in calls.most_common(4)),
         )
 
 
-def _calls(engine: Engine, steps: int, device: str) -> Counter[str]:
-    """By the line of Python that called."""
-    with warnings.catch_warnings(record=True) as heard:
+def _synchronizing_calls(engine: Engine, steps: int, device: str) -> Counter[str]:
+    """Counts by the line of Python that called."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _set_mode(device, "warn")
         try:
@@ -55,7 +55,7 @@ def _calls(engine: Engine, steps: int, device: str) -> Counter[str]:
                 engine.step()
         finally:
             _set_mode(device, "default")
-    synchronizing = [warning for warning in heard if _CALLED in str(warning.message)]
+    synchronizing = [warning for warning in caught if _CALLED in str(warning.message)]
     return Counter(f"{warning.filename.rpartition('/')[2]}:{warning.lineno}" for warning in synchronizing)
 
 

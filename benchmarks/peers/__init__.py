@@ -1,1 +1,1 @@
-"""This engine against others on the same machine in the same run: `python -m benchmarks.peers`."""
+"""Comparison with other engines and servers on the same machine in the same run: `python -m benchmarks.peers`."""

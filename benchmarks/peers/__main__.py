@@ -1,8 +1,9 @@
 """Compares OpenVINO GenAI, llama.cpp, CTranslate2, transformers: `python -m benchmarks.peers --models default,C`.
 
-Peers are installed from PyPI on first use, each into an environment of its own below .peers/. Every side runs in a
-process of its own with the same threads and is asked in turn, A B C, B C A, ...; one computes at a time. Ratios are
-taken round by round. The last line of stdout is one JSON object. Exit status: 0; 1 where our own side is missing.
+Installs peers from PyPI on first use, each into an environment of its own below .peers/. Every engine runs in a process
+of its own with the same number of threads. Engines are measured in turn, A B C, B C A, ...; only one computes at a
+time. Ratios are taken round by round. The last line of stdout is one JSON object. Exit status: 0; 1 if inkstream's own
+engine or service is missing.
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.machine_info import this_machine
 from benchmarks.peers import engines, servers
-from benchmarks.peers.crew import Workshop
-from benchmarks.peers.options import Options, parse_options
-from benchmarks.peers.plan import OURS, figures
+from benchmarks.peers.peer_pool import Workspace
+from benchmarks.peers.plan import OURS, Options, figures, parse_options
 from benchmarks.peers.report import engine_table, ratios, server_table
 from benchmarks.peers.shapes import Model, find_model
-from benchmarks.result import this_machine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
-    # Services and sides are ended on the way out; by default this signal knows no way out.
+    # By default, SIGTERM ends the process without the cleanup that stops services and adapters.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     sizes = options.sizes
-    shop = Workshop(
+    workspace = Workspace(
         folder=options.folder.resolve(),
         threads=options.threads,
         batch=max(sizes.batches),
@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     machine = this_machine()
     print(f"{machine.cpu}, {machine.cores} cores, {machine.system}, Python {machine.python}; {options.threads} threads")
-    models = [find_model(name, weights=options.weights, folder=shop.models) for name in options.models]
-    engine = [_engines(shop, options, model, precision) for model in models for precision in options.precisions]
-    server = [_servers(shop, options, model, precision) for model in models for precision in options.server_precisions]
-    found = {
+    models = [find_model(name, weights=options.weights, folder=workspace.models) for name in options.models]
+    engine = [_engines(workspace, options, model, precision) for model in models for precision in options.precisions]
+    server = [
+        _servers(workspace, options, model, precision) for model in models for precision in options.server_precisions
+    ]
+    report = {
         "benchmark": "peers",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine,
@@ -52,24 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         "engine": [block for block in engine if block],
         "server": [block for block in server if block],
     }
-    print(msgspec.json.encode(msgspec.to_builtins(found, str_keys=True)).decode(), flush=True)
+    print(msgspec.json.encode(msgspec.to_builtins(report, str_keys=True)).decode(), flush=True)
     return 1 if any(OURS in block["missing"] for block in [*engine, *server] if block) else 0
 
 
-def _engines(shop: Workshop, options: Options, model: Model, precision: str) -> dict[str, Any]:
+def _engines(workspace: Workspace, options: Options, model: Model, precision: str) -> dict[str, Any]:
     wanted = figures(options.what, options.sizes, model.config.context)
     if not wanted:
         return {}
-    result = engines.compare(shop, options.peers, model, precision, wanted, options.rounds)
+    result = engines.compare(workspace, options.peers, model, precision, wanted, options.rounds)
     print(engine_table(result), flush=True)
-    quotients = {title: ratios(speeds) for title, speeds in result.speeds.items()}
-    return {**msgspec.to_builtins(result, str_keys=True), "ratios": quotients}
+    ratios_by_title = {title: ratios(speeds) for title, speeds in result.speeds.items()}
+    return {**msgspec.to_builtins(result, str_keys=True), "ratios": ratios_by_title}
 
 
-def _servers(shop: Workshop, options: Options, model: Model, precision: str) -> dict[str, Any]:
+def _servers(workspace: Workspace, options: Options, model: Model, precision: str) -> dict[str, Any]:
     if "server" not in options.what:
         return {}
-    result = servers.compare(shop, options.peers, model, precision, options.sizes)
+    result = servers.compare(workspace, options.peers, model, precision, options.sizes)
     print(server_table(result), flush=True)
     return dict(msgspec.to_builtins(result, str_keys=True))
 

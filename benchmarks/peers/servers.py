@@ -1,34 +1,117 @@
-"""Services side by side: each stays up, one is under load at a time; bare engines for comparison, under the same load.
+"""Comparison of servers under load: all stay up, one is under load at a time.
 
-The services are asked over HTTP by the load generator, both through /v1/completions; the engines in their own process.
+The load generator calls servers over HTTP, at /v1/completions; for comparison, bare engines take the same load in their
+own processes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import ExitStack
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+from urllib.error import URLError
+from urllib.request import urlopen
 
-from benchmarks.level import Tally, drive
-from benchmarks.peers.child import Child, ChildError
-from benchmarks.peers.convert import ConvertError
-from benchmarks.peers.crew import Crew, Workshop
-from benchmarks.peers.install import InstallError
-from benchmarks.peers.plan import BARE, OURS, Sizes, schedule
-from benchmarks.peers.processes import Service, ServiceError, llama_server, our_service
+from app.common.settings import Settings
+from benchmarks.concurrency import LevelProgress, percentile, run_level
+from benchmarks.load_plan import LoadPlan
+from benchmarks.peers.peer_pool import AdapterError, AdapterProcess, PeerPool, Workspace, plain_environment
+from benchmarks.peers.plan import IN_PROCESS_NAMES, OURS, Sizes, schedule
+from benchmarks.peers.provision import ConvertError, InstallError, llama_library
 from benchmarks.peers.shapes import Model
-from benchmarks.plan import LoadPlan
-from benchmarks.statistics import percentile
 
+_START_SECONDS = 300
+_ROOT = Path(__file__).parent.parent.parent
+_DTYPES = {"bf16": "bfloat16", "f32": "float32", "int8": "bfloat16"}
+_STREAMS = 32
 _TEMPERATURE = 0.8
 _SECONDS = 300.0
 
 
+class ServiceError(RuntimeError):
+    """A server that does not start or fails under load; the message is the reason in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running server."""
+
+    url: str
+
+
+@contextmanager
+def our_service(workspace: Workspace, model: Model, precision: str) -> Iterator[Service]:
+    """The whole service with its own defaults. Raises ServiceError."""
+    port = _free_port()
+    command = [sys.executable, "-m", "app", "serve", "--weights", str(model.directory), "--device", "cpu"]
+    flags = ["--dtype", _DTYPES[precision], "--port", str(port), "--threads", str(workspace.threads)]
+    if precision == "int8":
+        if "quantize" not in Settings.model_fields:
+            raise ServiceError("this build does not support --quantize int8")
+        flags += ["--quantize", "int8"]
+    with _start_server([*command, *flags], port, "/health/ready", workspace.folder / "logs/our-service.log") as service:
+        yield service
+
+
+@contextmanager
+def llama_server(workspace: Workspace, model: Model, precision: str) -> Iterator[Service]:
+    """llama-server with as many slots as streams; its cache of old prompts, which costs time here, is off.
+
+    Raises InstallError, ConvertError, ServiceError.
+    """
+    path, port = workspace.converted("llama.cpp", model, precision), _free_port()
+    context = _STREAMS * (-(-workspace.length // 256) * 256)
+    command = [str(llama_library(workspace.folder) / "llama-server"), "--model", str(path), "--port", str(port)]
+    flags = ["--parallel", str(_STREAMS), "--ctx-size", str(context), "--threads", str(workspace.threads)]
+    with _start_server(
+        [*command, *flags, "--cache-ram", "0"], port, "/health", workspace.folder / "logs/llama-server.log"
+    ) as service:
+        yield service
+
+
+@contextmanager
+def _start_server(command: Sequence[str], port: int, route: str, log: Path) -> Iterator[Service]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=_ROOT, env=plain_environment(), stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        url = f"http://127.0.0.1:{port}"
+        while not _is_ready(url + route):
+            if process.poll() is not None or time.monotonic() > deadline:
+                lines = log.read_text(errors="replace").strip().splitlines() or ["its log is empty"]
+                raise ServiceError(f"it does not start: {lines[-1].strip()[:160]}")
+            time.sleep(0.1)
+        yield Service(url)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5) as response:  # nosec B310
+            return bool(response.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What clients saw in one round. Milliseconds."""
+    """Client-side results of one round. Milliseconds."""
 
     tokens_per_second: float
     first_p50: float
@@ -46,27 +129,27 @@ class ServerResult:
     facts: dict[str, dict[str, str]]
     missing: dict[str, str]
     samples: dict[int, dict[str, dict[int, Sample]]]
-    """By streams, side and round."""
+    """By streams, engine and round."""
 
 
-class Loadable(Protocol):
-    """Whatever takes a load."""
+class LoadTarget(Protocol):
+    """A server or engine that takes a load."""
 
     def sample(self, plan: LoadPlan, number: int) -> Sample:
-        """One level of the plan. Raises ChildError, ServiceError."""
+        """Runs one level of the plan. Raises AdapterError, ServiceError."""
 
 
 @dataclass(frozen=True, slots=True)
-class OverHTTP:
-    """A service."""
+class HttpTarget:
+    """A server."""
 
     service: Service
 
     def sample(self, plan: LoadPlan, number: int) -> Sample:
         (streams,), requests = plan.streams, plan.requests or 0
-        tally = Tally(streams=streams)
-        asyncio.run(drive(plan, iter(_indices(number, requests)), tally))
-        level = tally.level()
+        progress = LevelProgress(streams=streams)
+        asyncio.run(run_level(plan, iter(_indices(number, requests)), progress))
+        level = progress.result()
         if level.first_error:
             raise ServiceError(f"{level.errors} of {requests} requests failed: {level.first_error}")
         if level.output_tokens != requests * plan.max_tokens:
@@ -82,19 +165,19 @@ class OverHTTP:
 
 
 @dataclass(frozen=True, slots=True)
-class InProcess:
-    """An engine without a service."""
+class InProcessTarget:
+    """An engine without a server."""
 
-    child: Child
+    process: AdapterProcess
 
     def sample(self, plan: LoadPlan, number: int) -> Sample:
         (streams,), requests = plan.streams, plan.requests or 0
         prompts = [plan.prompt(index) for index in _indices(number, requests)]
-        answer = self.child.ask(
+        answer = self.process.ask(
             "serve", streams=streams, prompts=prompts, tokens=plan.max_tokens, temperature=plan.temperature
         )
         if answer["tokens"] != requests * plan.max_tokens:
-            raise ChildError(f"asked for {requests} x {plan.max_tokens} tokens, it gave {answer['tokens']}")
+            raise AdapterError(f"asked for {requests} x {plan.max_tokens} tokens, it gave {answer['tokens']}")
         first, gaps = sorted(answer["first"]), sorted(answer["gaps"])
         return Sample(
             tokens_per_second=answer["tokens"] / answer["seconds"],
@@ -105,54 +188,56 @@ class InProcess:
         )
 
 
-def compare(shop: Workshop, sides: Sequence[str], model: Model, precision: str, sizes: Sizes) -> ServerResult:
-    """Starts everything, measures, ends everything. What breaks is lost with its reason; the others go on."""
-    crew, places, missing = Crew(), dict[str, Loadable](), dict[str, str]()
+def compare(workspace: Workspace, engines: Sequence[str], model: Model, precision: str, sizes: Sizes) -> ServerResult:
+    """Starts all targets, measures, stops them. Drops a target that fails, with its reason; the others go on."""
+    pool, targets, missing = PeerPool(), dict[str, LoadTarget](), dict[str, str]()
     samples: dict[int, dict[str, dict[int, Sample]]] = {streams: {} for streams in sizes.batches}
     with ExitStack() as stack:
-        stack.callback(crew.dismiss)
-        _start_services(shop, sides, model, precision, places, missing, stack)
-        bare = [side for side in (OURS, *sides) if side in (OURS, "openvino")]
-        crew.gather(shop, bare, model, precision)
-        missing |= {BARE.get(side, side): reason for side, reason in crew.missing.items()}
-        places |= {BARE.get(side, side): InProcess(child) for side, child in crew.children.items()}
-        for number, streams, side in schedule(list(places), sizes.batches, 1 + sizes.rounds):
-            if side not in places:
+        stack.callback(pool.close)
+        _start_services(workspace, engines, model, precision, targets, missing, stack)
+        in_process = [engine for engine in (OURS, *engines) if engine in (OURS, "openvino")]
+        pool.load(workspace, in_process, model, precision)
+        missing |= {IN_PROCESS_NAMES.get(engine, engine): reason for engine, reason in pool.missing.items()}
+        targets |= {
+            IN_PROCESS_NAMES.get(engine, engine): InProcessTarget(process) for engine, process in pool.processes.items()
+        }
+        for number, streams, engine in schedule(list(targets), sizes.batches, 1 + sizes.rounds):
+            if engine not in targets:
                 continue
             try:
-                sample = places[side].sample(_plan(places[side], streams, sizes), number)
-            except (ChildError, ServiceError) as error:
-                missing[side] = str(error)
-                del places[side]
+                sample = targets[engine].sample(_plan(targets[engine], streams, sizes), number)
+            except (AdapterError, ServiceError) as error:
+                missing[engine] = str(error)
+                del targets[engine]
                 continue
-            if number:  # the first round warms up
-                samples[streams].setdefault(side, {})[number] = sample
-    facts = {BARE.get(side, side): facts for side, facts in crew.facts.items()}
+            if number:  # the first round is the warm-up
+                samples[streams].setdefault(engine, {})[number] = sample
+    facts = {IN_PROCESS_NAMES.get(engine, engine): facts for engine, facts in pool.facts.items()}
     return ServerResult(model=model.name, precision=precision, facts=facts, missing=missing, samples=samples)
 
 
 def _start_services(
-    shop: Workshop,
-    sides: Sequence[str],
+    workspace: Workspace,
+    engines: Sequence[str],
     model: Model,
     precision: str,
-    places: dict[str, Loadable],
+    targets: dict[str, LoadTarget],
     missing: dict[str, str],
     stack: ExitStack,
 ) -> None:
-    makers = {OURS: our_service, "llama.cpp": llama_server}
-    for side in [side for side in (OURS, *sides) if side in makers]:
+    starters = {OURS: our_service, "llama.cpp": llama_server}
+    for engine in [engine for engine in (OURS, *engines) if engine in starters]:
         try:
-            service = stack.enter_context(makers[side](shop, model, precision))
+            service = stack.enter_context(starters[engine](workspace, model, precision))
         except (InstallError, ConvertError, ServiceError) as error:
-            missing[side] = str(error)
+            missing[engine] = str(error)
         else:
-            places[side] = OverHTTP(service)
+            targets[engine] = HttpTarget(service)
 
 
-def _plan(place: Loadable, streams: int, sizes: Sizes) -> LoadPlan:
+def _plan(target: LoadTarget, streams: int, sizes: Sizes) -> LoadPlan:
     return LoadPlan(
-        url=place.service.url if isinstance(place, OverHTTP) else LoadPlan().url,
+        url=target.service.url if isinstance(target, HttpTarget) else LoadPlan().url,
         streams=(streams,),
         requests=sizes.requests_for(streams),
         max_tokens=sizes.tokens,
@@ -164,5 +249,5 @@ def _plan(place: Loadable, streams: int, sizes: Sizes) -> LoadPlan:
 
 
 def _indices(number: int, requests: int) -> range:
-    """No two rounds share a prompt: prefix caches have nothing to give."""
+    """Prompt numbers of a round. No two rounds share a prompt, so that prefix caches do not help."""
     return range(number * 1000, number * 1000 + requests)

@@ -1,19 +1,38 @@
-"""The models that sides are compared on: three shapes with random weights, and the default ones."""
+"""The compared models: three shapes with random weights, and the default weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import torch
 
-from benchmarks.peers.numbers import ModelSize
-from benchmarks.peers.words import tokenizer_of
+from benchmarks.prompts import pseudo_prose
+from benchmarks.roofline import ModelSize, size_of
 from model.checkpoint.checkpoint import load_config, weights_files
 from model.config import ModelConfig
 from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
 
+_VOWELS = ("a", "e", "i", "o", "u", "ai", "ou")
+_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in _VOWELS]
+_PROSE_WORDS = 20_000
 _STD = 0.02
+
+
+def tokenizer_of(vocab_size: int) -> Tokenizer:
+    """A tokenizer with exactly `vocab_size` tokens; most words of the prompts are one token."""
+    return Tokenizer.train(_texts(vocab_size), vocab_size)
+
+
+def _texts(vocab_size: int) -> Iterator[str]:
+    """The prompts' prose, often enough to be merged first, then made-up words for the rest of the vocabulary."""
+    yield from (pseudo_prose(index=index, words=100, seed=9) for index in range(_PROSE_WORDS // 100))
+    random = Random(0)
+    for _ in range(vocab_size // 8):
+        yield " ".join("".join(random.choices(_SYLLABLES, k=random.randint(2, 5))) for _ in range(16))
 
 
 def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: int) -> ModelConfig:
@@ -30,7 +49,7 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: 
 
 
 SHAPES = {
-    # GPT-2, the smallest: 124 M parameters.
+    # GPT-2 small: 124 M parameters.
     "A": ModelConfig(
         n_layers=12,
         width=768,
@@ -49,9 +68,9 @@ SHAPES = {
         out_bias=True,
         mlp_bias=True,
     ),
-    # 135 M parameters: the memory's bandwidth rules.
+    # 135 M parameters: bound by memory bandwidth.
     "B": _llama(30, 576, 9, 3, 1536, 49_152),
-    # 15.7 M parameters: lies in the last cache; the number of operations rules.
+    # 15.7 M parameters: fits in the last-level cache; bound by arithmetic.
     "C": _llama(8, 384, 6, 2, 1024, 8192),
 }
 MODELS = ("default", *SHAPES)
@@ -59,7 +78,7 @@ MODELS = ("default", *SHAPES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A weights directory that every side can have made into its own format."""
+    """A weights directory that all engines can convert."""
 
     name: str
     directory: Path
@@ -67,24 +86,12 @@ class Model:
 
     @property
     def size(self) -> ModelSize:
-        """For the limits of the machine."""
+        """Size for the roofline model."""
         return size_of(self.config)
 
 
-def size_of(config: ModelConfig) -> ModelSize:
-    """Of the embedding a step reads only rows, unless it is the head too."""
-    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    attention = config.width * (heads + 2 * kv_heads) + heads * config.width
-    mlp = (3 if config.gated else 2) * config.width * config.mlp_width
-    return ModelSize(
-        body=config.n_layers * (attention + mlp),
-        head=config.vocab_size * config.width,
-        kv_per_token=config.kv_numbers_per_token,
-    )
-
-
 def find_model(name: str, *, weights: Path, folder: Path) -> Model:
-    """The model called `name`; a random one is written into `folder` where it is not there yet."""
+    """The model called `name`; a random one is written into `folder` first."""
     directory = weights if name == "default" else folder / name
     if name != "default" and not (directory / "config.json").exists():
         write_random(SHAPES[name], directory)
@@ -92,7 +99,7 @@ def find_model(name: str, *, weights: Path, folder: Path) -> Model:
 
 
 def write_random(config: ModelConfig, directory: Path) -> None:
-    """The same weights always; config.json comes last: a directory that has it is whole."""
+    """Always the same weights. Writes config.json last: a directory that has it is complete."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(config.vocab_size)
     files = weights_files(random_decoder(config), dtype=torch.bfloat16, eos_id=tokenizer.eos_id, generation={})
@@ -102,9 +109,9 @@ def write_random(config: ModelConfig, directory: Path) -> None:
 
 
 def random_decoder(config: ModelConfig) -> Decoder:
-    """Every matrix keeps the size of what goes through it, so that the text depends on all of them.
+    """Every matrix preserves the scale of its input, so that the output depends on all of them.
 
-    With the small numbers that training begins with, a tied head would only repeat the latest token.
+    With the small numbers of an initialization for training, a tied head would only repeat the latest token.
     """
     torch.manual_seed(0)
     decoder = Decoder(config)

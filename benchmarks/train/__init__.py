@@ -1,0 +1,1 @@
+"""Training speed against plain PyTorch and transformers.Trainer: `python -m benchmarks.train`."""

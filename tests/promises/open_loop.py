@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from app.common import event_loop
-from benchmarks.statistics import percentile
+from benchmarks.concurrency import percentile
 
 _ROOT = Path(__file__).parents[2]
 _TOKEN, _DONE, _ERROR = b"event: token\n", b"event: done\n", b"event: error\n"

@@ -16,7 +16,7 @@ from typing import Any
 
 from promise import RESULTS, Figure
 
-from benchmarks.result import this_machine
+from benchmarks.machine_info import this_machine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

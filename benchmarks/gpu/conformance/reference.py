@@ -1,7 +1,7 @@
 """Slow reference implementations of the operations of a step: one token at a time, in float64.
 
 Results are rounded to the number format where app/engine/gpu/kernels/interface.py says so, and stay float64 otherwise.
-Shape legend: D width, H query heads, K kv heads, G = H / K, C head_dim, L positions, F half of the numbers that turn.
+Shape legend: D width, H query heads, K kv heads, G = H / K, C head_dim, L positions, F half of the rotary dimensions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from model.config import Activation
 
 
 def attended(q_HC: Tensor, k_LKC: Tensor, v_LKC: Tensor, position: int, spec: AttentionSpec) -> Tensor:
-    """[H, C] of the token at `position`, whose sequence has these keys and values."""
+    """Attention output [H, C] of the token at `position`, given the keys and values of its sequence."""
     first = 0 if spec.window is None else max(0, position - spec.window + 1)
     group = q_HC.shape[0] // k_LKC.shape[1]
     k_LHC, v_LHC = (x[first : position + 1].double().repeat_interleave(group, dim=1) for x in (k_LKC, v_LKC))
@@ -28,7 +28,7 @@ def attended(q_HC: Tensor, k_LKC: Tensor, v_LKC: Tensor, position: int, spec: At
 
 
 def normed(x_D: Tensor, norm: NormSpec) -> Tensor:
-    """One row."""
+    """Normalizes one row."""
     wide_D = x_D.double()
     if norm.kind == "none":
         return wide_D
@@ -43,7 +43,7 @@ def normed(x_D: Tensor, norm: NormSpec) -> Tensor:
 def prepared(
     x_C: Tensor, weight_C: Tensor | None, spec: HeadsSpec, angles_F: tuple[Tensor, Tensor] | None, factor: float
 ) -> Tensor:
-    """One head of one token: normed, turned, times a factor; each rounded."""
+    """One head of one token: normalized, rotated, and scaled; each result rounded."""
     dtype = x_C.dtype
     if weight_C is not None:
         x_C = normed(x_C, NormSpec(kind="rmsnorm", weight=weight_C, eps=spec.eps)).to(dtype)
@@ -56,7 +56,7 @@ def prepared(
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """Of every number."""
+    """Elementwise activation."""
     wide = x.double()
     match activation:
         case "relu":

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from app.engine.gpu.kernels.interface import HeadsSpec, Kernels, NormSpec
 from benchmarks.gpu.conformance import reference
-from benchmarks.gpu.conformance.compare import Row, close, poisoned, random, rounded, same_bits
-from benchmarks.gpu.conformance.subject import subject
+from benchmarks.gpu.conformance.harness import Row, close, kernels_under_test, poisoned, random, rounded, same_bits
 from model.config import Activation, Norm
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,14 +29,14 @@ _LARGE_HEADS = (
 
 
 def check_add_norm(device: str, tiny: bool) -> Iterator[Row]:
-    """Residual and norm."""
+    """Residual addition and norm."""
     for n_tokens, width in ((3, 40),) if tiny else _LARGE_WIDTHS:
         for dtype in _FORMATS:
-            yield from norms(subject(device), n_tokens, width, dtype, device, _seed())
+            yield from norms(kernels_under_test(device), n_tokens, width, dtype, device, _seed())
 
 
 def check_split_heads(device: str, tiny: bool) -> Iterator[Row]:
-    """Queries and what the cache holds."""
+    """Queries, and what the KV cache holds."""
     for n_tokens, n_heads, n_kv_heads, head_dim, turned, normed in ((3, 3, 1, 12, 6, True),) if tiny else _LARGE_HEADS:
         for dtype in _FORMATS:
             norms = [random((head_dim,), dtype, device, _seed()) if normed else None for _ in "qk"]
@@ -50,18 +49,18 @@ def check_split_heads(device: str, tiny: bool) -> Iterator[Row]:
                 k_norm=norms[1],
                 q_factor=0.75 if normed else 1.0,
             )
-            yield from heads(subject(device), spec, n_tokens, dtype, device, _seed())
+            yield from heads(kernels_under_test(device), spec, n_tokens, dtype, device, _seed())
 
 
 def check_gate(device: str, tiny: bool) -> Iterator[Row]:
     """Activations."""
     for n_tokens, width in ((3, 40),) if tiny else _LARGE_WIDTHS:
         for dtype in _FORMATS:
-            yield from gates(subject(device), n_tokens, width, dtype, device, _seed())
+            yield from gates(kernels_under_test(device), n_tokens, width, dtype, device, _seed())
 
 
 def norms(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, device: str, seed: int) -> Iterator[Row]:
-    """Every kind, with and without a delta, weights and a bias."""
+    """Every kind of norm, with and without delta, weight and bias."""
     x_TD, delta_TD, parts_XD = (random((n, width), dtype, device, seed + n) for n in (n_tokens, n_tokens, 2))
     delta_TD = delta_TD * 3 + 1
     for kind in get_args(Norm):
@@ -98,7 +97,7 @@ def gates(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, devic
                 out_TF = kernels.gate(hidden_TX, activation, gated)
                 last_TF = kernels.gate(hidden_TX[-1:], activation, gated)
             yield close(what, out_TF, expected_TF)
-            if activation != "gelu":  # 1 + erf has few digits left where it is next to nothing
+            if activation != "gelu":  # 1 + erf has few significant digits near zero
                 yield rounded(what, out_TF, expected_TF)
             yield same_bits(f"{what}: alone", last_TF, out_TF[-1:])
 
@@ -106,7 +105,7 @@ def gates(kernels: Kernels, n_tokens: int, width: int, dtype: torch.dtype, devic
 def heads(
     kernels: Kernels, spec: HeadsSpec, n_tokens: int, dtype: torch.dtype, device: str, seed: int
 ) -> Iterator[Row]:
-    """With a rotary table and without; a token in three is kept nowhere."""
+    """With a rotary table and without; every third token has no cache slot."""
     n_rows = spec.n_heads + 2 * spec.n_kv_heads
     qkv_TX = random((n_tokens, n_rows * spec.head_dim), dtype, device, seed)
     angles_PF = 3 * random((50, spec.turned_dim // 2), torch.float32, "cpu", seed + 1)
@@ -115,29 +114,29 @@ def heads(
     positions_T = torch.randint(50, (n_tokens,), generator=generator, dtype=torch.int32)
     slots_T = torch.randperm(2 * n_tokens, generator=generator, dtype=torch.int32)[:n_tokens]
     slots_T[1::3] = -1
-    for rope, one in ((rope_PC, spec), (None, replace(spec, q_norm=None))):
+    for rope, variant in ((rope_PC, spec), (None, replace(spec, q_norm=None))):
         what = f"{spec.n_heads}/{spec.n_kv_heads} heads of {spec.head_dim}, {rope is not None=}, {dtype}, seed {seed}"
-        kept, last_kept = (_nothing_kept(qkv_TX, spec) for _ in range(2))
+        cache, last_cache = (_empty_cache(qkv_TX, spec) for _ in range(2))
         with poisoned():
-            found = kernels.split_heads(qkv_TX, one, positions_T.to(device), rope, kept, slots_T.to(device))
+            actual = kernels.split_heads(qkv_TX, variant, positions_T.to(device), rope, cache, slots_T.to(device))
             last = kernels.split_heads(
-                qkv_TX[-1:], one, positions_T[-1:].to(device), rope, last_kept, slots_T[-1:].to(device)
+                qkv_TX[-1:], variant, positions_T[-1:].to(device), rope, last_cache, slots_T[-1:].to(device)
             )
-        expected, kept_there = _expected(qkv_TX, one, positions_T.tolist(), rope, slots_T.tolist(), kept)
-        yield close(f"{what}: q", found, expected)
-        yield rounded(f"{what}: q", found, expected)
-        there = ~kept_there.isnan()
-        yield close(f"{what}: cache", kept[there], kept_there[there])
-        yield rounded(f"{what}: cache", kept[there], kept_there[there])
-        yield {"what": f"{what}: nothing else is written", "ok": bool(kept[~there].isnan().all())}
-        yield same_bits(f"{what}: alone", last, found[-1:])
+        expected, expected_cache = _expected(qkv_TX, variant, positions_T.tolist(), rope, slots_T.tolist(), cache)
+        yield close(f"{what}: q", actual, expected)
+        yield rounded(f"{what}: q", actual, expected)
+        written = ~expected_cache.isnan()
+        yield close(f"{what}: cache", cache[written], expected_cache[written])
+        yield rounded(f"{what}: cache", cache[written], expected_cache[written])
+        yield {"what": f"{what}: nothing else is written", "ok": bool(cache[~written].isnan().all())}
+        yield same_bits(f"{what}: alone", last, actual[-1:])
         slot = int(slots_T[-1])
         if slot >= 0:
-            yield same_bits(f"{what}: kept alone", last_kept.flatten(1, 2)[:, slot], kept.flatten(1, 2)[:, slot])
+            yield same_bits(f"{what}: kept alone", last_cache.flatten(1, 2)[:, slot], cache.flatten(1, 2)[:, slot])
 
 
-def _nothing_kept(qkv_TX: Tensor, spec: HeadsSpec) -> Tensor:
-    """A layer's cache in blocks of 16, with twice the slots that are needed; its last block is for padding rows."""
+def _empty_cache(qkv_TX: Tensor, spec: HeadsSpec) -> Tensor:
+    """A layer's cache in blocks of 16, with twice the needed slots; its last block is for padding rows."""
     n_blocks = 2 * len(qkv_TX) // 16 + 2
     return qkv_TX.new_full((2, n_blocks, 16, spec.n_kv_heads, spec.head_dim), float("nan"))
 
@@ -145,18 +144,18 @@ def _nothing_kept(qkv_TX: Tensor, spec: HeadsSpec) -> Tensor:
 def _expected(
     qkv_TX: Tensor, spec: HeadsSpec, positions: list[int], rope_PC: Tensor | None, slots: list[int], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, C] and the cache, in float64."""
+    """Expected queries [T, H, C] and cache, in float64."""
     cache = torch.full_like(like, float("nan"), dtype=torch.float64).flatten(1, 2)
     queries = []
     for qkv_X, position, slot in zip(qkv_TX, positions, slots, strict=True):
         half = spec.turned_dim // 2
         angles = None if rope_PC is None else (rope_PC[position, :half], rope_PC[position, half:])
-        every = qkv_X.unflatten(0, (-1, spec.head_dim)).split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
-        turned = [reference.prepared(x_C, spec.q_norm, spec, angles, spec.q_factor) for x_C in every[0]]
+        heads_by_kind = qkv_X.unflatten(0, (-1, spec.head_dim)).split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads))
+        turned = [reference.prepared(x_C, spec.q_norm, spec, angles, spec.q_factor) for x_C in heads_by_kind[0]]
         queries.append(torch.stack(turned))
         if slot >= 0:
-            keys = [reference.prepared(x_C, spec.k_norm, spec, angles, 1.0) for x_C in every[1]]
-            cache[0, slot], cache[1, slot] = torch.stack(keys), every[2].double()
+            keys = [reference.prepared(x_C, spec.k_norm, spec, angles, 1.0) for x_C in heads_by_kind[1]]
+            cache[0, slot], cache[1, slot] = torch.stack(keys), heads_by_kind[2].double()
     return torch.stack(queries), cache.view(like.shape)
 
 

@@ -1,32 +1,177 @@
 """Sampling on the device, in plain torch and by Triton, against app/engine/sampling/sampler.py: the same tokens.
 
-The oracle draws each case once for both: it takes rows one by one, most of the time of these comparisons.
+A token may differ from the reference's where rounding decides: where the random number lies so near the border between
+two tokens that sums in another order may fall on either side. The reference samples each case once for both samplers,
+since it takes rows one by one.
+
+Shape legend: S rows, V vocabulary, N most likely tokens.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from random import Random
 
 import torch
+from torch import Tensor
 
+from app.common.types import Request
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
-from app.engine.sampling.sampler import sample
-from benchmarks.gpu.conformance.compare import Row
+from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
+from app.engine.gpu.linears import WHOLE
+from app.engine.gpu.step import packed, unpacked
+from app.engine.sampling.logits_processors import adjust, forbid, weights
+from app.engine.sampling.sampler import Draw, sample, uniforms
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from benchmarks.gpu.conformance.harness import Row, triton_kernels
 from benchmarks.gpu.conformance.sampling_cases import Case, chance, edges
-from benchmarks.gpu.conformance.sampling_proof import Sample, wrong
-from benchmarks.gpu.conformance.subject import triton_kernels
+
+Sample = Callable[[Tensor, Tensor, Tensor, SamplingTable, SampleOut], None]
+_NEAR = 1e-6
+"""Share of the total weight within which rounding may decide."""
+_LOGPROB = 2e-5
+"""Absolute and relative tolerance of a log-probability: the reference's own error is 7e-6."""
+
+
+def draw(sampler: Sample, case: Case, device: str) -> tuple[list[SampledToken], SamplingTable, Tensor]:
+    """Sampled tokens, and the table with the resident row of each. Samples two padding rows as well."""
+    vocab, resident = case.logits_SV.shape[1], len(case.rows) + 3
+    table = SamplingTable(resident, vocab, device)
+    rows = Random(len(case.rows)).sample(range(resident - 1), len(case.rows))
+    _load(table, case, rows)
+    padding_rows = [resident - 1] * 2
+    rows_S = torch.tensor(rows + padding_rows, dtype=torch.int32, device=device)
+    positions_S = torch.tensor([row.position for row in case.rows] + [0, 0], dtype=torch.int32, device=device)
+    padded_SV = _with_row_padding(torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device))
+    out = SampleOut.empty(len(rows_S), device)
+    sampler(padded_SV, rows_S, positions_S, table, out)
+    sampled_tokens = unpacked(packed(out).cpu(), [row.params.logprobs for row in case.rows])
+    return sampled_tokens, table, rows_S[: len(rows)]
+
+
+def wrong(
+    sampler: Sample, case: Case, device: str, *, exact: bool = False, expected: Sequence[SampledToken] | None = None
+) -> Iterator[str]:
+    """A line for each row that differs from the reference.
+
+    Args:     exact: whether to report differences by rounding, too.     expected: the reference's tokens, if already
+    sampled.
+    """
+    logits_SV = case.logits_SV.to(device)
+    expected = expected or sample(logits_SV, case.rows)
+    sampled_tokens, table, rows_S = draw(sampler, case, device)
+    for i, (row, reference, sampled) in enumerate(zip(case.rows, expected, sampled_tokens, strict=True)):
+        if sampled.token != reference.token and (exact or not _is_near(logits_SV[i : i + 1], row, sampled, reference)):
+            yield f"{case.name}, row {i}: {sampled.token} instead of {reference.token}: {row.params}"
+        elif sampled.token is not None and row.params.logprobs is not None:
+            yield from (f"{case.name}, row {i}: {what}" for what in _wrong_scores(logits_SV[i], row, sampled))
+    if table.counts_RV is not None:
+        yield from _wrong_counts(table.counts_RV[rows_S.long()].cpu(), case, sampled_tokens)
+
+
+def _with_row_padding(logits_SV: Tensor) -> Tensor:
+    """The same logits with the row stride of app/engine/gpu/linears.py, and NaN between rows."""
+    rows, vocab = logits_SV.shape
+    return logits_SV.new_full((rows, -(-vocab // WHOLE) * WHOLE), torch.nan)[:, :vocab].copy_(logits_SV)
+
+
+def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:
+    device, words = table.words_RW.device, array("i")
+    tokens, owners, generated = array("i"), array("i"), array("b")
+    for resident, row in zip(rows, case.rows, strict=True):
+        request = _request(row)
+        assert table.fits(request)
+        words += table.words(request)
+        if table.is_counted(request):
+            tokens.extend(row.tokens)
+            owners.extend([resident] * len(row.tokens))
+            generated.extend([False] * row.n_prompt + [True] * len(row.generated))
+    table.load(
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor(words, dtype=torch.int32).view(len(rows), -1).to(device),
+        torch.tensor(tokens, dtype=torch.int32, device=device),
+        torch.tensor(owners, dtype=torch.int32, device=device),
+        torch.tensor(generated, dtype=torch.bool, device=device),
+    )
+
+
+def _request(row: SamplingInput) -> Request:
+    return Request(
+        id="", prompt=tuple(row.tokens[: row.n_prompt]), max_tokens=1, params=row.params, stop_ids=tuple(row.stop_ids)
+    )
+
+
+def _is_near(logits_1V: Tensor, row: SamplingInput, sampled: SampledToken, reference: SampledToken) -> bool:
+    """Whether the random number lies at the border between both tokens, by float64 weights."""
+    if row.is_greedy or sampled.token is None or reference.token is None:
+        return False
+    logits_1V = logits_1V.float().clone()
+    adjust(logits_1V, [row])
+    forbid(logits_1V, [row])
+    wide_1V = logits_1V.double()
+    weights_V = weights(wide_1V, wide_1V.amax(-1, keepdim=True), [row.params])[0]
+    until_V = weights_V.cumsum(0) / weights_V.sum()
+    low, high = sorted((sampled.token, reference.token))
+    (number,) = uniforms([Draw(row.params.seed, row.position, row.params.choice)])
+    return all(abs(float(border) - number) < _NEAR for border in (until_V[low], until_V[high - 1]))
+
+
+def _wrong_scores(logits_V: Tensor, row: SamplingInput, sampled: SampledToken) -> Iterator[str]:
+    assert sampled.token is not None and sampled.logprob is not None
+    exact_V = logits_V.double().log_softmax(-1).clamp(min=torch.finfo(torch.float32).min)
+    count = min(row.params.logprobs or 0, len(exact_V))
+    if len(sampled.top) != count:
+        yield f"{len(sampled.top)} most likely tokens instead of {count}"
+    if list(sampled.top) != sorted(sampled.top, key=lambda pair: (-pair[1], pair[0])):
+        yield f"not in order: {sampled.top}"
+    if dict(sampled.top).get(sampled.token, sampled.logprob) != sampled.logprob:
+        yield "the chosen token has two log-probabilities"
+    for token, value in ((sampled.token, sampled.logprob), *sampled.top):
+        if abs(value - float(exact_V[token])) > _LOGPROB * max(1.0, abs(value)):
+            yield f"log-probability {value} of token {token} instead of {float(exact_V[token])}"
+    if sampled.top:
+        yield from _wrong_order_or_omission(exact_V, [token for token, _ in sampled.top])
+
+
+def _wrong_order_or_omission(exact_V: Tensor, reported: list[int]) -> Iterator[str]:
+    """Finds tokens that are missing although they are more likely, or as likely with a lower id."""
+    if len(set(reported)) != len(reported):
+        yield f"reported twice: {reported}"
+    least = float(exact_V[reported[-1]])
+    others_V = exact_V.scatter(0, torch.tensor(reported, device=exact_V.device), float("-inf"))
+    if float(others_V.amax()) > least + 2 * _LOGPROB * max(1.0, abs(least)):
+        yield f"token {int(others_V.argmax())} is left out"
+    for a, b in pairwise(reported):
+        if exact_V[a] == exact_V[b] and a > b:
+            yield f"{a} before {b}, which is equally likely"
+    if bool((others_V[: reported[-1]] == exact_V[reported[-1]]).any()):
+        yield f"a token before {reported[-1]}, which is equally likely, is left out"
+
+
+def _wrong_counts(counts_SV: Tensor, case: Case, sampled_tokens: list[SampledToken]) -> Iterator[str]:
+    vocab = counts_SV.shape[1]
+    for i, (row, sampled) in enumerate(zip(case.rows, sampled_tokens, strict=True)):
+        p = row.params
+        if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+            new = [] if sampled.token is None else [sampled.token]
+            prompt_V = torch.bincount(torch.tensor(row.tokens[: row.n_prompt]), minlength=vocab) > 0
+            generated_V = torch.bincount(torch.tensor([*row.generated, *new], dtype=torch.int64), minlength=vocab)
+            if not torch.equal(counts_SV[i].long(), 2 * generated_V + prompt_V):
+                yield f"{case.name}, row {i}: its tokens are counted incorrectly"
 
 
 def check_samplers(device: str, tiny: bool) -> Iterator[Row]:
-    """Triton's only where there is a GPU, or its interpreter is asked for."""
-    subjects: dict[str, Sample] = {"torch": ReferenceKernels().sample}
+    """Checks both samplers; Triton's only on a GPU or in its interpreter."""
+    samplers: dict[str, Sample] = {"torch": ReferenceKernels().sample}
     if device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
-        subjects["triton"] = triton_kernels().sample
+        samplers["triton"] = triton_kernels().sample
     for case in _cases(tiny):
         expected = sample(case.logits_SV.to(device), case.rows)
-        for name, subject in subjects.items():
-            lines = list(wrong(subject, case, device, expected=expected))
+        for name, sampler in samplers.items():
+            lines = list(wrong(sampler, case, device, expected=expected))
             what = f"{name}, {case.name}, {len(case.rows)} rows of {case.logits_SV.shape[1]:,}"
             yield {"what": what, "ok": not lines, "value": len(lines), "unit": "wrong", "note": "; ".join(lines)[:300]}
 

@@ -45,7 +45,7 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"typical_p": 0.5, "min_p": 0.8, "temperature": 1.5},
     {"typical_p": 0.9, "top_k": 300, "top_p": 0.8, "min_p": 0.1},
 )
-"""Each way that a row can go; the rest is drawn by lot."""
+"""One entry per code path of a row; other parameters are random."""
 _EXTREMES: tuple[dict[str, Any], ...] = (
     {"top_p": 0.0},
     {"top_p": 0.0, "typical_p": 0.5},
@@ -68,7 +68,7 @@ _EXTREMES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Rows that are drawn together."""
+    """Rows that are sampled together."""
 
     name: str
     logits_SV: Tensor
@@ -76,18 +76,18 @@ class Case:
 
 
 def chance(name: str, vocab: int, rows: int, seed: int, *, dtype: torch.dtype = torch.float32) -> Case:
-    """Every kind of parameters in turn, on logits of many scales; half of the rows are penalised."""
-    lot, generator = Random(seed), torch.Generator().manual_seed(seed)
-    scales_S1 = torch.tensor([lot.choice((0.1, 1.0, 3.0, 10.0)) for _ in range(rows)])[:, None]
+    """Cycles through all kinds of parameters, on logits of many scales; half of the rows have penalties."""
+    rng, generator = Random(seed), torch.Generator().manual_seed(seed)
+    scales_S1 = torch.tensor([rng.choice((0.1, 1.0, 3.0, 10.0)) for _ in range(rows)])[:, None]
     logits_SV = (torch.randn(rows, vocab, generator=generator) * scales_S1).to(dtype)
-    return Case(name=name, logits_SV=logits_SV, rows=[_row(_params(lot, i, vocab), vocab, lot) for i in range(rows)])
+    return Case(name=name, logits_SV=logits_SV, rows=[_row(_params(rng, i, vocab), vocab, rng) for i in range(rows)])
 
 
 def edges(vocab: int, seed: int) -> Iterator[Case]:
-    """Ties, numbers at the ends of their ranges, rows that are not finite, and texts that may not end."""
-    lot, generator = Random(seed), torch.Generator().manual_seed(seed)
+    """Ties, numbers at the ends of their ranges, rows that are not finite, and sequences that may not end."""
+    rng, generator = Random(seed), torch.Generator().manual_seed(seed)
     noise_V = torch.randn(vocab, generator=generator)
-    every = [_row(SamplingParams(**(_seeded(lot) | kind)), vocab, lot) for kind in _KINDS + _EXTREMES]
+    every = [_row(SamplingParams(**(_seeded(rng) | kind)), vocab, rng) for kind in _KINDS + _EXTREMES]
     logits = {
         "equal": torch.zeros(vocab),
         "few values": (2 * noise_V).round(),
@@ -101,12 +101,12 @@ def edges(vocab: int, seed: int) -> Iterator[Case]:
     for name, logits_V in logits.items():
         yield Case(name=name, logits_SV=logits_V.expand(len(every), -1).clone(), rows=every)
     yield _not_finite(noise_V, every[: len(_KINDS)])
-    yield _far_along(noise_V, lot)
-    yield _endless(min(vocab, 16), lot)
+    yield _far_along(noise_V, rng)
+    yield _endless(min(vocab, 16), rng)
 
 
 def _not_finite(noise_V: Tensor, rows: list[SamplingInput]) -> Case:
-    """Every other row; the ones between draw as ever."""
+    """Every other row is not finite; the rows between must sample as usual."""
     logits_SV = noise_V.repeat(len(rows), 1)
     bad = (float("nan"), float("inf"), float("-inf"))
     for i in range(0, len(rows), 2):
@@ -115,41 +115,41 @@ def _not_finite(noise_V: Tensor, rows: list[SamplingInput]) -> Case:
     return Case(name="not finite", logits_SV=logits_SV, rows=rows)
 
 
-def _far_along(noise_V: Tensor, lot: Random) -> Case:
-    """Sequences as long as positions go: of an unpenalised row only the length is looked at."""
+def _far_along(noise_V: Tensor, rng: Random) -> Case:
+    """Sequences as long as positions allow: only the length of a row without penalties matters."""
     lengths = (1, 2**16, 2**24 + 1, 2**31 - 1)
-    rows = [SamplingInput(SamplingParams(**_seeded(lot)), range(length), 1) for length in lengths]
+    rows = [SamplingInput(SamplingParams(**_seeded(rng)), range(length), 1) for length in lengths]
     return Case(name="far along", logits_SV=noise_V.repeat(len(rows), 1), rows=rows)
 
 
-def _endless(vocab: int, lot: Random) -> Case:
-    """All tokens end the text, or all but one; which is forbidden, but not where nothing else is left."""
-    params = [SamplingParams(min_tokens=9, **_seeded(lot)) for _ in range(4)]
+def _endless(vocab: int, rng: Random) -> Case:
+    """All tokens but at most one end the text, which min_tokens forbids unless nothing else is left."""
+    params = [SamplingParams(min_tokens=9, **_seeded(rng)) for _ in range(4)]
     stops = [tuple(range(vocab)), tuple(range(1, vocab)), (0, *range(vocab)), (vocab,)]
     rows = [SamplingInput(p, [0, 1], 1, ids[:16]) for p, ids in zip(params, stops, strict=True)]
     return Case(name="endless", logits_SV=torch.zeros(len(rows), vocab), rows=rows)
 
 
-def _params(lot: Random, i: int, vocab: int) -> SamplingParams:
-    more = _seeded(lot) | {"logprobs": lot.choice((None, 0, 5, 20)), "min_tokens": lot.choice((0, 0, 4, 1000))}
+def _params(rng: Random, i: int, vocab: int) -> SamplingParams:
+    more = _seeded(rng) | {"logprobs": rng.choice((None, 0, 5, 20)), "min_tokens": rng.choice((0, 0, 4, 1000))}
     if i % 2:
         more |= {
-            "repetition_penalty": lot.choice((1.0, 1.3, 0.7)),
-            "presence_penalty": lot.choice((0.0, 0.5, -2.0)),
-            "frequency_penalty": lot.choice((0.0, -0.4, 1.1)),
+            "repetition_penalty": rng.choice((1.0, 1.3, 0.7)),
+            "presence_penalty": rng.choice((0.0, 0.5, -2.0)),
+            "frequency_penalty": rng.choice((0.0, -0.4, 1.1)),
         }
     if i % 4 == 0:
-        ids = {lot.randrange(2 * vocab) for _ in range(lot.choice((1, 3, 300)))}
-        more["logit_bias"] = tuple((token, lot.uniform(-9, 9)) for token in sorted(ids))
-    temperature = lot.choice((0.3, 0.8, 1.0, 1.5))
+        ids = {rng.randrange(2 * vocab) for _ in range(rng.choice((1, 3, 300)))}
+        more["logit_bias"] = tuple((token, rng.uniform(-9, 9)) for token in sorted(ids))
+    temperature = rng.choice((0.3, 0.8, 1.0, 1.5))
     return SamplingParams(**({"temperature": temperature} | more | _KINDS[i % len(_KINDS)]))
 
 
-def _seeded(lot: Random) -> dict[str, Any]:
-    return {"seed": lot.randrange(-(2**63), 2**63), "choice": lot.randrange(4)}
+def _seeded(rng: Random) -> dict[str, Any]:
+    return {"seed": rng.randrange(-(2**63), 2**63), "choice": rng.randrange(4)}
 
 
-def _row(params: SamplingParams, vocab: int, lot: Random) -> SamplingInput:
-    tokens = [lot.randrange(vocab) for _ in range(lot.randrange(1, 40))]
-    stop_ids = tuple(lot.randrange(vocab + 1) for _ in range(lot.randrange(4)))
-    return SamplingInput(params, tokens, lot.randrange(1, len(tokens) + 1), stop_ids)
+def _row(params: SamplingParams, vocab: int, rng: Random) -> SamplingInput:
+    tokens = [rng.randrange(vocab) for _ in range(rng.randrange(1, 40))]
+    stop_ids = tuple(rng.randrange(vocab + 1) for _ in range(rng.randrange(4)))
+    return SamplingInput(params, tokens, rng.randrange(1, len(tokens) + 1), stop_ids)
