@@ -1,7 +1,8 @@
 # Everything runs from a virtual environment that `make install` makes; all other targets install first if need be.
 #
 #   make serve [PORT=8000] [WEIGHTS=weights] [ARGS="--max-running 64"]
-#   make test [JOBS=4] [ARGS="tests/page/test_page.py"]
+#   make test [JOBS=4] [ARGS="tests/engine"]    all tests, or those of a folder or a file
+#   make test-fast [ARGS="tests/engine"]        unit tests alone, in about a minute
 #   make train DATA="books notes.txt" [OUT=out] [ARGS="--preset nano --max-minutes 10"]
 #   make clients [ONLY="openai-3 llm"]          real clients of /v1/completions, each in an environment of its own
 #   make peers [ARGS="--models default,C"]      other engines and servers beside ours, installed on first use
@@ -37,10 +38,10 @@ TORCH ?= $(or $(shell cat $(VENV)/torch 2>/dev/null),torch==2.13.0)
 .DEFAULT_GOAL := help
 FORCE:
 
-.PHONY: help FORCE install serve test train bench peers gpu-check lint lock clients promises redteam manifests ray container
+.PHONY: help FORCE install serve test test-fast train bench peers gpu-check lint lock clients promises redteam manifests ray container
 
 help:
-	@sed -n '3,16s/^# *//p' Makefile; echo "targets: install serve test train bench peers gpu-check lint lock clients promises redteam manifests ray container"
+	@sed -n '3,17s/^# *//p' Makefile; echo "targets: install serve test test-fast train bench peers gpu-check lint lock clients promises redteam manifests ray container"
 
 # The native kernels, where there is a C++ compiler; a moment where they are built already. torch computes without them.
 install: $(VENV)/installed
@@ -68,7 +69,8 @@ serve: install
 
 # JOBS test processes, a file each, and what they start: so many threads as there are cores in each of them would be in
 # each other's way, and those that spin would starve the others. Tests of what threads change ask for their number.
-# The longest files come first, as tests/longest.py says; xdist itself would begin with those of the most tests.
+# The longest files come first, as tests/support/longest_files.py says; xdist itself would begin with those of the most
+# tests.
 # One process more than CI has cores: the long tests mostly wait, for time-outs and for processes to start. Those are some
 # hundred, and each would compile our sources again where the environment forbids to keep what was compiled.
 # JOBS=0: all in one process, as --pdb needs it.
@@ -79,6 +81,13 @@ test: install
 		$(BIN)/python -m pytest $$run $(ARGS); status=$$?; \
 		case $$status in 0) ran=yes;; 5) ;; *) exit $$status;; esac; \
 	done; test $$ran = yes
+
+# For the inner loop: unit tests, without those that start a service, a browser, a compiler or a training run; what these
+# are is said in tests/conftest.py. Each process reads all test files, so no more of them than CI has cores.
+test-fast: JOBS = 2
+test-fast: install
+	@export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE=; \
+	exec $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --fast $(ARGS)
 
 train: install
 	@$(if $(strip $(DATA)),:,echo 'error: say what to train on: make train DATA="path ..."'; exit 2)
@@ -99,22 +108,22 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive app model benchmarks
-	$(BIN)/python tests/audit.py
+	$(BIN)/python -m tests.tools.audit
 
 # After a change of constraints.txt: the hashes of every pin, from the index.
 lock: install
-	$(BIN)/python tests/lock.py
+	$(BIN)/python -m tests.tools.lock
 
 # One test process: what is measured here must not wait for other tests. Some need minutes, the soak half an hour.
 promises: install
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE PYTHONPATH=. $(BIN)/python tests/promises/run.py $(ONLY) $(ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.promises.run $(ONLY) $(ARGS)
 
 # Attacks that are written from outside: the suite imports nothing of ours, and starts a service of its own.
 redteam: install
-	@PYTHONPATH=tests $(BIN)/python -m redteam $(ARGS)
+	@$(BIN)/python -m tests.redteam $(ARGS)
 
 clients: install
-	PYTHONPATH=tests:tests/promises PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/clients/run.py $(ONLY) $(ARGS)
+	PIP_ARGS="$(PIP_ARGS)" OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.clients.run $(ONLY) $(ARGS)
 
 # The schemas are of use to nothing else, and lie in an environment of their own.
 MANIFESTS := $(addprefix deploy/kubernetes/,deployment.yaml service.yaml autoscaler.yaml disruption.yaml network.yaml)
@@ -131,7 +140,7 @@ ray: install
 		$(BIN)/python -c "$$purelib" > "$$(.ray/bin/python -c "$$purelib")/inkstream.pth" && \
 		.ray/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 			-c $(VENV)/constraints.txt "ray[serve]==2.60.0"; }
-	PYTHONPATH=. .ray/bin/python tests/ray/guard.py tests/ray/run.py
+	PYTHONPATH=. .ray/bin/python -m tests.ray.guard -m tests.ray.run
 
 container: install
 	tests/container/run

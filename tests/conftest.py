@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gc
 import inspect
 import logging
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import termios
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from ctypes import CDLL
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from fake_compiler import compiled
 from hypothesis import HealthCheck, settings
-from longest import LONGEST
-from native import Sample, native_sample
-from native import compiled as compiled_sampler
-from promise import Promise
-from tiny import TEXT, WAY, tiny_weights
 
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.cpu.toolchain.cpu_target import BuildError, UnsupportedCpu
 from app.engine.cpu.toolchain.library_cache import ABI
 from app.engine.sampling.sampler import sample as torch_sample
+from tests.support.engine.native_sampler import Sample, native_sample
+from tests.support.engine.native_sampler import compiled as compiled_sampler
+from tests.support.fake_compiler import compiled
+from tests.support.longest_files import LONGEST
+from tests.support.model.tiny_models import TEXT, WAY, tiny_weights
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, forbid_servers, own_servers, start_server, stop_server
 
-ROOT = Path(__file__).parent.parent
 # Triton looks when it is imported, which nothing above does. Without a GPU its kernels run in its interpreter.
 if find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest_plugins = ["hand"]  # tests/page: fixtures of a real browser
+pytest_plugins = ["tests.support.page.browser"]
+
+TESTS = ROOT / "tests"
+# What `--fast` leaves out, besides tests and files that are marked slow: fixtures that start a service or a browser or
+# compile, and folders in which nearly every test does.
+SLOW_FIXTURES = {"browser", "native_library", "sampling_library", "server", "stub_library"}
+SLOW_FOLDERS = {TESTS / name for name in ("clients", "page", "promises", "ray")}
+SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 
 # No test speaks TLS, but httpx.get() would read the machine's 140 certificates each time it is called: 25 ms of CPU.
 os.environ.pop("SSL_CERT_FILE", None)
@@ -69,28 +70,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="repeat random tests many more times")
     parser.addoption("--full-size", action="store_true", help="tests of promises at their full sizes (make promises)")
     parser.addoption("--timed", choices=("no", "only"), help="tests marked timed, which want no others beside them")
+    parser.addoption("--fast", action="store_true", help="no tests that are slow or timed (make test-fast)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The one marker of ours."""
+    """The two markers of ours."""
     config.addinivalue_line("markers", "timed: holds seconds against a floor, and is run when all others have ended")
+    config.addinivalue_line("markers", "slow: starts a service, a compiler or a training run, or takes seconds")
+    if config.getoption("--fast"):
+        forbid_servers("this test starts a service: mark it slow, so that make test-fast leaves it out")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without timed tests need not be read for them."""
-    if config.getoption("--timed") != "only" or not collection_path.match("test_*.py"):
+    """Files need not be read for tests that are not wanted of them."""
+    if config.getoption("--fast") and collection_path in SLOW_FOLDERS:
+        return True
+    if not collection_path.match("test_*.py"):
         return None
-    return None if "pytest.mark.timed" in collection_path.read_text() else True
+    text = collection_path.read_text()
+    if config.getoption("--fast") and SLOW_FILE.search(text):
+        return True
+    return True if config.getoption("--timed") == "only" and "pytest.mark.timed" not in text else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first; timed tests only, or all others, where that is asked for."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    """The longest files first; timed tests only, all others, or fast ones only, where that is asked for."""
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     timed = config.getoption("--timed")
     others = [item for item in items if timed and (timed == "only") != bool(item.get_closest_marker("timed"))]
+    if config.getoption("--fast"):
+        others += [item for item in items if _is_slow(item) and item not in others]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    marked = any(item.get_closest_marker(name) for name in ("slow", "timed"))
+    return marked or not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:
@@ -133,7 +150,7 @@ def sampling_library(tmp_path_factory: pytest.TempPathFactory) -> CDLL:
     return compiled_sampler(tmp_path_factory.mktemp("native"))
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", pytest.param("native", marks=pytest.mark.slow)])
 def sample(request: pytest.FixtureRequest) -> Sample:
     """Both samplers: the same laws hold for each."""
     if request.param == "torch":
@@ -141,7 +158,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     return native_sample(request.getfixturevalue("sampling_library"))
 
 
-@pytest.fixture(params=["torch", "native", "int8"])
+@pytest.fixture(params=["torch", *(pytest.param(way, marks=pytest.mark.slow) for way in ("native", "int8"))])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """How tiny_engine() computes in this test; modules whose laws hold for every way use it for all their tests."""
     if request.param != "torch":
@@ -151,164 +168,14 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     WAY.reset(before)
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A running service."""
-
-    url: str
-    process: subprocess.Popen[str]
-    log: Path
-
-    def metric(self, name: str) -> float:
-        """A gauge or counter; labels belong to the name."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found.group(1))
-
-    def told(self) -> str:
-        """The whole lines of the log: the last one may be half written."""
-        return _whole_lines(self.log)
-
-    def tells(self, *words: str, since: int = 0) -> bool:
-        """Whether all these words come to the log behind so many characters: a thread of its own writes it, later."""
-        return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-        """Polls until `condition` holds or the time is over."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if condition():
-                return True
-            time.sleep(0.02)
-        return condition()
-
-
-_STARTED: list[subprocess.Popen[str]] = []
-"""Every service that start_server() has started and no test has stopped yet."""
-
-
 @pytest.fixture(autouse=True)
 def servers_end_with_their_test() -> Iterator[None]:
     """A test that fails between start_server() and stop_server() must not take the next one with it.
 
     Services of modules and of the session were started before this fixture is, and end with their own.
     """
-    before = list(_STARTED)
-    yield
-    for process in [process for process in _STARTED if process not in before]:
-        _kill(process)
-
-
-def start_server(
-    folder: Path,
-    weights: Path,
-    *flags: str,
-    wait: bool = True,
-    sabotage: str = "pass",
-    environment: Mapping[str, str] | None = None,
-    fake_ms: float | None = None,
-    terminal: int | None = None,
-) -> Server:
-    """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first.
-
-    `fake_ms`: around the fake engine of tests/promises, whose steps take so long. `terminal`: a descriptor of the one
-    that it hangs on.
-    """
-    program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", program]
-    if fake_ms is not None:
-        assert sabotage == "pass", "the fake service takes faults"
-        command = [sys.executable, str(ROOT / "tests/promises/fake_service.py"), str(fake_ms)]
-    log = folder / f"server-{time.monotonic_ns()}.log"
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | dict(environment or {})
-    # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
-    variables["INKSTREAM_KERNELS"] = "torch"
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
-            cwd=ROOT,
-            env=variables,
-            stderr=file,
-            stdout=file,
-            text=True,
-            preexec_fn=None if terminal is None else lambda: _hang_on(terminal),
-        )
-    _STARTED.append(process)
-    try:
-        return _ready_server(process, log, wait=wait)
-    except BaseException:
-        _kill(process)
-        raise
-
-
-def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:
-    """As soon as it listens; with `wait`, as soon as it completes texts."""
-    deadline = time.monotonic() + 120
-    while True:
-        has_ended = process.poll() is not None  # looked at first: all that it has said before is in the log
-        if found := re.search(r"listening on (http://[^\s\"]+)", _whole_lines(log)):
-            break
-        assert not has_ended and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    server = Server(found.group(1), process, log)
-    asked_next = 0.0
-    while wait:
-        # Reading the log costs next to nothing; a question each time would cost both sides a tenth of the start.
-        if "ready: " in log.read_text() or time.monotonic() >= asked_next:
-            asked_next = time.monotonic() + 0.5  # for services that log no such thing
-            if _status(server.url) == 200:
-                break
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    return server
-
-
-def _whole_lines(log: Path) -> str:
-    whole, newline, _ = log.read_bytes().rpartition(b"\n")
-    return (whole + newline).decode()
-
-
-def _hang_on(terminal: int) -> None:
-    """In the child: this is the terminal that it hangs on."""
-    os.setsid()
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
-
-def stop_server(server: Server) -> int:
-    """SIGTERM, and the exit code."""
-    if server.process.poll() is None:
-        server.process.send_signal(signal.SIGTERM)
-    try:
-        return server.process.wait(timeout=120)
-    except subprocess.TimeoutExpired:
-        _kill(server.process)
-        raise
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """With its engines, of which one may be stopped."""
-    if process.poll() is None:
-        children = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in _children_of(task)]
-        process.kill()
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-    process.wait()
-    _STARTED.remove(process)
-
-
-def _children_of(task: Path) -> list[int]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while we look
-        return [int(child) for child in (task / "children").read_text().split()]
-    return []
-
-
-def is_clean(server: Server, seconds: float = 60.0) -> bool:
-    """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
-    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
-    return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)
+    with own_servers():
+        yield
 
 
 @pytest.fixture
@@ -365,10 +232,3 @@ def _with_threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
-
-
-def _status(url: str) -> int:
-    try:
-        return httpx.get(f"{url}/health/ready").status_code
-    except httpx.TransportError:
-        return 0

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import ROOT, Server, start_server, stop_server
+from tests.support.paths import ROOT
+from tests.support.servers import Server, start_server, stop_server
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = ROOT / ".clients"

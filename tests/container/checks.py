@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
-from engine import (
+
+from tests.container.engine import (
     DIRECT,
     NGINX,
     PAGE,
@@ -32,7 +33,7 @@ from engine import (
     status,
     wait_for,
 )
-from streams import BODY, Crowd, Stream, visit_until_refused
+from tests.container.streams import BODY, Crowd, Stream, visit_until_refused
 
 SERVICE = Container("inkstream_inkstream_1")
 FRONT = Container("inkstream_nginx_1")

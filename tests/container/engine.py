@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 PAGE = ROOT / "docs/deploy.md"
 DIRECT, NGINX, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:8080", "http://127.0.0.1:9090"
 

@@ -4,7 +4,8 @@ import re
 
 import httpx
 import pytest
-from hand import (
+
+from tests.support.page.browser import (
     DONE,
     PROMPT,
     answer_with,

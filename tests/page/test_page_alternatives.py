@@ -1,7 +1,7 @@
 """A token's alternatives, and selecting one, in a real browser."""
 
-from hand import DONE, generate, play, status, text, wait_for
-from places import detail, piece, played, shows, stream, token
+from tests.support.page.browser import DONE, generate, play, status, text, wait_for
+from tests.support.page.token_view import detail, piece, played, shows, stream, token
 
 
 def test_the_popover_tells_the_place_and_goes_away_with_escape(page):

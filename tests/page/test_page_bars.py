@@ -2,8 +2,8 @@
 
 import re
 
-from hand import DONE, PROMPT, answer_with, play, set_fields, text, wait_for
-from places import piece, played, stream, token
+from tests.support.page.browser import DONE, PROMPT, answer_with, play, set_fields, text, wait_for
+from tests.support.page.token_view import piece, played, stream, token
 
 
 def open_bars(page):

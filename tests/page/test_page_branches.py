@@ -1,7 +1,8 @@
 """The tree of runs, continuations side by side, and what is announced, in a real browser."""
 
 import pytest
-from hand import DONE, PROMPT, generate, play, set_fields, start, text, wait_for
+
+from tests.support.page.browser import DONE, PROMPT, generate, play, set_fields, start, text, wait_for
 
 CHOICES = [{"index": 0, "finish_reason": "length"}, {"index": 1, "finish_reason": "stop"}]
 TWO = [

@@ -5,7 +5,8 @@ import re
 import subprocess
 
 import pytest
-from hand import PROMPT, generate, play, set_fields, setting, start, status, text, wait_for
+
+from tests.support.page.browser import PROMPT, generate, play, set_fields, setting, start, status, text, wait_for
 
 RECEIPT = {
     "weights_version": "w",

@@ -1,9 +1,10 @@
 """2,000 tokens without a stutter: the work of the page in each frame while text streams."""
 
 import pytest
-from frames import measured
-from hand import DONE, PROMPT, generate, play, text
-from places import WORDS, inspect, played
+
+from tests.support.page.browser import DONE, PROMPT, generate, play, text
+from tests.support.page.frame_times import measured
+from tests.support.page.token_view import WORDS, inspect, played
 
 BUDGET_MS = 8  # about half of a frame at 60 Hz, for everything that the page does
 TOKENS = 2000

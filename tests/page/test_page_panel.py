@@ -3,7 +3,20 @@
 import json
 
 import pytest
-from hand import DONE, PROMPT, complete, generate, play, set_fields, setting, start, status, text, wait_for
+
+from tests.support.page.browser import (
+    DONE,
+    PROMPT,
+    complete,
+    generate,
+    play,
+    set_fields,
+    setting,
+    start,
+    status,
+    text,
+    wait_for,
+)
 
 LEFT_OUT = {"prompt", "stream", "echo", "user", "request_id", "logprobs", "truncate_prompt_tokens", "source"}
 START = ("start", {"seed": 7, "model": "tiny", "weights_version": "w", "settings": {"temperature": 0.9}})

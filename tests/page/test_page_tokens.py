@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
-from hand import DONE, PROMPT, generate, play, text, wait_for
-from places import WORDS, inspect, played, shows, stream, token, trickle
+
+from tests.support.page.browser import DONE, PROMPT, generate, play, text, wait_for
+from tests.support.page.token_view import WORDS, inspect, played, shows, stream, token, trickle
 
 COLOUR = "(e, name) => getComputedStyle(e)[name].match(/\\d+/g).slice(0, 3).map(Number)"
 

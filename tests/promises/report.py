@@ -14,9 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from promise import RESULTS, Figure
-
 from benchmarks.machine_info import this_machine
+from tests.support.promise_figures import RESULTS, Figure
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

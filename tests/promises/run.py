@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-import report
-from promise import RESULTS
+from tests.promises import report
+from tests.support.promise_figures import RESULTS
 
 _MOST_SECONDS = 45 * 60.0
 """For one file. The longest is the soak's: half an hour, and its control."""

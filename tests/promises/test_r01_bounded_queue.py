@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import open_loop
 import pytest
-from conftest import Server, is_clean, start_server, stop_server
-from open_loop import Plan
-from promise import Promise
+
+from tests.support.load import open_loop
+from tests.support.load.open_loop import Plan
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 _SLOTS, _TOKENS, _STEP, _QUEUE = 4, 160, 0.005, 12
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)

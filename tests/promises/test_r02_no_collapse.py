@@ -7,11 +7,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import open_loop
 import pytest
-from conftest import Server, start_server, stop_server
-from open_loop import Outcome, Plan
-from promise import Promise
+
+from tests.support.load import open_loop
+from tests.support.load.open_loop import Outcome, Plan
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _SLOTS, _TOKENS, _STEP = 4, 60, 0.005
 _CAPACITY = _SLOTS / (_TOKENS * _STEP)

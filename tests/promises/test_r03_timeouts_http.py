@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from raw import (
+
+from tests.support.http.raw_client import (
     STREAM,
     connect,
     dribble,
@@ -27,6 +26,8 @@ from raw import (
     seconds_until_close,
     status_of,
 )
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 HEAD, BODY, IDLE, WRITE = 0.5, 0.7, 0.9, 0.6
 FLAGS = ["--head-timeout", HEAD, "--body-timeout", BODY, "--keep-alive-timeout", IDLE, "--write-timeout", WRITE]

@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, is_clean, start_server, stop_server
-from promise import Promise
+
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 _QUEUE_SECONDS = 1.0
 _HOLDER: dict[str, Any] = {"prompt": "hold", "max_tokens": 8000, "ignore_eos": True}

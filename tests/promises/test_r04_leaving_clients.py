@@ -16,9 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from promise import Promise
+
+from tests.support.armed_faults import Faults
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True}
 _SHORT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}

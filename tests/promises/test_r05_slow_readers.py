@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from crowd_of_streams import read_streams
-from promise import Promise
-from raw import connect, post
+
+from tests.support.armed_faults import Faults
+from tests.support.http.raw_client import connect, post
+from tests.support.load.concurrent_streams import read_streams
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 WRITE_TIMEOUT = 2.0
 STALLED: dict[str, Any] = {"prompt": "a", "max_tokens": 700, "ignore_eos": True}

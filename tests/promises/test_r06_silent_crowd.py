@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from raw import STREAM, get, post, read_all, read_answer, status_of
-from taken import has_taken_all
+
+from tests.support.http.raw_client import STREAM, get, post, read_all, read_answer, status_of
+from tests.support.http.socket_queues import has_taken_all
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 MOST, OF_ONE = 40, 20
 HALF_HEAD, HALF_BODY = get()[:-2], post({"prompt": "a" * 100})[:-50]

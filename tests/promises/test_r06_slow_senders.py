@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import Server, start_server, stop_server
-from crowd_of_streams import Background
-from promise import Promise
-from raw import get, post
+
+from tests.support.http.raw_client import get, post
+from tests.support.load.concurrent_streams import Background
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 DEADLINE, LATE = 1.5, 1.0
 FLAGS = [f"--{name}-timeout={DEADLINE}" for name in ("head", "body", "write")]

@@ -13,13 +13,14 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ROOT, Server, start_server, stop_server
-from promise import Promise
-from raw import connect, error_of, get, post, read_all, read_answer, status_of
-from taken import has_taken_all
-from wire import whole
 
 from app.http.connection_limits import possible_connections
+from tests.support.completion_client import whole
+from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
+from tests.support.http.socket_queues import has_taken_all
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 LIMIT_256 = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 HALF_BODY = post({"prompt": "a" * 100})[:-50]

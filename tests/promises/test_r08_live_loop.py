@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import open_loop
 import pytest
-from arming import Faults
-from conftest import Server, start_server
-from open_loop import Plan
-from promise import Promise
+
+from tests.support.armed_faults import Faults
+from tests.support.load import open_loop
+from tests.support.load.open_loop import Plan
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server
 
 _SLOTS = 32
 _LONG: dict[str, Any] = {

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from visitors import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
+
+from tests.support.armed_faults import Faults
+from tests.support.load.concurrent_clients import Ask, crowd, engine_pid, is_gone, is_live, is_ready, visit
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _SILENCE = 1.0
 _ASKS = [

@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, is_clean, start_server, stop_server
-from promise import Promise
-from tiny import tiny_weights
-from visitors import Answer, Ask, crowd, engine_pid, is_ready, visit
 
 from app.engine_client.crash_recovery import PROOF
+from tests.support.armed_faults import Faults
+from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
+from tests.support.model.tiny_models import tiny_weights
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 _TEXT: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 1.0}
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from crowd_of_streams import Background, read_streams
-from promise import Promise
-from raw import connect, error_of, get, post, read_all, read_answer, status_of
+
+from tests.support.armed_faults import Faults
+from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
+from tests.support.load.concurrent_streams import Background, read_streams
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 STEP_MS = 5
 

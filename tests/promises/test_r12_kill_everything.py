@@ -16,11 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from fake_compiler import FakeCompiler, fake_compiler
-from promise import Promise
-from visitors import Ask, children, crowd, engine_pid, engine_pids, is_gone, visit
+
+from tests.support.armed_faults import Faults
+from tests.support.fake_compiler import FakeCompiler, fake_compiler
+from tests.support.load.concurrent_clients import Ask, children, crowd, engine_pid, engine_pids, is_gone, visit
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _ASKS = [
     Ask(body={"prompt": "Once", "max_tokens": 150, "ignore_eos": True, "seed": seed, "temperature": 1.0})

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
-from disk import Operations, kill, watched
-from promise import Promise
-from test_r18_disk_full import _save_run, _version_of_run
-from tiny import TEXT
 
 from model.train.training_checkpoint import load_snapshot
+from tests.promises.test_r18_disk_full import _save_run, _version_of_run
+from tests.support.disk_faults import Operations, kill, watched
+from tests.support.model.tiny_models import TEXT
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
 
 
 def _save_and_die(folder: Path, at: int) -> int:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from arming import arm_this_process
-from crowd import POISON, VICTIM, Outcome, crowd, poisoned_decoder, serve
-from promise import Promise
-from tiny import tiny_engine
 
 from app.common.fault_injection import InjectedFault
 from app.common.types import Request
 from app.engine.execution.engine import Engine
 from app.engine.scheduling.block_allocator import BlockAllocator
+from tests.support.armed_faults import arm_this_process
+from tests.support.engine.mixed_requests import POISON, VICTIM, Outcome, crowd, poisoned_decoder, serve
+from tests.support.model.tiny_models import tiny_engine
+from tests.support.promise_figures import Promise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES = {

@@ -16,15 +16,15 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from tiny import TEXT, VOCAB, tiny_config, tiny_decoder
-from wire import parse_events
 
 from model.checkpoint.checkpoint import weights_files
 from model.files import write_files
 from model.tokenizer.tokenizer import Tokenizer
+from tests.support.armed_faults import Faults
+from tests.support.completion_client import parse_events
+from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 N, VICTIM = 32, 16
 MODES = ("events", "whole", "chunks")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from arming import arm_this_process
-from crowd import VICTIM, Outcome, crowd, serve
-from promise import Promise
-from tiny import tiny_decoder, tiny_engine
 
 from app.engine.execution.engine import Engine
+from tests.support.armed_faults import arm_this_process
+from tests.support.engine.mixed_requests import VICTIM, Outcome, crowd, serve
+from tests.support.model.tiny_models import tiny_decoder, tiny_engine
+from tests.support.promise_figures import Promise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
-from tiny import tiny_decoder, tiny_engine
 
 from app.common.types import Request, SampledEvent, SamplingParams
 from app.engine.scheduling.block_allocator import BlockAllocator
+from tests.support.armed_faults import Faults
+from tests.support.engine.scheduler_simulation import Delivered, SimulatedDevice, alone, make_scheduler, step
+from tests.support.model.tiny_models import tiny_decoder, tiny_engine
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 CLIENTS, LENGTH, BLOCK = 64, 64, 16
 MOST = 4

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arming import Faults
-from conftest import Server, is_clean, start_server, stop_server
-from promise import Promise
-from visitors import Answer, Ask, crowd, engine_pid, is_ready, visit
-from wire import parse_events
+
+from tests.support.armed_faults import Faults
+from tests.support.completion_client import parse_events
+from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 120, "temperature": 1.0, "seed": 3}
 _FLAGS = ("--engine-silence", "3", "--resume-seconds", "0")

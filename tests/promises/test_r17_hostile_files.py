@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conftest import ROOT
-from hostile import GROWTH_MIB, SABOTAGE, SECONDS
-from promise import Promise
+from tests.support.model.check_mutated_weights import GROWTH_MIB, SABOTAGE, SECONDS
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
 
 
 def _run(folder: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, "tests/hostile.py", str(folder), *flags]
+    command = [sys.executable, "-m", "tests.support.model.check_mutated_weights", str(folder), *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUST_BACKTRACE": "0"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     current = folder / "current"

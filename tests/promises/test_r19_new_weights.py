@@ -15,15 +15,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from arming import Faults
-from bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from steady_load import Answer, SteadyLoad, mixed
-from wire import Event, parse_events, text_of
 
 from app.cli import check
 from model.files import write_files
+from tests.support.armed_faults import Faults
+from tests.support.completion_client import Event, parse_events, text_of
+from tests.support.load.steady_load import Answer, SteadyLoad, mixed
+from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _FOX = {"prompt": "The fox", "max_tokens": 60, "temperature": 0, "seed": 3, "ignore_eos": True}

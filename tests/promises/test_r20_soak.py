@@ -19,8 +19,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import Server, is_clean, start_server, stop_server
-from promise import Promise
+
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 CI_FLOOR = 400.0
 """MiB an hour: 0.11 MiB a second, 1 KiB a request or so."""
@@ -185,7 +187,7 @@ def _is_flat(soaked: tuple[list[Sample], Crowd]) -> bool:
 def _start(folder: Path, weights: Path) -> tuple[Server, Path]:
     hook, tasks = folder / "hook", folder / "tasks"
     hook.mkdir()
-    shutil.copy(Path(__file__).with_name("soak_hook.py"), hook / "sitecustomize.py")
+    shutil.copy(ROOT / "tests/support/soak_hook.py", hook / "sitecustomize.py")
     environment = {"PYTHONPATH": str(hook), "SOAK_TASKS": str(tasks), "MALLOC_ARENA_MAX": "2"}
     # Memory that is meant to be taken is taken soon: a stream that broke off can be resumed for a minute by default,
     # and the prefix cache remembers texts until its blocks are used up, of which the fake engine has 16,384.

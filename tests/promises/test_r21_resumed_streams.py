@@ -16,10 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, is_clean, start_server, stop_server
-from promise import Promise
-from visitors import engine_pids, is_ready
-from wire import Event, parse_events, stream, text_of
+
+from tests.support.completion_client import Event, parse_events, stream, text_of
+from tests.support.load.concurrent_clients import engine_pids, is_ready
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 _BODY: dict[str, Any] = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
 _AT_ONCE = 8

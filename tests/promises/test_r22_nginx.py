@@ -14,10 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from raw import post
-from wire import parse_events, text_of
+
+from tests.support.completion_client import parse_events, text_of
+from tests.support.http.raw_client import post
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin")
 pytestmark = [

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from crowd import Outcome, crowd
-from promise import Promise
-from tiny import tiny_decoder, tiny_engine
 
 from app.common.types import Request
 from app.engine.execution.engine import Engine
+from tests.support.engine.mixed_requests import Outcome, crowd
+from tests.support.model.tiny_models import tiny_decoder, tiny_engine
+from tests.support.promise_figures import Promise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROUND = 67

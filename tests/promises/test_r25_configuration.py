@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from conftest import ROOT
-from promise import Promise
 from pydantic.fields import FieldInfo
 
 from app.cli.serve import flag
 from app.common.settings import Settings
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
 
 DIGITS = "9" * 5000
 """More than Python makes an integer of."""

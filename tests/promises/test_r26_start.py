@@ -16,8 +16,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import ROOT
-from promise import Promise
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
 
 LIVE, READY = 4.0, 15.0
 """Seconds that a start may take where others share the cores."""

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from promise import Promise
-from simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, make_scheduler
 
 from app.common.types import BatchPlan, Request, SamplingParams, Sequence, StepReport
 from app.engine.execution.engine import Engine, FaultIsolation
 from app.engine.sampling.sampler_io import StepResult
 from app.engine.scheduling.block_allocator import BlockAllocator
 from app.engine.scheduling.scheduler import Scheduler
+from tests.support.engine.scheduler_simulation import EOS, VOCAB, Delivered, SimulatedDevice, alone, make_scheduler
+from tests.support.promise_figures import Promise
 
 LONGEST, BLOCK_SIZE, BLOCKS = 20, 2, 16
 EXAMPLES: list[int] = []

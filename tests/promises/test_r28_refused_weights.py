@@ -19,13 +19,14 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
-from conftest import ROOT, Server, start_server, stop_server
-from promise import Promise
 
 from app.cli import check
 from app.serving.service import FAILURES, RECHECK_SECONDS
+from tests.support.armed_faults import Faults
+from tests.support.model.bad_weights import BAD, KV_BLOCKS, bad_weights, good_weights
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TM = ("--dtype", "float32", "--threads", "1", "--kv-blocks", str(KV_BLOCKS))

@@ -17,11 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from bad_weights import good_weights
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from visitors import Answer, Ask, children, crowd, engine_pid, is_ready, visit
+
+from tests.support.armed_faults import Faults
+from tests.support.load.concurrent_clients import Answer, Ask, children, crowd, engine_pid, is_ready, visit
+from tests.support.model.bad_weights import good_weights
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 _TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"

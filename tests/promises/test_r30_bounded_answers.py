@@ -18,11 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from keyed import Keyring, bearer
-from promise import Promise
-from raw import connect
+
+from tests.support.armed_faults import Faults
+from tests.support.http.raw_client import connect
+from tests.support.keyed_server import Keyring, bearer
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 TEXT = "Once upon a time there was a fox who sang to the moon. "
 MOST_MEMORY = 2048

@@ -13,11 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, stop_server
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from keyed import Keyring, bearer, exchange, keyed_server, raw, request_lines, status_of
-from promise import Promise
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 
@@ -25,6 +22,9 @@ from app.common.settings import Settings
 from app.http.auth import AuthMiddleware, public_routes
 from app.http.request_log import RequestLogMiddleware
 from app.main import create_app
+from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, raw, request_lines, status_of
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, stop_server
 
 PAGE = {"/", *(f"/web/{room}{{name}}" for room in ("", "request/", "text/", "tokens/"))}
 PUBLIC = {*PAGE, "/health", "/health/live", "/health/ready"}

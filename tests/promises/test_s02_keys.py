@@ -16,13 +16,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT, Server, stop_server
-from keyed import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
-from promise import Promise
 
 from app.access import api_keys as keys_module
 from app.access.api_keys import MOST_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 from app.access.rate_limiter import RateLimits
+from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, stop_server
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT, start_server, stop_server
-from keyed import Keyring, keyed_server
-from promise import Promise
 
 from app.cli.serve import main as serve_verb
 from app.common import logs
+from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import start_server, stop_server
 
 
 def _serve(weights: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import open_loop
 import pytest
-from conftest import Server, start_server
-from open_loop import Plan
-from promise import Promise
+
+from tests.support.load import open_loop
+from tests.support.load.open_loop import Plan
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server
 
 _SLOTS, _STEP = 16, 0.005
 _CALLERS = {name: {} for name in ("flood", "guest")} | {

@@ -13,9 +13,10 @@ from select import select
 from typing import Any
 
 import pytest
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from raw import connect, error_of, get, post, read_all, read_answer, status_of
+
+from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 HEADERS, URL, BODY, COUNT = 16384, 8192, 1 << 20, 100
 

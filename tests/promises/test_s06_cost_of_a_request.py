@@ -16,8 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, start_server, stop_server
-from promise import Promise
+
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 _MEGABYTE = (1 << 20) - 200
 _SLACK = 6 << 20

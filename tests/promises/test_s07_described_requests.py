@@ -14,9 +14,10 @@ from random import Random
 from urllib.parse import urlencode, urlsplit
 
 import httpx
-from conftest import Server, is_clean, start_server, stop_server
-from described import Asked, Maker
-from promise import Promise
+
+from tests.support.http.openapi_requests import Asked, Maker
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, is_clean, start_server, stop_server
 
 
 def _send(connection: http.client.HTTPConnection, asked: Asked) -> tuple[int, bytes, str]:

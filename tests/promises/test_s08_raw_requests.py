@@ -8,9 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import is_clean, start_server, stop_server
-from promise import Promise
-from raw import connect, get, post, read_all
+
+from tests.support.http.raw_client import connect, get, post, read_all
+from tests.support.promise_figures import Promise
+from tests.support.servers import is_clean, start_server, stop_server
 
 SEEDS = [
     get(),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Server, start_server, stop_server
-from keyed import Keyring, exchange, keyed_server, raw, request_lines, status_of
-from promise import Promise
 
 from app.api.completion_fields import SamplingFields
+from tests.support.keyed_server import Keyring, exchange, keyed_server, raw, request_lines, status_of
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 ALLOWED, OTHER = "https://notes.example", "https://evil.example"
 FORMS = (

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Server, start_server, stop_server
-from keyed import exchange, raw, status_of
-from promise import Promise
-from test_s01_deny_by_default import PUBLIC
+
+from tests.promises.test_s01_deny_by_default import PUBLIC
+from tests.support.keyed_server import exchange, raw, status_of
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 OURS = [
     "localhost",

@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ROOT, Server, stop_server
-from hand import chromium
-from keyed import Keyring, keyed_server
-from promise import Promise
+
+from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.page.browser import chromium
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, stop_server
 
 WEB = ROOT / "app/web"
 WRITES_MARKUP = re.compile(

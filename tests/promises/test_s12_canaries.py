@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, stop_server
-from keyed import Keyring, exchange, keyed_server, line_of, log_lines, raw
-from promise import Promise
 
 from app.common import logs
 from app.http.request_log import RequestLogMiddleware
+from tests.support.armed_faults import Faults
+from tests.support.keyed_server import Keyring, exchange, keyed_server, line_of, log_lines, raw
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, stop_server
 
 _DOORS = ("/complete", "/v1/completions")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server, start_server, stop_server
-from keyed import Keyring, exchange, keyed_server, line_of, log_lines, raw, request_lines
-from promise import Promise
+
+from tests.support.armed_faults import Faults
+from tests.support.keyed_server import Keyring, exchange, keyed_server, line_of, log_lines, raw, request_lines
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 FIELDS = {"time", "level", "message", "request_id", "method", "route", "status", "key", "outcome", "duration_ms"}
 MORE = {"prompt_tokens", "cached_tokens", "completion_tokens", "queue_ms", "first_token_ms"}

@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, stop_server
-from keyed import Keyring, keyed_server
-from promise import Promise
+
+from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, stop_server
 
 NAMES = ("alice", "bob", "carol")
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT, Server, start_server, stop_server
-from promise import Promise
-from wire import stream, whole
+
+from tests.support.completion_client import stream, whole
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 FILES = sorted(path for folder in ("app", "model") for path in (ROOT / folder).rglob("*.py"))
 MODULES = {

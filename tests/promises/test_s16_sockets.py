@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import Server, start_server, stop_server
-from promise import Promise
-from wire import whole
+from tests.support.completion_client import whole
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 LISTEN, ESTABLISHED, SYN_SENT = "0A", "01", "02"
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
-from promise import Promise
+
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = (ROOT / "docker-compose.yml").read_text()

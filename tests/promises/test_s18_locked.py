@@ -11,9 +11,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from lock import DEVELOPMENT, SERVING, locked, pins, serving
-from promise import Promise
+
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.tools.lock import DEVELOPMENT, SERVING, locked, pins, serving
 
 HOLE = {
     "id": "GHSA-test", "modified": "2026-01-01T00:00:00Z", "summary": "a hole", "details": "a hole",
@@ -54,7 +55,7 @@ def osv() -> Iterator[str]:
 
 
 def _audit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tests/audit.py", *arguments]
+    command = [sys.executable, "-m", "tests.tools.audit", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -119,4 +120,4 @@ def test_an_unreachable_service_is_reported_and_blocks_no_build(tmp_path: Path) 
 def test_make_lint_asks_for_known_holes_each_time() -> None:
     """The real question needs the internet, and is asked there alone: once in every run of CI."""
     recipe = (ROOT / "Makefile").read_text().partition("\nlint: install\n")[2].partition("\n\n")[0]
-    assert "$(BIN)/python tests/audit.py" in recipe.splitlines()[-1]
+    assert "$(BIN)/python -m tests.tools.audit" in recipe.splitlines()[-1]

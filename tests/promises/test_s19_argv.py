@@ -7,9 +7,10 @@ import hashlib
 from pathlib import Path
 
 import httpx
-from conftest import stop_server
-from keyed import Keyring, keyed_server
-from promise import Promise
+
+from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.promise_figures import Promise
+from tests.support.servers import stop_server
 
 
 def _family(pid: int) -> list[int]:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Server, start_server, stop_server
-from keyed import exchange, raw
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from promise import Promise
+
+from tests.support.keyed_server import exchange, raw
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 
 @pytest.fixture(scope="module")

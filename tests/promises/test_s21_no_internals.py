@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Server, start_server, stop_server
-from keyed import exchange, raw
-from promise import Promise
 
 from app.api.native.routes import CompleteRequest
 from app.api.openai.schemas import ChatRequest, CompletionsRequest
 from app.api.score import ScoreRequest
 from app.api.tokens import DetokenizeRequest, TokenizeRequest
+from tests.support.keyed_server import exchange, raw
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 BODIES = {
     "/complete": CompleteRequest,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from conftest import ROOT
-from promise import Promise
+
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
 
 PAGE = (ROOT / "SECURITY.md").read_text()
 SECTIONS = {

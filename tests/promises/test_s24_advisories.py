@@ -22,13 +22,14 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ROOT, Server, start_server, stop_server
-from keyed import exchange, line_of, raw, request_lines, status_of
-from promise import Promise
 
 from app.chat.messages import RenderJob
 from app.chat.template_worker import render
 from app.engine.scheduling.block_allocator import BlockPool
+from tests.support.keyed_server import exchange, line_of, raw, request_lines, status_of
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server, stop_server
 
 Check = Callable[[Server], None]
 TEXT: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 3, "stream": False}

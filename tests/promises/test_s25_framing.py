@@ -19,13 +19,13 @@ from typing import Any
 import httptools
 import pytest
 import uvloop
-from conftest import Server, stop_server
-from framing import Harness, Served, compare, difference, read_with_h11, shrunk
-from http_messages import KINDS, Message, generate
-from keyed import Keyring, exchange, keyed_server
-from promise import Promise
 
 from app.http.http_protocol import HttpProtocol, RequestParser
+from tests.support.http.framing_harness import Harness, Served, compare, difference, read_with_h11, shrunk
+from tests.support.http.message_generator import KINDS, Message, generate
+from tests.support.keyed_server import Keyring, exchange, keyed_server
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, stop_server
 
 SEED = os.environ.get("FRAMING_SEED", "S25")
 """Another seed tests other messages; a failure names the seed and the index of the message."""

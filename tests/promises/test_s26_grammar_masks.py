@@ -15,11 +15,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import ROOT, Server
-from grammar_corpus import BOMBS, Guided
-from keyed import Keyring, is_alive, keyed_server
-from promise import Promise
+
+from tests.support.armed_faults import Faults
+from tests.support.engine.grammar_corpus import BOMBS, Guided
+from tests.support.keyed_server import Keyring, is_alive, keyed_server
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server
 
 pytest.importorskip("llguidance")
 

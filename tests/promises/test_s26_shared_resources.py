@@ -10,26 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server
-from keyed import Keyring, keyed_server
-from neighbors import Cost, Load, cost, running
-from promise import Promise
+
+from tests.support.armed_faults import Faults
+from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.load.noisy_neighbor import Cost, Load, cost, running
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server
 
 _TARGET, _FLOOR = 3, 5
 _BYTES = (1 << 20) - 200
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Arms the faults of the services."""
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
-    """Two keys without quotas."""
-    return Keyring.of(tmp_path_factory.mktemp("keys") / "keys", "victim", "attacker")
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from arming import Faults
-from conftest import Server
-from keyed import Keyring, keyed_server
-from neighbors import Cost, Load, cost, running
-from promise import Promise
+
+from tests.support.armed_faults import Faults
+from tests.support.keyed_server import Keyring, keyed_server
+from tests.support.load.noisy_neighbor import Cost, Load, cost, running
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server
 
 _TARGET, _FLOOR = 3, 5
 _MEGABYTE = "Once upon a time there was a fox. " * 30_000
@@ -31,18 +32,6 @@ _BOMBS = [
     for a, b, c in ((999983, 999979, 999961), (999979, 999953, 999931), (999961, 999917, 999907))
 ]
 """Tell multiples of large primes by their digits: as many states as the product has."""
-
-
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Arms the faults of the service."""
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
-    """Two keys without quotas."""
-    return Keyring.of(tmp_path_factory.mktemp("keys") / "keys", "victim", "attacker")
 
 
 @pytest.fixture(scope="module")

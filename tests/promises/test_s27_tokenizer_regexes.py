@@ -18,15 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import open_loop
 import pytest
-from arming import Faults
-from conftest import ROOT, Server, start_server
-from open_loop import Plan
-from promise import Promise
 from tokenizers import Regex, pre_tokenizers
 
 from model.tokenizer.regexes import LINEAR_PATTERNS, attacks
+from tests.support.armed_faults import Faults
+from tests.support.load import open_loop
+from tests.support.load.open_loop import Plan
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Promise
+from tests.support.servers import Server, start_server
 
 SLOW = r"\w{0,100}\w{0,100}\w{0,100};"
 """Some hundred thousand retries at each character; the engine gives up after ten million."""

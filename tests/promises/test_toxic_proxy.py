@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
-from toxic_proxy import ToxicProxy, Toxics
+
+from tests.support.http.toxic_proxy import ToxicProxy, Toxics
 
 
 class _Echo(socketserver.BaseRequestHandler):

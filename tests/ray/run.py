@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
-from cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
-from visitors import BODY, Crowd, Visit
 
-ROOT = Path(__file__).parents[2]
+from tests.ray.cluster import URL, TwoNodes, samples, servers, settings_of_the_test, wait_until
+from tests.ray.visitors import BODY, Crowd, Visit
+from tests.support.paths import ROOT
+
 _MOST_SECONDS = 180.0
 
 

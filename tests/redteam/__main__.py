@@ -15,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from redteam.attack import Attack, Budget, Report, Setting
-from redteam.authentication import Authentication, ForeignStreams
-from redteam.changing_files import BadWeights, CrashDuringCopy, TokenizerRegex, probe_text
-from redteam.connections import Exhaustion, SendingOrder, SlowReaders, SlowSenders
-from redteam.framing import Framing
-from redteam.http_client import MalformedAnswer
-from redteam.json_bodies import JsonBodies
-from redteam.service import (
+from tests.redteam.attack import Attack, Budget, Report, Setting
+from tests.redteam.authentication import Authentication, ForeignStreams
+from tests.redteam.changing_files import BadWeights, CrashDuringCopy, TokenizerRegex, probe_text
+from tests.redteam.connections import Exhaustion, SendingOrder, SlowReaders, SlowSenders
+from tests.redteam.framing import Framing
+from tests.redteam.http_client import MalformedAnswer
+from tests.redteam.json_bodies import JsonBodies
+from tests.redteam.service import (
     REPOSITORY,
     Launcher,
     ServiceFailed,
@@ -32,7 +32,7 @@ from redteam.service import (
     remote_target,
     resident_bytes,
 )
-from redteam.starvation import ChatTemplates, CostlyRequests, GrammarMasks, GuideCompilation, LongTexts
+from tests.redteam.starvation import ChatTemplates, CostlyRequests, GrammarMasks, GuideCompilation, LongTexts
 
 ATTACKS: tuple[type[Attack], ...] = (
     Framing, JsonBodies, Authentication, ForeignStreams, SendingOrder, Exhaustion, CostlyRequests, LongTexts,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import ClassVar
 
-from redteam.http_client import MalformedAnswer, percentile
-from redteam.service import Launcher, Target
+from tests.redteam.http_client import MalformedAnswer, percentile
+from tests.redteam.service import Launcher, Target
 
 STARVATION_FACTOR = 5.0
 """A tenant may slow another one down by this factor: the floor of promise S26."""

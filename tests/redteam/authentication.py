@@ -8,8 +8,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from redteam.attack import Attack, Setting
-from redteam.http_client import (
+from tests.redteam.attack import Attack, Setting
+from tests.redteam.http_client import (
     Answer,
     MalformedAnswer,
     open_stream,
@@ -18,7 +18,7 @@ from redteam.http_client import (
     read_until_close,
     text_of,
 )
-from redteam.service import as_json
+from tests.redteam.service import as_json
 
 PROTECTED = (
     ("POST", "/complete"), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/score"), ("GET", "/metrics"),

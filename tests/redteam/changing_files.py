@@ -16,10 +16,10 @@ from random import Random
 from threading import Thread
 from typing import Any
 
-from redteam.attack import Attack, Budget, Load, Setting
-from redteam.http_client import MalformedAnswer, call, open_stream, percentile, text_of
-from redteam.service import Launcher, ServiceFailed, Target, engine_of
-from redteam.weights_files import KINDS, TensorFile, copied_weights
+from tests.redteam.attack import Attack, Budget, Load, Setting
+from tests.redteam.http_client import MalformedAnswer, call, open_stream, percentile, text_of
+from tests.redteam.service import Launcher, ServiceFailed, Target, engine_of
+from tests.redteam.weights_files import KINDS, TensorFile, copied_weights
 
 PROBE = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, "stream": False, "ignore_eos": True}
 

@@ -11,9 +11,9 @@ from contextlib import ExitStack, suppress
 from random import Random
 from typing import Any
 
-from redteam.attack import Attack, Budget, Report, Setting
-from redteam.http_client import MalformedAnswer, call, open_stream, read_until_close, request_bytes
-from redteam.service import Target, as_json, resident_bytes
+from tests.redteam.attack import Attack, Budget, Report, Setting
+from tests.redteam.http_client import MalformedAnswer, call, open_stream, read_until_close, request_bytes
+from tests.redteam.service import Target, as_json, resident_bytes
 
 DEADLINE = 3.0
 """Seconds that the attacked service gives to slow clients, by its own flags."""

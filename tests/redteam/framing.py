@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
-from redteam.attack import Attack, Setting
-from redteam.http_client import Address, Answer, MalformedAnswer, parse_answers, read_answer, read_until_close
-from redteam.service import as_json
+from tests.redteam.attack import Attack, Setting
+from tests.redteam.http_client import Address, Answer, MalformedAnswer, parse_answers, read_answer, read_until_close
+from tests.redteam.service import as_json
 
 SMUGGLED = b'"object":"list"'
 """Only the answer to the request inside a body holds this: GET /v1/models."""

@@ -9,9 +9,9 @@ import time
 from random import Random
 from typing import Any
 
-from redteam.attack import Attack, Budget, Setting
-from redteam.http_client import Answer, MalformedAnswer
-from redteam.service import INTERNALS, error_object
+from tests.redteam.attack import Attack, Budget, Setting
+from tests.redteam.http_client import Answer, MalformedAnswer
+from tests.redteam.service import INTERNALS, error_object
 
 ALLOWED = {200, 400, 404, 408, 413, 415, 429, 503, 504}
 PATH_OR_TRACE = re.compile(r"Traceback|File \"/|/site-packages/|\.py\b|0x[0-9a-f]{8,}|<class ")

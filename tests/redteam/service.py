@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from redteam.http_client import Address, Answer, MalformedAnswer, call
+from tests.redteam.http_client import Address, Answer, MalformedAnswer, call
 
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 90.0

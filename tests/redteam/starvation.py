@@ -8,10 +8,10 @@ from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
 
-from redteam.attack import Attack, Budget, Load, Setting, measure_slowdown
-from redteam.http_client import call, open_stream, percentile, request_bytes, token_gaps
-from redteam.service import Target, as_json
-from redteam.weights_files import copied_weights
+from tests.redteam.attack import Attack, Budget, Load, Setting, measure_slowdown
+from tests.redteam.http_client import call, open_stream, percentile, request_bytes, token_gaps
+from tests.redteam.service import Target, as_json
+from tests.redteam.weights_files import copied_weights
 
 VICTIM, ATTACKER = 0, 1
 KNOWN_BOMB = 'start: s\ns: s s s | s s | /[a-z ,.]/ | ""'

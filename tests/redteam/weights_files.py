@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from redteam.service import Launcher
+from tests.redteam.service import Launcher
 
 PROOFS = ("manifest.json", "golden.json")
 """What directories from elsewhere do not have; with them, changed tensors would be noticed by their hash."""

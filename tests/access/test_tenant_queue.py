@@ -1,0 +1,215 @@
+"""Turns by tenant: order, the last worker, bounds, charges. The test sets a worker's time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.access.rate_limiter import RateLimiter, RateLimits, Tenant
+from app.access.tenant_queue import Busy, TenantQueue, Turn, WorkAccount
+from tests.support.armed_faults import arm_this_process
+
+
+def _run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(story)
+
+
+def _queue(workers: int = 2, **options: Any) -> TenantQueue:
+    return TenantQueue(workers, **{"most_jobs": 64, "most_size": 1000, **options})
+
+
+class Line:
+    """Jobs that wait; who got a turn, in order."""
+
+    def __init__(self, queue: TenantQueue) -> None:
+        self.queue = queue
+        self.order: list[str] = []
+        self.turns: list[tuple[str, Turn]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def join(self, tenant: str, cost: int = 1) -> asyncio.Task[None]:
+        """One more job."""
+
+        async def job() -> None:
+            turn = await self.queue.acquire(WorkAccount(tenant), cost)
+            self.order.append(tenant)
+            self.turns.append((tenant, turn))
+
+        self.tasks.append(asyncio.create_task(job()))
+        await asyncio.sleep(0)
+        return self.tasks[-1]
+
+    async def end(self, seconds: float = 1.0) -> None:
+        """The oldest running job is done."""
+        self.turns.pop(0)[1].end(seconds)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+def test_a_tenant_never_occupies_the_last_worker() -> None:
+    async def story() -> None:
+        line = Line(_queue(workers=3))
+        for _ in range(10):
+            await line.join("a")
+        assert line.order == ["a", "a"]
+        await line.join("b")
+        assert line.order == ["a", "a", "b"]
+
+    _run(story())
+
+
+def test_the_tenant_with_the_least_recent_work_is_next_in_any_order_of_arrival() -> None:
+    async def story() -> None:
+        line = Line(_queue())
+        for _ in range(5):
+            await line.join("a")
+        await line.join("other")  # both workers are busy now
+        for _ in range(3):
+            await line.join("b")
+        for _ in range(6):
+            await line.end()
+        assert line.order[:2] == ["a", "other"]
+        assert line.order[2:4] in (["b", "a"], ["b", "b"])
+
+    _run(story())
+
+
+def test_tenants_who_always_wait_get_equal_time_whatever_their_jobs_cost() -> None:
+    async def story() -> None:
+        queue, spent = _queue(workers=1), Counter[str]()
+        seconds = {"a": 0.9, "b": 0.1, "c": 0.3}
+        line = Line(queue)
+        for tenant in seconds:
+            for _ in range(400):
+                await line.join(tenant)
+        while line.turns and sum(spent.values()) < 60:
+            tenant = line.turns[0][0]
+            spent[tenant] += seconds[tenant]  # type: ignore[assignment]
+            await line.end(seconds[tenant])
+        assert max(spent.values()) - min(spent.values()) < 2, spent
+        queue.close()
+
+    _run(story())
+
+
+def test_of_two_tenants_without_recent_work_the_smaller_job_goes_first() -> None:
+    async def story() -> None:
+        line = Line(_queue(workers=1))
+        await line.join("a", cost=100)
+        await line.join("large", cost=1000)
+        await line.join("small", cost=1)
+        for _ in range(3):
+            await line.end(0.5)
+        assert line.order == ["a", "small", "large"]
+
+    _run(story())
+
+
+def test_jobs_of_one_tenant_keep_their_order() -> None:
+    async def story() -> None:
+        queue, order = _queue(workers=1), []
+
+        async def job(number: int, cost: int) -> None:
+            with await queue.acquire(WorkAccount("a"), cost):
+                order.append(number)
+
+        await asyncio.gather(*(job(number, 100 - number) for number in range(20)))
+        assert order == list(range(20))
+
+    _run(story())
+
+
+def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> None:
+    async def story() -> None:
+        queue = _queue(most_jobs=16)
+        held = []
+
+        def admit(tenant: str, size: int) -> None:
+            held.append(queue.admitted(WorkAccount(tenant), size))
+            held[-1].__enter__()
+
+        for _ in range(8):
+            admit("a", 1)
+        with pytest.raises(Busy, match="try again in"):
+            admit("a", 1)
+        for tenant in "bcdefgh":
+            admit(tenant, 1)
+        assert held[0].__exit__(None, None, None) in (None, False)
+
+    _run(story())
+
+
+def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
+    queue = _queue()
+    with queue.admitted(WorkAccount("a"), 500):
+        with pytest.raises(Busy), queue.admitted(WorkAccount("a"), 1):
+            pass
+        with queue.admitted(WorkAccount("b"), 5000):
+            pass
+    with queue.admitted(WorkAccount("a"), 500):
+        pass
+
+
+def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
+    async def story() -> None:
+        quotas = RateLimiter()
+        lease = quotas.take(Tenant(name="a", salt="a", quota=RateLimits(tokens_per_minute=10_000)), 0, 0.0)
+        queue = _queue(workers=1)
+        turn = await queue.acquire(WorkAccount("a", lease), 1)
+        turn.end(2.05)
+        turn.end(100)
+        assert lease.headers(0.0)["x-ratelimit-remaining-tokens"] in ("8000", "8001")
+        (await queue.acquire(WorkAccount("a", lease), 1)).end()
+
+    _run(story())
+
+
+def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
+    async def story() -> None:
+        rng = random.Random(0)
+        line = Line(_queue(workers=2))
+        for number in range(200):
+            task = await line.join(f"t{number % 3}")
+            if rng.random() < 0.5:
+                task.cancel()
+            if line.turns and rng.random() < 0.3:
+                await line.end(rng.random())
+        while line.turns:
+            await line.end()
+        assert all(task.done() for task in line.tasks)
+        first, second = [await line.queue.acquire(WorkAccount(name), 1) for name in "xy"]
+        assert {first.worker, second.worker} == {0, 1}
+
+    _run(story())
+
+
+def test_a_worker_rests_in_proportion_to_its_turns() -> None:
+    async def story() -> None:
+        queue, loop = _queue(workers=1, most_busy=0.25), asyncio.get_running_loop()
+        begun = loop.time()
+        for _ in range(3):
+            (await queue.acquire(WorkAccount("a"), 1)).end(0.01)
+        assert loop.time() - begun > 2 * 0.03 * 0.9
+
+    _run(story())
+
+
+def test_the_fault_restores_one_worker_in_order_of_arrival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        line = Line(_queue())
+        for _ in range(5):
+            await line.join("a")
+        await line.join("b")
+        assert line.order == ["a"]
+        for _ in range(5):
+            await line.end()
+        assert line.order == ["a"] * 5 + ["b"]
+
+    arm_this_process(tmp_path, monkeypatch).arm("tenant_queue.fifo", "yes")
+    _run(story())

@@ -1,0 +1,1 @@
+"""Tests of app/api: the endpoints, mostly over a real socket."""

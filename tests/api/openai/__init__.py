@@ -1,0 +1,1 @@
+"""Tests of the endpoints that follow OpenAI's API."""

@@ -1,0 +1,108 @@
+"""POST /v1/chat/completions: the weights' template makes a prompt of the messages; the rest is a completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.model.tiny_models import tiny_weights
+from tests.support.servers import Server, start_server, stop_server
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+MESSAGES = [{"role": "user", "content": "Once upon"}, {"role": "assistant", "content": "a time"}]
+SOME: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 10, "seed": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model with a chat template."""
+    weights = tiny_weights(tmp_path_factory.mktemp("chat") / "tiny")
+    (weights / "chat_template.jinja").write_text(TEMPLATE)
+    server = start_server(tmp_path_factory.mktemp("server"), weights)
+    yield server
+    assert stop_server(server) == 0
+
+
+def _post(server: Server, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+
+def _plain(server: Server, **body: Any) -> dict[str, Any]:
+    prompt = "[user] Once upon\n[assistant] a time\n[assistant]"
+    choices = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, **body}, timeout=60).json()["choices"]
+    answer: dict[str, Any] = choices[0]
+    return answer
+
+
+def test_a_chat_is_a_completion_of_what_the_template_writes(chat_server: Server) -> None:
+    answer = _post(chat_server, **SOME).json()
+    assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
+    (choice,) = answer["choices"]
+    plain = _plain(chat_server, max_tokens=10, seed=4, ignore_eos=True)
+    assert choice["message"] == {"role": "assistant", "content": plain["text"]}
+    assert choice["finish_reason"] == "length"
+
+
+def test_parts_of_content_are_one_text(chat_server: Server) -> None:
+    parts = [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon"}]
+    messages = [{"role": "user", "content": parts}, MESSAGES[1]]
+    first, second = _post(chat_server, **SOME).json(), _post(chat_server, **{**SOME, "messages": messages}).json()
+    assert first["choices"] == second["choices"]
+
+
+def test_a_streamed_chat_adds_up_to_the_answer(chat_server: Server) -> None:
+    body = {**SOME, "n": 2, "logprobs": True, "top_logprobs": 2}
+    answer = _post(chat_server, **body).json()
+    blocks = _post(chat_server, **body, stream=True, stream_options={"include_usage": True}).text.split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for choice in answer["choices"]:
+        parts = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
+        assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+        assert [t for p in parts if p["logprobs"] for t in p["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert parts[-1]["finish_reason"] == "length"
+        assert all(len(token["top_logprobs"]) == 2 for token in choice["logprobs"]["content"])
+    assert chunks[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"] == 20
+
+
+def test_a_model_without_a_template_says_so(server: Server) -> None:
+    error = _post(server, **SOME).json()["error"]
+    assert error["code"] == "no_chat_template" and "/v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("messages", []), ("messages", "hello"), ("messages", [{"content": "a"}]), ("top_logprobs", 3), ("logprobs", 3),
+     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])],
+)  # fmt: skip
+def test_bad_chats_are_refused(chat_server: Server, field: str, value: Any) -> None:
+    response = _post(chat_server, **{**SOME, field: value})
+    assert response.status_code == 400, response.text
+    assert field in response.json()["error"]["message"]
+
+
+def test_the_whole_context_is_the_limit_where_none_is_asked_for(chat_server: Server) -> None:
+    body = {name: value for name, value in SOME.items() if name != "max_tokens"}
+    usage = _post(chat_server, **body).json()["usage"]
+    assert usage["total_tokens"] == 256
+    assert _post(chat_server, **body, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
+
+
+def test_the_template_file_is_read_from_the_weights(tmp_path: Path) -> None:
+    weights = tiny_weights(tmp_path / "tiny")
+    (weights / "chat_template.jinja").write_text("{{ raise_exception('only pairs') }}")
+    server = start_server(tmp_path, weights)
+    try:
+        response = _post(server, **SOME)
+        assert response.status_code == 400 and "only pairs" in response.json()["error"]["message"]
+    finally:
+        assert stop_server(server) == 0

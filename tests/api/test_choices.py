@@ -1,0 +1,162 @@
+"""Several continuations of several prompts in one answer: places, seeds, usage, echo, stops, receipts."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.completion_client import Event, stream, whole
+from tests.support.servers import Server
+
+SOME: dict[str, Any] = {"max_tokens": 12, "temperature": 1.1, "seed": 7, "ignore_eos": True}
+
+
+def _texts(answer: dict[str, Any]) -> list[str]:
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def _streamed(events: list[Event]) -> list[str]:
+    texts = [""] * len(events[-1].data["choices"])
+    for event in events:
+        if event.name == "token":
+            texts[event.data["index"]] += event.data["text"]
+    return texts
+
+
+def test_choices_stand_in_the_order_of_prompts_and_each_is_what_its_prompt_gets_alone(server: Server) -> None:
+    together = _texts(whole(server.url, prompt=["Once", "The moon"], n=3, **SOME))
+    alone = [_texts(whole(server.url, prompt=prompt, n=3, **SOME)) for prompt in ("Once", "The moon")]
+    assert together == [*alone[0], *alone[1]]
+    assert _texts(whole(server.url, prompt="Once", **SOME)) == alone[0][:1]
+    assert _streamed(stream(server.url, prompt=["Once", "The moon"], n=3, **SOME)) == together
+
+
+def test_greedy_choices_are_equal_and_a_prompt_counts_once(server: Server) -> None:
+    answer = whole(server.url, prompt="Once upon", n=4, max_tokens=5, temperature=0, ignore_eos=True)
+    assert len(set(_texts(answer))) == 1
+    single = whole(server.url, prompt="Once upon", max_tokens=5, temperature=0, ignore_eos=True)
+    assert answer["usage"]["prompt_tokens"] == single["usage"]["prompt_tokens"]
+    assert answer["usage"]["completion_tokens"] == 4 * 5
+    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + 20
+
+
+def test_prompts_of_ids_are_a_batch_only_as_lists_of_lists(server: Server) -> None:
+    assert len(_texts(whole(server.url, prompt=[5, 6, 7], **SOME))) == 1
+    assert len(_texts(whole(server.url, prompt=[[5, 6], [7]], **SOME))) == 2
+
+
+def test_one_bad_prompt_of_a_batch_is_named_and_nothing_runs(server: Server) -> None:
+    body = {"prompt": [[1], [320]], "stream": False}
+    error = httpx.post(f"{server.url}/complete", json=body).json()["error"]
+    assert "prompt 1" in error["message"] and error["param"] == "prompt"
+
+
+def test_echo_puts_the_prompt_before_the_text(server: Server) -> None:
+    body = {"prompt": "Once upon a caf\u00e9", **SOME}
+    plain, echoed = whole(server.url, **body), whole(server.url, **body, echo=True)
+    assert _texts(echoed) == ["Once upon a caf\u00e9" + _texts(plain)[0]]
+    assert _streamed(stream(server.url, **body, echo=True)) == _texts(echoed)
+    assert _texts(whole(server.url, prompt="Once", echo=True, max_tokens=0)) == ["Once"]
+
+
+def test_a_receipt_sent_again_gives_the_same_texts(server: Server) -> None:
+    body: dict[str, Any] = {"prompt": ["Once", "The"], "n": 2, "max_tokens": 10, "temperature": 1.2, "top_k": 40}
+    first = whole(server.url, **body, stop=["zz"], logit_bias={"5": -3.5}, presence_penalty=0.5)
+    receipt = first["receipt"]
+    again = whole(server.url, prompt=body["prompt"], seed=receipt["seed"], **receipt["settings"])
+    assert again["receipt"] == receipt
+    assert _texts(again) == _texts(first)
+
+
+def test_receipts_give_the_same_texts_under_load_too(server: Server) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"prompt": "Once", "n": 3, "typical_p": 0.9, "frequency_penalty": 0.3},
+        {"prompt": ["The moon", "An owl"], "top_p": 0.8, "min_p": 0.05, "logprobs": 2, "echo": True},
+        {"prompt": [5, 6, 7], "repetition_penalty": 1.3, "stop": ["e"], "include_stop": True},
+        {"prompt": "Two", "regex": "[a-z ]{5,20}", "n": 2},
+    ]
+    firsts = [whole(server.url, **kind, max_tokens=20, temperature=1.2) for kind in kinds]
+    bodies = [
+        {"prompt": kind["prompt"], "seed": first["receipt"]["seed"], **first["receipt"]["settings"]}
+        for kind, first in zip(kinds, firsts, strict=True)
+    ]
+    with ThreadPoolExecutor(24) as pool:
+        again = list(pool.map(lambda body: whole(server.url, **body), bodies * 6))
+    for place, answer in enumerate(again):
+        assert answer["choices"] == firsts[place % len(kinds)]["choices"]
+        assert answer["receipt"] == firsts[place % len(kinds)]["receipt"]
+
+
+def test_stop_tokens_end_the_text_and_say_so(server: Server) -> None:
+    first = whole(server.url, prompt="Once", logprobs=0, **SOME)["choices"][0]
+    token = first["tokens"][4]
+    body = {"prompt": "Once", "stop_token_ids": [token["id"]], **SOME}
+    cut = whole(server.url, **body)["choices"][0]
+    assert cut["finish_reason"] == "stop" and cut["stop_reason"] == token["id"]
+    kept = whole(server.url, **body, include_stop=True)["choices"][0]
+    assert kept["text"] == cut["text"] + token["text"]
+
+
+def test_stops_can_be_kept_and_are_not_taken_before_min_tokens(server: Server) -> None:
+    text = whole(server.url, prompt="Once", **SOME)["choices"][0]["text"]
+    stop = text[2:4]
+    body = {"prompt": "Once", "stop": stop, **SOME}
+    cut = whole(server.url, **body)["choices"][0]
+    assert cut["text"] == text[: text.index(stop)] and cut["stop_reason"] == stop
+    assert whole(server.url, **body, include_stop=True)["choices"][0]["text"] == cut["text"] + stop
+    assert whole(server.url, **body, min_tokens=12)["choices"][0]["text"] == text
+
+
+def test_a_prompt_is_cut_only_where_asked_and_the_answer_says_so(server: Server) -> None:
+    ids = [5 + i % 200 for i in range(300)]
+    cut = whole(server.url, prompt=ids, truncate_prompt_tokens=20, **SOME)
+    assert cut["truncated"] is True and cut["usage"]["prompt_tokens"] == 20
+    assert _texts(cut) == _texts(whole(server.url, prompt=ids[-20:], **SOME))
+    assert "truncated" not in whole(server.url, prompt=ids[-20:], truncate_prompt_tokens=20, **SOME)
+
+
+def test_names_given_by_the_client_are_echoed(server: Server) -> None:
+    names = {"user": "someone_1", "request_id": "mine-2"}
+    answer = whole(server.url, prompt="a", max_tokens=1, **names)
+    assert {name: answer[name] for name in names} == names
+    assert answer["id"] != "mine-2"
+    start = stream(server.url, prompt="a", max_tokens=1, **names)[0]
+    assert {name: start.data[name] for name in names} == names
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_more_continuations_than_the_queue_holds_are_refused_for_good(server: Server, streamed: bool) -> None:
+    body = {"prompt": ["a"] * 100, "n": 16, "max_tokens": 1, "stream": streamed}
+    response = httpx.post(f"{server.url}/complete", json=body)
+    assert response.status_code == 400
+    assert "1600" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"regex": "a", "grammar": "b"}, "regex"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+    ],
+)
+def test_a_complaint_about_several_fields_names_one(server: Server, body: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_more_log_probabilities_than_an_answer_can_hold_are_refused(server: Server) -> None:
+    body = {"prompt": [[5] * 250] * 60, "n": 16, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": False}
+    response = httpx.post(f"{server.url}/complete", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+    assert "200000" in response.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/complete", json={**body, "n": 1, "logprobs": 0}, timeout=60).status_code == 200
+
+
+def test_min_tokens_above_max_tokens_is_refused(server: Server) -> None:
+    response = httpx.post(f"{server.url}/complete", json={"prompt": "a", "min_tokens": 5, "max_tokens": 4})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "min_tokens"

@@ -1,0 +1,81 @@
+"""One request in four forms: both APIs, streamed or not, also interrupted and resumed; one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.completion_client import chunks, parse_events, stream, whole
+from tests.support.servers import Server
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_STOPS = st.lists(st.sampled_from(["e", " t", "\u201c", "ab", "\ufffd", "o"]), max_size=2, unique=True)
+_BODIES = st.fixed_dictionaries(
+    {"prompt": st.one_of(_TEXT, st.lists(_TEXT, min_size=1, max_size=3)), "seed": st.integers(0, 2**53)},
+    optional={
+        "n": st.integers(1, 3),
+        "max_tokens": st.integers(0, 24),
+        "min_tokens": st.integers(0, 3),
+        "temperature": st.sampled_from([0, 0.7, 1.5]),
+        "top_p": st.sampled_from([0.9, 1]),
+        "stop": _STOPS,
+        "stop_token_ids": st.lists(st.integers(1, 319), max_size=20, unique=True),
+        "logprobs": st.integers(0, 3),
+        "echo": st.booleans(),
+        "ignore_eos": st.booleans(),
+        "truncate_prompt_tokens": st.integers(1, 8),
+    },
+).map(lambda body: body | {"max_tokens": max(body.get("max_tokens", 16), body.get("min_tokens", 0))})
+_FACTS = ("index", "finish_reason", "stop_reason")
+
+
+def _facts(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(choice[name] for name in _FACTS) for choice in choices]
+
+
+@settings(max_examples=25)
+@given(body=_BODIES, include=st.booleans(), cut=st.integers(0, 60))
+def test_every_way_to_ask_gives_the_same_answer(server: Server, body: dict[str, Any], include: bool, cut: int) -> None:
+    native = {**body, "include_stop": include}
+    answer = whole(server.url, **native)
+    _compare_native(server, answer, stream(server.url, **native), cut)
+    openai = {**body, "include_stop_str_in_output": include}
+    response = httpx.post(f"{server.url}/v1/completions", json=openai, timeout=60)
+    assert response.status_code == 200, response.text
+    _compare_openai(answer, response.json(), chunks(server.url, **openai, stream_options={"include_usage": True}))
+
+
+def _compare_native(server: Server, answer: dict[str, Any], events: list[Any], cut: int) -> None:
+    name, after = events[0].id.rpartition(":")[0], min(cut, len(events) - 1)
+    resumed = httpx.get(f"{server.url}/complete/{name}/events", params={"after": after - 1}, timeout=60)
+    assert parse_events(resumed.text) == events[after:]
+    for choice in answer["choices"]:
+        mine = [e.data for e in events if e.name == "token" and e.data["index"] == choice["index"]]
+        assert "".join(data["text"] for data in mine) == choice["text"]
+        told = [token for data in mine for token in data.get("tokens", [])]
+        assert told == (choice["tokens"] or [])
+    done = events[-1].data
+    assert _facts(done["choices"]) == _facts(answer["choices"])
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [done["usage"][key] for key in counts] == [answer["usage"][key] for key in counts]
+    assert {**done["receipt"], "seed": 0} == {**answer["receipt"], "seed": 0}
+
+
+def _compare_openai(answer: dict[str, Any], other: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    assert _facts(other["choices"]) == _facts(answer["choices"])
+    for mine, theirs in zip(answer["choices"], other["choices"], strict=True):
+        assert theirs["text"] == mine["text"]
+        pieces = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == mine["index"]]
+        assert "".join(piece["text"] for piece in pieces) == mine["text"]
+        assert pieces[-1]["finish_reason"] == mine["finish_reason"]
+        if mine["tokens"] is None:
+            continue
+        shape = theirs["logprobs"]
+        assert shape["token_logprobs"] == [token["logprob"] for token in mine["tokens"]]
+        for key, values in shape.items():
+            assert [value for piece in pieces if piece["logprobs"] for value in piece["logprobs"][key]] == values
+    for key in ("prompt_tokens", "completion_tokens"):
+        assert other["usage"][key] == parts[-1]["usage"][key] == answer["usage"][key]

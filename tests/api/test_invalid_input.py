@@ -1,0 +1,234 @@
+"""Bad input of every field: a 4xx in the one error shape, never a 5xx, and the service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.access.tenant_queue import WorkAccount
+from app.generation.prompt_encoder import PromptEncoder
+from app.generation.request import GenerationRequest
+from app.tokenization.text_encoder import TextEncoder, TokenizerPool
+from model.tokenizer.tokenizer import Tokenizer
+from tests.support.completion_client import whole
+from tests.support.servers import Server
+
+KEYS = {"message", "type", "param", "code", "request_id"}
+
+
+def _post(server: Server, body: Any, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(
+        f"{server.url}/complete", content=content, headers={"content-type": "application/json", **headers}, timeout=60
+    )
+
+
+def _error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) >= KEYS
+    assert error["request_id"] == response.headers["x-request-id"]
+    assert 0 < len(error["message"]) < 400
+    return error
+
+
+WRONG = [
+    (
+        "prompt",
+        [None, 5, True, {"a": 1}, [1.5], ["a", 1], [-1], [2**31], [[1], "a"], [[1], [-1]], [True], ["a"] * 1025],
+    ),
+    ("max_tokens", [-1, 1.5, "5", True, 2**31, [1]]),
+    ("temperature", [-0.1, 10.1, "hot", True, [1]]),
+    ("top_k", [-2, 1.5, "5", 2**31, False]),
+    ("top_p", [-0.1, 1.1, "1", {}]),
+    ("min_p", [-0.1, 1.1, "1", []]),
+    ("seed", [1.5, "1", 2**63, -(2**63) - 1, True]),
+    ("stop", ["", [""], 5, ["a", 5], ["a"] * 17, "x" * 257, {}]),
+    ("ignore_eos", ["yes", 1, 0]),
+    ("logprobs", [-1, 21, True, "5", 1.5]),
+    ("stream", ["no", 1, 0]),
+    ("min_tokens", [-1, "5", 1.5, 2]),
+    ("typical_p", [0, -0.1, 1.1, "1"]),
+    ("repetition_penalty", [0, -1, "1", True]),
+    ("presence_penalty", [-2.1, 2.1, "0"]),
+    ("frequency_penalty", [-2.1, 2.1, []]),
+    (
+        "logit_bias",
+        [
+            [],
+            {"a": 1},
+            {"-1": 1},
+            {"5": 101},
+            {"5": "1"},
+            {"1": 1, "01": 2},
+            {str(i): 1 for i in range(301)},
+            {"320": 1},
+        ],
+    ),
+    ("n", [0, 17, 1.5, "2"]),
+    ("stop_token_ids", [5, [-1], ["5"], [320], [1] * 65]),
+    ("include_stop", [1, "yes"]),
+    ("echo", [1, "yes"]),
+    ("suffix", [5, "there are no tokens for this"]),
+    ("deadline_ms", [0, -1, 1.5, 2**31, 600_001]),
+    ("truncate_prompt_tokens", [0, -1, 1.5]),
+    ("user", ["no spaces", "x" * 65, 5]),
+    ("request_id", ["a/b", "x" * 65]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
+def test_a_wrong_value_names_its_field(server: Server, field: str, value: Any) -> None:
+    error = _error(_post(server, {"prompt": "a", "max_tokens": 1, field: value}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize("field", [field for field, _ in WRONG if field != "prompt"])
+def test_null_means_the_default(server: Server, field: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "stream": False, field: None}
+    assert _post(server, body).status_code == 200
+
+
+@pytest.mark.parametrize(("field", "hint"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("x", "docs")])
+def test_an_unknown_field_is_named_with_the_one_that_was_meant(server: Server, field: str, hint: str) -> None:
+    error = _error(_post(server, {"prompt": "a", field: 2}), 400)
+    assert (error["param"], error["code"]) == (field, "unknown_field")
+    assert hint in error["message"]
+
+
+def test_a_missing_prompt_is_named(server: Server) -> None:
+    assert _error(_post(server, {"max_tokens": 1}), 400)["param"] == "prompt"
+
+
+def test_an_id_outside_the_vocabulary_is_refused_with_the_range(server: Server) -> None:
+    error = _error(_post(server, {"prompt": [5, 320]}), 400)
+    assert "320" in error["message"] and "319" in error["message"]
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(server: Server) -> None:
+    error = _error(_post(server, {"prompt": [5] * 257}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert (error["prompt_tokens"], error["max_model_len"]) == (257, 256)
+    assert whole(server.url, prompt=[5] * 256, max_tokens=5)["usage"]["completion_tokens"] == 0
+
+
+BODIES = {
+    "empty": b"",
+    "not json": b"hello",
+    "half": b'{"prompt": "a"',
+    "array": b"[]",
+    "null": b"null",
+    "string": b'"prompt"',
+    "nan": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "overflow": b'{"prompt": "a", "temperature": 1e999}',
+    "surrogate": b'{"prompt": "\\ud800"}',
+    "bad utf-8": b'{"prompt": "\xff"}',
+    "huge integer": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "deep": b'{"prompt": ' + b"[" * 100_000,
+    "deep and closed": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "twice": b'{"prompt": 5, "prompt": 6}',
+    "null byte": b'{"prompt": "a"}\x00',
+    "long key": b'{"prompt": "a", "' + b"k" * 5000 + b'": 1}',
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_no_request_is_refused(server: Server, name: str) -> None:
+    assert _error(_post(server, BODIES[name]), 400)["type"] == "invalid_request_error"
+
+
+def test_an_error_never_repeats_much_of_the_input(server: Server) -> None:
+    secret = "s3cret" * 100
+    for body in ({"prompt": [secret]}, {"prompt": "a", secret: 1}, {"prompt": "a", "stop": secret}):
+        assert _post(server, body).text.count("s3cret") <= 33
+
+
+def test_a_body_over_the_limit_is_refused_and_one_at_the_limit_is_read(server: Server) -> None:
+    def padded(size: int) -> bytes:
+        body = b'{"prompt": "a", "max_tokens": 1, "stream": false}'
+        return body + b" " * (size - len(body))
+
+    assert _post(server, padded(1 << 20)).status_code == 200
+    assert _error(_post(server, padded((1 << 20) + 1)), 413)["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_content_types_are_refused(server: Server, content_type: str) -> None:
+    error = _error(_post(server, {"prompt": "a"}, **{"content-type": content_type}), 415)
+    assert "application/json" in error["message"]
+
+
+def test_unknown_routes_and_wrong_methods_have_the_error_shape(server: Server) -> None:
+    assert _error(httpx.get(f"{server.url}/nothing"), 404)["type"] == "not_found_error"
+    response = httpx.get(f"{server.url}/complete")
+    assert "POST" in _error(response, 405)["message"]
+    assert response.headers["allow"] == "POST"
+    assert _error(httpx.delete(f"{server.url}/complete/unknown"), 404)["code"] == "unknown_request"
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/metrics", "/web/page.js"])
+def test_a_wrong_method_is_told_all_that_are_allowed(server: Server, path: str) -> None:
+    response = httpx.patch(f"{server.url}{path}")
+    assert "use GET, HEAD" in _error(response, 405)["message"]
+    assert response.headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize("body", [[], "text", None, 5])
+def test_a_body_that_is_no_object_is_told_so_and_no_field_is_named(server: Server, body: Any) -> None:
+    error = _error(_post(server, body), 400)
+    assert "one JSON object" in error["message"]
+    assert error["param"] is None
+
+
+def test_a_model_without_a_name_is_none(server: Server) -> None:
+    assert _error(httpx.get(f"{server.url}/v1/models/"), 404)["code"] == "model_not_found"
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from([field for field, _ in WRONG]), _JSON, max_size=4))
+def test_no_json_object_gets_a_5xx(server: Server, fields: dict[str, Any]) -> None:
+    response = _post(server, {"prompt": "a", **fields, "max_tokens": 1})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        _error(response, 400)
+    elif fields.get("stream") is not False:
+        assert "event: done" in response.text
+
+
+def test_after_all_this_the_service_still_works(server: Server) -> None:
+    assert whole(server.url, prompt="Once", max_tokens=3, seed=1, ignore_eos=True)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("text", ["Once upon a time there was a fox. ", "a", "\u00e9\u4e2d ", "  \n", "x1 y22,"])
+@pytest.mark.parametrize("limit", [1, 10, 300])
+def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
+    weights: Path, text: str, limit: int
+) -> None:
+    tokenizer = Tokenizer.load(weights)
+    prompt = text * (40_000 // len(text))
+    ready = SimpleNamespace(context=8192, vocab_size=tokenizer.vocab_size, start_id=0)
+    reader = PromptEncoder(ready, TextEncoder(tokenizer), TokenizerPool(), WorkAccount())  # type: ignore[arg-type]
+    (read,) = asyncio.run(reader.prompts(GenerationRequest(prompts=[prompt], truncate_prompt_tokens=limit)))
+    assert read.truncated and len(read.ids) == limit
+    assert prompt.encode().endswith(tokenizer.written(read.ids))
+    if " " in text:
+        assert list(read.ids) == tokenizer.encode(prompt)[-limit:]

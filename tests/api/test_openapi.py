@@ -1,0 +1,136 @@
+"""The OpenAPI document is complete, and the service's answers match it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api.openai.schemas import CompletionsResponse
+from app.api.response_schemas import EVENTS
+from app.common.settings import Settings
+from app.main import create_app
+from tests.support.completion_client import stream
+from tests.support.servers import Server
+
+METHODS = ("get", "post", "delete", "put", "patch", "head")
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return create_app(Settings(weights=tmp_path_factory.mktemp("no weights"))).openapi()
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert method in METHODS
+            yield f"{method.upper()} {path}", operation
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from _references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _references(value)
+
+
+def test_every_route_is_told_with_words_and_a_place(document: dict[str, Any]) -> None:
+    tags = {tag["name"] for tag in document["tags"]}
+    names = [operation["operationId"] for _, operation in _operations(document)]
+    assert len(set(names)) == len(names) >= 10
+    for name, operation in _operations(document):
+        assert operation["description"], name
+        assert len(operation["tags"]) == 1 and set(operation["tags"]) <= tags, name
+
+
+def test_every_field_is_told(document: dict[str, Any]) -> None:
+    for name, schema in document["components"]["schemas"].items():
+        assert schema.get("description"), name
+        for field, told in schema.get("properties", {}).items():
+            assert "$ref" in told or told.get("description"), f"{name}.{field}"
+
+
+def test_every_reference_leads_somewhere_and_everything_is_referred_to(document: dict[str, Any]) -> None:
+    found = {reference.rpartition("/")[2] for reference in _references(document)}
+    assert found == set(document["components"]["schemas"])
+
+
+def test_every_error_has_the_one_shape_and_its_words(document: dict[str, Any]) -> None:
+    for name, operation in _operations(document):
+        for status, response in operation["responses"].items():
+            assert response["description"] not in ("Successful Response", "Validation Error") or status == "200", name
+            assert "X-Request-Id" in response["headers"], name
+            if int(status) >= 400 and "/health" not in name:
+                schema = response["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, f"{name} {status}"
+            assert ("Retry-After" in response["headers"]) == (status in ("429", "503")), name
+
+
+def test_what_asks_for_a_key_says_so(document: dict[str, Any]) -> None:
+    for name, operation in _operations(document):
+        assert ("security" in operation) == ("401" in operation["responses"]) == ("/health" not in name), name
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+
+
+def test_bodies_are_components_with_examples(document: dict[str, Any]) -> None:
+    bodies = {name: operation["requestBody"] for name, operation in _operations(document) if "requestBody" in operation}
+    assert {"POST /complete", "POST /tokenize", "POST /detokenize"} <= set(bodies)
+    for name, body in bodies.items():
+        schema = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        fields = document["components"]["schemas"][schema]
+        assert "$defs" not in fields
+        for required in fields.get("required", []):
+            assert fields["properties"][required]["examples"], f"{name} {required}"
+
+
+def test_the_stream_and_its_events_are_told(document: dict[str, Any]) -> None:
+    answer = document["paths"]["/complete"]["post"]["responses"]["200"]
+    told = [event["properties"] for event in answer["content"]["text/event-stream"]["schema"]["anyOf"]]
+    assert [event["event"]["const"] for event in told] == list(EVENTS)
+    named = [f"#/components/schemas/{model.__name__}" for model in EVENTS.values()]
+    assert [event["data"]["contentSchema"]["$ref"] for event in told] == named
+    assert all(f"`{name}`" in answer["description"] for name in EVENTS)
+
+
+def test_events_are_what_is_told_of_them(server: Server) -> None:
+    seen = set()
+    asked = {"max_tokens": 5, "logprobs": 2, "n": 2, "user": "u", "request_id": "r", "truncate_prompt_tokens": 2}
+    for event in stream(server.url, prompt="The moon", **asked):
+        seen.add(event.name)
+        model = EVENTS[event.name]
+        assert set(event.data) <= set(model.model_fields), event.name
+        model.model_validate(event.data)
+    assert {"start", "token", "done"} <= seen
+
+
+def test_chunks_of_openais_door_are_what_is_told_of_them(server: Server, document: dict[str, Any]) -> None:
+    told = document["paths"]["/v1/completions"]["post"]["responses"]["200"]
+    chunk, error, done = told["content"]["text/event-stream"]["schema"]["anyOf"]
+    assert chunk["properties"]["data"]["contentSchema"] == told["content"]["application/json"]["schema"]
+    assert error["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+    assert done["properties"]["data"] == {"const": "[DONE]"}
+    asked = {"prompt": "The moon", "max_tokens": 3, "logprobs": 2, "echo": True, "user": "u", "other": 1}
+    for stream_it in (False, True):
+        body = {**asked, "stream": stream_it, "stream_options": {"include_usage": True} if stream_it else None}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
+        answers = [line[6:] for line in text.split("\n\n")[:-2]] if stream_it else [text]
+        for answer in map(json.loads, answers):
+            assert set(answer) <= set(CompletionsResponse.model_fields)
+            CompletionsResponse.model_validate(answer)
+
+
+def test_the_service_hands_it_out(server: Server, document: dict[str, Any]) -> None:
+    served = httpx.get(f"{server.url}/openapi.json").json()
+    assert served == json.loads(json.dumps(document))
+    for path in ("/health", "/v1/models", "/tokenizer_info"):
+        schema = served["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        fields = served["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        assert set(httpx.get(f"{server.url}{path}").json()) <= set(fields["properties"])

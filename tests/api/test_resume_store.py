@@ -1,0 +1,32 @@
+"""Eviction from a full resume store; tests/api/test_resumed_streams.py covers the rest of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from app.api.resume_store import ResumeStore
+
+
+class Left:
+    """A stream whose client has left before its end."""
+
+    is_finished = False
+
+    def __init__(self, name: str, owner: str) -> None:
+        self.name, self.owner, self.is_closed = name, owner, False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
+    async def visit() -> None:
+        shelf, flood = ResumeStore(60.0), [Left(f"f{i}", "flood") for i in range(1000)]
+        others = [Left(f"o{i}", f"owner {i % 10}") for i in range(100)]
+        for one in (*others, *flood):
+            shelf.put(one)
+            shelf.leave(one)
+        assert not any(one.is_closed for one in others)
+        assert [one.is_closed for one in flood] == [True] * 844 + [False] * 156
+
+    asyncio.run(visit())

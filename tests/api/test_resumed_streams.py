@@ -1,0 +1,271 @@
+"""Streams that are interrupted and resumed, deadlines, and access to other tenants' streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api.resume_store import ResumeStore
+from tests.support.armed_faults import Faults
+from tests.support.completion_client import Event, parse_events, stream, text_of
+from tests.support.load.concurrent_clients import engine_pid
+from tests.support.model.tiny_models import tiny_weights
+from tests.support.servers import Server, is_clean, start_server, stop_server
+
+pytestmark = pytest.mark.slow
+
+LONG: dict[str, Any] = {"prompt": "Once upon", "max_tokens": 600, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+ENDLESS = {**LONG, "max_tokens": 16_000}
+"""Computes for a minute unless it is canceled."""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    """Of long_server."""
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory, faults: Faults) -> Iterator[Server]:
+    """A service whose requests last a second or more."""
+    weights = tiny_weights(tmp_path_factory.mktemp("long") / "tiny", context=16_384)
+    server = start_server(tmp_path_factory.mktemp("server"), weights, environment=faults.environment)
+    yield server
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _first_events(server: Server, count: int, headers: dict[str, str] | None = None, **body: Any) -> list[Event]:
+    """The first events of a stream that its client then leaves."""
+    with httpx.stream("POST", f"{server.url}/complete", json=body, headers=headers, timeout=60) as response:
+        return _read(response, count)
+
+
+def _read(response: httpx.Response, count: int) -> list[Event]:
+    """So many events, and none of those that came in one piece with the last of them."""
+    text, parts = "", response.iter_text()
+    while text.count("\n\n") < count:
+        text += next(parts)
+    return parse_events("".join(f"{block}\n\n" for block in text.split("\n\n")[:count]))
+
+
+def _tokens(events: list[Event]) -> list[Any]:
+    return [token for event in events for token in event.data.get("tokens", [])]
+
+
+def _resume(server: Server, name: str, headers: dict[str, str] | None = None, **query: Any) -> httpx.Response:
+    return httpx.get(f"{server.url}/complete/{name}/events", headers=headers, params=query, timeout=60)
+
+
+@pytest.mark.parametrize("count", [1, 2, 40, 300])
+def test_a_stream_that_broke_off_goes_on_as_if_it_had_not(long_server: Server, count: int) -> None:
+    expected = text_of(stream(long_server.url, **LONG))
+    seen = _first_events(long_server, count, **LONG)
+    name = seen[0].data["id"]
+    rest = parse_events(_resume(long_server, name, {"Last-Event-ID": seen[-1].id}).text)
+    numbers = [int(event.id.rpartition(":")[2]) for event in [*seen, *rest]]
+    assert numbers == list(range(len(numbers)))
+    assert text_of([*seen, *rest]) == expected
+    assert rest[-1].name == "done"
+    assert rest[-1].data["usage"]["completion_tokens"] == 600
+
+
+def test_it_can_break_off_again_and_again_with_several_choices(long_server: Server) -> None:
+    body = {**LONG, "n": 3, "max_tokens": 400, "stop": ["zq"], "logprobs": 2}
+    expected = stream(long_server.url, **body)
+    events = _first_events(long_server, 20, **body)
+    name = events[0].data["id"]
+    for _ in range(3):
+        after = events[-1].id.rpartition(":")[2]
+        with httpx.stream("GET", f"{long_server.url}/complete/{name}/events?after={after}", timeout=60) as response:
+            events += _read(response, 101)
+    events += parse_events(_resume(long_server, name, after=events[-1].id.rpartition(":")[2]).text)
+    for index in range(3):
+        mine = [e for e in events if e.name == "token" and e.data["index"] == index]
+        theirs = [e for e in expected if e.name == "token" and e.data["index"] == index]
+        assert text_of(mine) == text_of(theirs)
+        assert _tokens(mine) == _tokens(theirs)
+    assert events[-1].data["choices"] == expected[-1].data["choices"]
+
+
+def test_a_client_that_is_away_holds_nothing_in_the_engine(long_server: Server) -> None:
+    name = _first_events(long_server, 5, **ENDLESS)[0].data["id"]
+    assert is_clean(long_server, 30.0)
+    assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200, "it has not ended"
+    assert _resume(long_server, name, after=4).status_code == 200
+
+
+def test_a_finished_stream_gives_its_end_again(long_server: Server) -> None:
+    events = stream(long_server.url, **{**LONG, "max_tokens": 20})
+    name = events[0].data["id"]
+    assert parse_events(_resume(long_server, name, after=10).text) == events[11:]
+    assert parse_events(_resume(long_server, name).text) == events
+
+
+def test_a_second_connection_takes_a_running_stream_over(long_server: Server, faults: Faults) -> None:
+    """Its engine stops itself half-way: however late the second one comes, the stream runs."""
+    expected = text_of(stream(long_server.url, **LONG))
+    faults.arm("engine.step", "stop", after=300, times=1)
+    with httpx.stream("POST", f"{long_server.url}/complete", json=LONG, timeout=60) as first:
+        parts = first.iter_text()
+        text = next(parts)
+        url = f"{long_server.url}/complete/{first.headers['x-request-id']}/events"
+        assert long_server.wait_for(lambda: not faults.is_armed("engine.step"))
+        with httpx.stream("GET", url, timeout=60) as second:
+            rest = second.iter_text()
+            again = next(rest)
+            os.kill(engine_pid(long_server), signal.SIGCONT)
+            again += "".join(rest)
+        assert text_of(parse_events(again)) == expected
+        text += "".join(parts)
+    assert "event: done" not in text, "the first connection was meant to lose the stream"
+
+
+def test_a_stream_belongs_to_the_tenant_that_began_it(long_server: Server) -> None:
+    mine, other = {"Authorization": "Bearer mine"}, {"Authorization": "Bearer other"}
+    name = _first_events(long_server, 5, mine, **ENDLESS)[0].data["id"]
+    for headers in (None, other):
+        assert _resume(long_server, name, headers).status_code == 404
+        assert httpx.delete(f"{long_server.url}/complete/{name}", headers=headers).status_code == 404
+    assert httpx.delete(f"{long_server.url}/complete/{name}", headers=mine).status_code == 200
+    events = parse_events(_resume(long_server, name, mine).text)
+    assert events[-1].data["choices"][0]["finish_reason"] == "cancelled"
+
+
+def test_streams_that_were_read_to_their_end_make_room_first() -> None:
+    class Left:
+        def __init__(self, name: str, is_finished: bool) -> None:
+            self.name, self.owner, self.is_finished, self.is_closed = name, "", is_finished, False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    async def visit() -> list[Left]:
+        shelf, broken = ResumeStore(60.0), [Left(f"b{i}", False) for i in range(200)]
+        streams = [*broken, *(Left(f"f{i}", True) for i in range(300))]
+        for one in streams:
+            shelf.put(one)
+            shelf.leave(one)
+        assert sum(not one.is_closed for one in streams) == 256
+        more = [Left(f"m{i}", False) for i in range(256)]
+        for one in more:
+            shelf.put(one)
+            shelf.leave(one)
+        assert not any(one.is_closed for one in more), "the oldest go where all broke off"
+        return [one for one in broken if one.is_closed]
+
+    assert len(asyncio.run(visit())) == 200
+
+
+def test_what_cannot_be_resumed_is_said(long_server: Server) -> None:
+    name = stream(long_server.url, **{**LONG, "max_tokens": 3})[0].data["id"]
+    assert _resume(long_server, "req-unknown").status_code == 404
+    assert _resume(long_server, name, after=1000).status_code == 400
+    assert _resume(long_server, name, after=-2).status_code == 400
+    assert _resume(long_server, name, {"Last-Event-ID": "other:3"}).status_code == 400
+
+
+def test_time_away_does_not_count(long_server: Server) -> None:
+    began = time.monotonic()
+    seen = _first_events(long_server, 40, **LONG)
+    assert is_clean(long_server), "it has been seen that the client left"
+    time.sleep(0.5)
+    done = parse_events(_resume(long_server, seen[0].data["id"], after=39).text)[-1].data
+    took_ms = (time.monotonic() - began) * 1e3
+    rate = done["timings"]["tokens_per_second"]
+    assert done["timings"]["decode_ms"] == pytest.approx(599 / rate * 1e3, rel=0.01)
+    assert done["timings"]["decode_ms"] < took_ms - 500
+
+
+def _counted(server: Server, reason: str) -> float:
+    name = rf'inkstream_requests_total\{{finish_reason="{reason}"\}} (\S+)'
+    found = re.search(name, httpx.get(f"{server.url}/metrics").text)
+    return float(found.group(1)) if found else 0.0
+
+
+def test_a_stream_cancelled_while_its_client_is_away_counts_as_cancelled(long_server: Server) -> None:
+    before = _counted(long_server, "cancelled")
+    name = _first_events(long_server, 3, **ENDLESS)[0].data["id"]
+    assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200
+    assert parse_events(_resume(long_server, name, after=2).text)[-1].name == "done"
+    assert long_server.wait_for(lambda: _counted(long_server, "cancelled") == before + 1)
+
+
+def test_streams_are_forgotten_after_a_while_and_counted_then(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--resume-seconds", "0.3", fake_ms=20)
+    try:
+        name = _first_events(server, 3, **{**LONG, "max_tokens": 8000})[0].data["id"]
+        assert server.wait_for(lambda: _counted(server, "disconnected") == 1)
+        assert _resume(server, name, after=3).json()["error"]["code"] == "unknown_request"
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_only_so_many_bytes_of_a_stream_are_kept(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--resume-bytes", "1000", fake_ms=1)
+    try:
+        events = stream(server.url, **{**LONG, "max_tokens": 200})
+        gone = _resume(server, events[0].data["id"], after=0)
+        assert gone.json()["error"]["code"] == "events_gone"
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_deadline_ends_the_text_where_it_stands(long_server: Server) -> None:
+    for deadline_ms in (400, 5000):  # a machine that is busy may have no token for so long
+        started = time.monotonic()
+        events = stream(long_server.url, **ENDLESS, deadline_ms=deadline_ms)
+        late = time.monotonic() - started - deadline_ms / 1000
+        if events[-1].name == "done" and late < 2.6:
+            break
+    assert late < 2.6
+    assert events[-1].data["choices"][0]["finish_reason"] == "timeout"
+    assert 0 < events[-1].data["usage"]["completion_tokens"] < ENDLESS["max_tokens"] / 2
+    assert is_clean(long_server, 30.0)
+
+
+def test_a_cancelled_stream_holds_nothing_in_the_engine(long_server: Server) -> None:
+    with httpx.stream("POST", f"{long_server.url}/complete", json=ENDLESS, timeout=60) as response:
+        parts = response.iter_text()
+        next(parts)
+        name = response.headers["x-request-id"]
+        assert httpx.delete(f"{long_server.url}/complete/{name}").status_code == 200
+        assert is_clean(long_server, 30.0)
+
+
+def test_waiting_begins_anew_when_a_stream_is_resumed(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--queue-timeout", "3", fake_ms=1)
+    try:
+        seen = _first_events(server, 3, **LONG)
+        time.sleep(3.2)
+        events = parse_events(_resume(server, seen[0].data["id"], after=2).text)
+        assert events[-1].data["choices"][0]["finish_reason"] == "length"
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_deadline_before_the_first_token_is_an_error(tmp_path: Path, weights: Path) -> None:
+    server = start_server(tmp_path, weights, "--max-running", "1", "--queue-timeout", "1", fake_ms=20)
+    try:
+        with httpx.stream("POST", f"{server.url}/complete", json={**LONG, "max_tokens": 8000}, timeout=60) as busy:
+            parts = busy.iter_text()  # an unreferenced iterator would close the response
+            next(parts)
+            body = {"prompt": "a", "deadline_ms": 100}
+            late = httpx.post(f"{server.url}/complete", json={**body, "stream": False})
+            assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
+            assert stream(server.url, **body)[-1].data["error"]["type"] == "timeout_error"
+            waited = httpx.post(f"{server.url}/complete", json={"prompt": "a", "stream": False})
+            assert (waited.status_code, waited.json()["error"]["type"]) == (503, "unavailable_error")
+            assert int(waited.headers["retry-after"]) >= 1
+        assert is_clean(server, 30.0)
+    finally:
+        assert stop_server(server) == 0

@@ -1,0 +1,139 @@
+"""The service with clients that stop reading: blocks are freed, memory is bounded, the text is the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.completion_client import Event, parse_events, stream
+from tests.support.http.raw_client import connect, post, read_all
+from tests.support.model.tiny_models import tiny_weights
+from tests.support.servers import Server, is_clean, start_server, stop_server
+
+pytestmark = pytest.mark.slow
+
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5, "ignore_eos": True}
+TEXT: dict[str, Any] = {**LONG, "prompt": "Once " * 20, "max_tokens": 7900}
+CHOICES: dict[str, Any] = {**LONG, "n": 3, "logprobs": 20, "max_tokens": 260}
+ECHO: dict[str, Any] = {**LONG, "prompt": "Once upon a time " * 30, "n": 2, "echo": True, "logprobs": 20}
+ECHO |= {"max_tokens": 300}
+GUIDED: dict[str, Any] = {**LONG, "logprobs": 20, "max_tokens": 500, "regex": "([a-z]{3,9} )*"}
+
+
+@pytest.fixture(scope="module")
+def held_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The tiny model; connections whose readers rest are patient, and have small buffers."""
+    weights = tiny_weights(tmp_path_factory.mktemp("long") / "tiny", context=4096)
+    flags = ("--dtype", "float32", "--resume-seconds", "60")
+    server = start_server(tmp_path_factory.mktemp("server"), weights, *flags)
+    yield server
+    assert stop_server(server) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def _resting(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A stream whose client does not read, once it is suspended and the engine has no work for it.
+
+    Where the event loop gets no core for long, most of a stream may arrive at once at a writer who waits for it, who
+    is not held for that: another try.
+    """
+    before = server.metric("held_streams_total")
+    for _ in range(20):
+        connection = connect(server, receive_buffer=4096)
+        connection.settimeout(60)
+        connection.sendall(post(body, "/complete", "Connection: close"))
+        # With its first token it is the engine's, which from there on rests when the stream is held or over.
+        assert server.wait_for(lambda connection=connection: b"event: token" in connection.recv(4096, socket.MSG_PEEK))
+        assert is_clean(server)
+        if server.metric("held_streams_total") > before:
+            assert server.metric("held_streams_total") == before + 1
+            return connection
+        connection.close()
+    raise AssertionError("no stream was held")
+
+
+def _rest_of(connection: socket.socket) -> bytes:
+    """Everything; through a small buffer it would take its time."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    return read_all(connection)
+
+
+def _events(answer: bytes) -> list[Event]:
+    """Of an answer in HTTP chunks, or as it is."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK"), head
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        whole, body = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return parse_events(whole.decode())
+
+
+def _told(events: list[Event]) -> dict[int, tuple[str, list[Any]]]:
+    """Text and tokens of each choice."""
+    told: dict[int, tuple[str, list[Any]]] = {}
+    for event in events:
+        if event.name == "token":
+            text, tokens = told.get(event.data["index"], ("", []))
+            told[event.data["index"]] = (text + event.data["text"], tokens + event.data.get("tokens", []))
+    return told
+
+
+def _assert_same(events: list[Event], expected: list[Event]) -> None:
+    assert [event.name for event in events if event.name != "token"] == [
+        event.name for event in expected if event.name != "token"
+    ]
+    assert _told(events) == _told(expected)
+    assert events[-1].data["choices"] == expected[-1].data["choices"]
+    assert events[-1].data["usage"]["completion_tokens"] == expected[-1].data["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("body", [CHOICES, ECHO, GUIDED], ids=["choices", "echo", "guided"])
+def test_what_a_reader_gets_who_rested_is_what_all_get(held_server: Server, body: dict[str, Any]) -> None:
+    expected = stream(held_server.url, **body)
+    with _resting(held_server, body) as connection:
+        _assert_same(_events(_rest_of(connection)), expected)
+    assert is_clean(held_server)
+
+
+def test_a_held_stream_is_cancelled_or_resumed_as_any_other(held_server: Server) -> None:
+    expected = stream(held_server.url, **CHOICES)
+    for deed in ("cancel", "resume"):
+        with _resting(held_server, CHOICES) as connection:
+            # Only looked at: what is taken lets the stream go on, and it could end before the DELETE comes.
+            head = connection.recv(300, socket.MSG_PEEK)
+            name = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+            url = f"{held_server.url}/complete/{name}"
+            if deed == "cancel":
+                assert httpx.delete(url).status_code == 200
+                choices = _events(_rest_of(connection))[-1].data["choices"]
+                assert {choice["finish_reason"] for choice in choices} == {"cancelled"}
+                continue
+        events = parse_events(httpx.get(f"{url}/events", timeout=60).text)
+        _assert_same(events, expected)
+    assert is_clean(held_server)
+
+
+def test_an_engine_that_dies_meanwhile_is_no_matter(tmp_path: Path, weights: Path) -> None:
+    """FE; a plain text, which is held after some four thousand tokens."""
+    server = start_server(tmp_path, weights, "--drain-timeout", "1", fake_ms=0)
+    try:
+        expected = stream(server.url, **TEXT)
+        with _resting(server, TEXT) as connection:
+            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+            assert server.wait_for(lambda: server.metric("engine_restarts_total") == 1)
+            assert server.wait_for(lambda: server.metric("engine_ready") == 1)
+            _assert_same(_events(_rest_of(connection)), expected)
+        assert server.metric("replayed_requests_total") == 0
+        with _resting(server, TEXT):
+            assert stop_server(server) == 0
+    finally:
+        stop_server(server)

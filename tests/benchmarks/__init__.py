@@ -1,0 +1,1 @@
+"""Tests of benchmarks: that each runs, and what its pure parts compute."""

@@ -1,0 +1,278 @@
+"""The load generator against a small fake server: its counts, its errors, and its output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from benchmarks.load import LoadResult, UnreachableError, main, run
+from benchmarks.load_plan import LoadPlan
+from tests.support.paths import ROOT
+
+T = TypeVar("T")
+Answer = Callable[[asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+DONE = ("done", {"choices": [{"index": 0, "finish_reason": "length"}], "usage": {"completion_tokens": 6}})
+TOKENS = [("token", {"index": 0, "text": text}) for text in ("", "a b", " c")]
+
+
+def events(*pairs: tuple[str, Any]) -> bytes:
+    return b": hello\n\n" + b"".join(
+        f"id: r:1\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in pairs
+    )
+
+
+def chunks(body: bytes, size: int = 50) -> bytes:
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+async def answer_well(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
+    """Chunks of 11 bytes, written 7 bytes at a time: no event begins where a chunk or a write does."""
+    wire = HEAD + chunks(events(*TOKENS, DONE), 11)
+    for at in range(0, len(wire), 7):
+        writer.write(wire[at : at + 7])
+        await asyncio.sleep(0)
+
+
+async def answer_never(*_: object) -> None:
+    await asyncio.sleep(60)
+
+
+async def answer_two_then_never(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    await (answer_well if body["seed"] < 2 else answer_never)(writer, body)
+
+
+def answer_with(wire: bytes) -> Answer:
+    async def answer(writer: asyncio.StreamWriter, _: dict[str, Any]) -> None:
+        writer.write(wire)
+        writer.close()
+
+    return answer
+
+
+class FakeServer:
+    """Answers GET /v1/models with a list, and POST /complete with `answer`; notes what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []
+        self.connections = 0
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    await self.answer_one(reader, writer)
+        finally:
+            writer.close()
+
+    async def answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = await reader.readexactly(int(head.partition(b"Content-Length: ")[2].partition(b"\r")[0]))
+        if head.startswith(b"GET /v1/models "):
+            writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n{"data": []}')
+        elif head.startswith((b"POST /complete ", b"POST /v1/completions ")):
+            self.bodies.append(json.loads(body))
+            await self.answer(writer, self.bodies[-1])
+
+
+def with_url(server: FakeServer, use: Callable[[str], Awaitable[T]]) -> T:
+    async def scene() -> T:
+        listener = await asyncio.start_server(server.talk, "127.0.0.1", 0)
+        try:
+            return await use(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+        finally:
+            listener.close()  # no waiting: answers that hang are cancelled when the loop ends
+
+    return asyncio.run(scene())
+
+
+def load(server: FakeServer, **plan: Any) -> LoadResult:
+    settings: dict[str, Any] = {"streams": (2,), "requests": 4, "prompt_words": 8} | plan
+    return with_url(server, lambda url: run(LoadPlan(url=url, **settings)))
+
+
+def bench(server: FakeServer, *flags: str) -> int:
+    return with_url(server, lambda url: asyncio.to_thread(main, ["--url", url, *flags]))
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_tokens_are_those_of_the_usage_and_the_warm_up_is_not_counted() -> None:
+    server = FakeServer(answer_well)
+    (level,) = load(server).levels
+    assert (level.streams, level.requests, level.completed, level.errors, level.unfinished) == (2, 4, 4, 0, 0)
+    assert (level.output_tokens, len(server.bodies)) == (4 * 6, 4 + 1)
+    assert level.output_tokens_per_second == pytest.approx(24 / level.seconds)
+
+
+def test_each_request_asks_for_exactly_max_tokens_with_its_number_as_seed() -> None:
+    server = FakeServer(answer_well)
+    load(server, streams=(1, 2), requests=None, max_tokens=6, temperature=0.5)
+    warm_up, *counted = server.bodies
+    assert warm_up["prompt"] not in [body["prompt"] for body in counted]
+    assert sorted(body.pop("seed") for body in counted) == list(range(8 + 8))
+    assert len({body.pop("prompt") for body in counted}) == 16
+    assert counted == [{"max_tokens": 6, "temperature": 0.5, "ignore_eos": True, "stream": True}] * 16
+
+
+async def answer_in_chunks(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    assert body["stream_options"] == {"include_usage": True}
+    data = [{"choices": [{"text": text, "finish_reason": None}]} for text in ("a b", " c")]
+    data += [{"choices": [{"text": "", "finish_reason": "length"}]}]
+    data += [{"choices": [], "usage": {"completion_tokens": 6}}]
+    wire = b"".join(b"data: %b\n\n" % text for text in [*(json.dumps(d).encode() for d in data), b"[DONE]"])
+    writer.write(HEAD + chunks(wire, 11))
+
+
+def test_other_servers_are_asked_with_every_filter_switched_off() -> None:
+    server = FakeServer(answer_in_chunks)
+    (level,) = load(server, api="openai", max_tokens=6, temperature=0.5).levels
+    assert (level.completed, level.errors, level.output_tokens) == (4, 0, 4 * 6)
+    body = server.bodies[-1]
+    assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (6, 0.5, True)
+    assert (body["top_k"], body["top_p"], body["min_p"]) == (0, 1, 0)
+
+
+def test_a_connection_that_closed_behind_a_stream_is_opened_again() -> None:
+    """llama-server does so, and does not say it before."""
+    server = FakeServer(answer_with(HEAD + chunks(events(*TOKENS, DONE))))
+    (level,) = load(server, requests=12).levels
+    assert (level.completed, level.errors) == (12, 0)
+
+
+def test_the_same_prompt_is_sent_always_if_asked() -> None:
+    server = FakeServer(answer_well)
+    load(server, same_prompt=True)
+    assert len({body["prompt"] for body in server.bodies}) == 1
+
+
+def test_each_stream_keeps_its_connection() -> None:
+    server = FakeServer(answer_well)
+    load(server, requests=12)
+    assert server.connections == 1 + 1 + 2  # the model list, the warm-up, the two streams
+
+
+def test_a_server_that_says_close_gets_a_new_connection_for_each_request() -> None:
+    head = HEAD.replace(b"200 OK", b"200 OK\r\nConnection: close")
+    result = load(FakeServer(answer_with(head + chunks(events(*TOKENS, DONE)))))
+    assert (result.levels[0].completed, result.failed) == (4, False)
+
+
+FULL = rb'{"error": {"message": "\u001bfull"}}'
+BUSY = b"HTTP/1.1 503 Busy\r\nContent-Length: %d\r\n\r\n%b" % (len(FULL), FULL)
+
+
+@pytest.mark.parametrize(
+    ("wire", "message"),
+    [
+        (BUSY, "HTTP 503: full"),
+        (b"HTTP/1.1 500 Oh\r\n\r\n<b>\r\n", "HTTP 500: <b>"),
+        (b"", "the connection closed before the answer"),
+        (b"SSH-2.0\r\n\r\n", "the answer does not begin like HTTP"),
+        (HEAD + chunks(events(*TOKENS, DONE))[:150], "the connection closed in mid-response"),
+        (HEAD + chunks(events(*TOKENS)), "the stream ended without a done event"),
+        (HEAD + chunks(events(("error", {"error": {"message": "the engine died"}}))), "the engine died"),
+        (HEAD + chunks(events(("done", {}))), "Object missing required field `usage`"),
+        (
+            HEAD
+            + chunks(events(("done", {"choices": [{"finish_reason": "timeout"}], "usage": {"completion_tokens": 1}}))),
+            "the stream ended early: finish_reason timeout",
+        ),
+    ],
+)
+def test_a_request_that_fails_is_counted_and_the_first_message_is_kept(wire: bytes, message: str) -> None:
+    result = load(FakeServer(answer_with(wire)))
+    level = result.levels[0]
+    assert (level.errors, level.completed, level.first_error, result.failed) == (4, 0, message, True)
+    assert (level.output_tokens, level.first_token_ms.p50, level.inter_token_ms.p99) == (0, None, None)
+
+
+def test_what_the_time_limit_cuts_is_no_error_if_something_finished() -> None:
+    for seconds in (0.4, 10.0):  # a machine that is busy may finish nothing in the first
+        result = load(FakeServer(answer_two_then_never), seconds=seconds)
+        level = result.levels[0]
+        if level.completed == 2:
+            break
+    assert (level.requests, level.completed, level.errors, level.unfinished) == (4, 2, 0, 2)
+    assert not result.failed
+
+
+def test_a_level_in_which_nothing_finished_has_failed() -> None:
+    assert load(FakeServer(answer_never), seconds=0.1).failed
+
+
+def test_nothing_at_the_url_is_told_to_the_caller() -> None:
+    with pytest.raises(UnreachableError, match="connection refused"):
+        asyncio.run(run(LoadPlan(url=f"http://127.0.0.1:{closed_port()}")))
+
+
+def test_nothing_at_the_url_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    assert main(["--url", url]) == 2
+    assert capsys.readouterr() == ("", f"nothing answers at {url}: connection refused\n")
+
+
+def test_there_is_a_row_for_each_level_and_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(FakeServer(answer_well), "--streams", "1,2", "--requests", "3") == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in rows[2:]] == [["1", "3", "0"], ["2", "3", "0"]]
+    found = json.loads(last)
+    assert [level["completed"] for level in found["levels"]] == [3, 3]
+    assert (found["benchmark"], found["server"], found["interrupted"]) == ("load", {"data": []}, False)
+    assert set(found["machine"]) == {"cpu", "cores", "python", "system"}
+
+
+def test_json_only_prints_one_line_and_a_failed_request_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(FakeServer(answer_with(BUSY)), "--streams", "1", "--requests", "1", "--json-only") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["levels"][0]["first_error"] == "HTTP 503: full"
+
+
+def test_prompts_of_a_file_are_used_in_turn(tmp_path: Path) -> None:
+    server, file = FakeServer(answer_well), tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n", encoding="utf-8")
+    assert bench(server, "--streams", "1", "--requests", "3", "--prompts", str(file), "--json-only") == 0
+    assert [body["prompt"] for body in server.bodies[1:]] == ["one", "two", "one"]
+
+
+def test_ctrl_c_prints_what_there_is_and_ends_with_130() -> None:
+    all_sent = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        if body["seed"] == 3:
+            all_sent.set()
+        await answer_two_then_never(writer, body)
+
+    async def interrupt(url: str) -> tuple[int | None, bytes, bytes]:
+        command = [sys.executable, "-m", "benchmarks.load", "--url", url, "--streams", "2", "--requests", "4"]
+        root, pipe = ROOT, asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=pipe, stderr=pipe)
+        async with asyncio.timeout(60):
+            await all_sent.wait()
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+        return process.returncode, out, err
+
+    returncode, out, err = with_url(FakeServer(answer), interrupt)
+    assert err == b""
+    found = json.loads(out.splitlines()[-1])
+    assert found["interrupted"]
+    assert [(level["completed"], level["unfinished"]) for level in found["levels"]] == [(2, 2)]
+    assert returncode == 130

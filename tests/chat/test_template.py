@@ -1,0 +1,184 @@
+"""Chat templates: the text equals that of transformers, and a runaway template harms no other request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from app.__main__ import main
+from app.access.tenant_queue import WorkAccount
+from app.chat.messages import RenderJob
+from app.chat.template import ChatTemplate
+from app.chat.template_worker import render
+from app.common.errors import InvalidRequest
+from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
+from model.files import CheckpointError
+from tests.support.model.sample_tokenizers import llama2, save
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA = """{{ bos_token }}{% set ns = namespace(system='', count=0) %}
+{% if messages[0].role == 'system' %}
+{% set ns.system = messages[0].content %}
+{% set messages = messages[1:] %}
+{% endif %}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('roles must take turns') }}
+    {% endif %}
+    {% if message.role == 'user' %}
+[INST] {{ ns.system }}{{ message.content }} [/INST]
+    {% else %}
+{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+    {% endif %}
+    {% set ns.count = ns.count + 1 %}
+    {% if ns.count > 4 %}{% break %}{% endif %}
+{% endfor %}"""
+EVERYTHING = """{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ dict(a=1) }}{{ tools is none }}
+{{- strftime_now('%Y') }}{% if messages[-1].name is defined %}{{ messages[-1].name }}{% endif %}{{ pad_token }}
+{%- macro shout(text) %}{{ text | upper }}{% endmacro %}{{ shout(messages[0].content[:3]) }}{{ unk_token }}"""
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": " a <fox> & 'caf\u00e9' \U0001f98a "}],
+    [{"role": "system", "content": "be brief "}, {"role": "user", "content": "why?\n"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": None}] * 3,
+]
+
+
+def _rendered(template: ChatTemplate | None, chat: list[dict[str, Any]], **options: Any) -> str:
+    async def run() -> str:
+        assert template
+        try:
+            return await template.render(chat, WorkAccount(), **options)
+        finally:
+            await template.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA, EVERYTHING], ids=["chatml", "llama", "everything"])
+def test_a_chat_reads_as_in_transformers(tmp_path: Path, source: str) -> None:
+    save(llama2(), tmp_path, chat_template=source, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    file = read_chat_template(tmp_path)
+    assert file
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for chat in CHATS:
+        for prompt in (True, False):
+            expected = oracle.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+            given = [{name: value for name, value in message.items() if value is not None} for message in chat]
+            variables = {**file.names, "messages": given, "tools": None, "add_generation_prompt": prompt}
+            assert render(RenderJob(source=source, variables=variables)).text == expected
+    assert _rendered(ChatTemplate.load(tmp_path), CHATS[2]) == oracle.apply_chat_template(
+        CHATS[2], tokenize=False, add_generation_prompt=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "source"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"eos_token": "x"}}, None),
+        ({"tokenizer_config.json": {"chat_template": "a"}}, "a"),
+        (
+            {"tokenizer_config.json": {"chat_template": [{"name": "tool_use"}, {"name": "default", "template": "b"}]}},
+            "b",
+        ),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "c"}]}}, None),
+        ({"tokenizer_config.json": {"chat_template": "a"}, "chat_template.json": {"chat_template": "d"}}, "d"),
+        ({"chat_template.json": {"chat_template": "d"}, "chat_template.jinja": "e\u2581"}, "e\u2581"),
+    ],
+)
+def test_the_template_is_found_wherever_transformers_puts_it(
+    tmp_path: Path, files: dict[str, Any], source: str | None
+) -> None:
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = ChatTemplate.load(tmp_path)
+    assert (found.source if found else None) == source
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("chat_template.jinja", b"\xff", "UTF-8"),
+        ("chat_template.jinja", b"a" * (1 << 20) + b"b", "more than"),
+        ("chat_template.json", b"[]", "JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": 7}', "neither a text nor"),
+        ("tokenizer_config.json", b'{"chat_template": "a\\ud800"}', "a lone surrogate"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": 7}]}', "neither a text nor"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        ChatTemplate.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+def test_a_service_does_not_start_with_a_template_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    assert main(["serve", "--weights", str(tmp_path)]) == 2
+    assert "chat_template.jinja: is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('only users speak') }}", "refuses these messages: only users speak"),
+        ("{% if %}", "cannot be read"),
+        ("{{ messages[0].content.nothing.at_all }}", "refuses these messages"),
+        ("{{ 1 // 0 }}", "fails with these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "refuses these messages"),
+        ("{{ namespace(__init__=1) }}", "refuses these messages"),
+        ("{% include '/etc/passwd' %}", "fails with these messages"),
+        (r"a{{ '\ud83d' }}", "writes half a character (U+D83D)"),
+        (
+            "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'a' * 1000 }}{% endfor %}{% endfor %}",
+            "characters",
+        ),
+    ],
+)
+def test_what_a_template_does_wrong_is_told(source: str, reason: str) -> None:
+    answer = render(RenderJob(source=source, variables={"messages": [{"role": "user", "content": "a"}]}))
+    assert answer.text == ""
+    assert reason in answer.error
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "more than 0.5 seconds"),
+        ("{{ 3 ** 1000000000 }}", "more than 0.5 seconds"),
+        ("{{ ('a' * 2000000000) | length }}", "too much memory"),
+        ("{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}", "memory"),
+        (r"{{ '\udc00' }}", r"chat template writes half a character \(U\+DC00\)"),
+        (r"{{ raise_exception('\udc00') }}", "refuses these messages: \ufffd"),
+        ("{{ messages[0].content | upper }}", None),
+    ],
+)
+def test_a_template_that_runs_wild_ends_with_its_process(source: str, reason: str | None) -> None:
+    template = ChatTemplate(ChatTemplateFile(source=source, names={}), seconds=0.5 if "seconds" in str(reason) else 20)
+    chat = [{"role": "user", "content": "a fox"}]
+    if reason is None:
+        assert _rendered(template, chat) == "A FOX"
+        return
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        _rendered(template, chat)
+    assert caught.value.param == "messages"
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,190 @@
+"""inkstream compile as a person, a Makefile, a container's build stage run it; alone, twice at once, interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.toolchain.library_cache import SOURCE, BuildRecipe
+from tests.support.fake_compiler import FakeCompiler, fake_compiler
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+SLOW = "sleep 60"
+
+
+def _start(shelf: Path, *flags: str, folder: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-S", "-m", "app", "compile", "--cache-dir", str(shelf), *flags]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("INKSTREAM_")}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env={**clean, **environment}, stdout=pipe, stderr=pipe, text=True)
+
+
+def _run(shelf: Path, *flags: str, folder: Path = ROOT, **environment: str) -> tuple[int, str, str]:
+    process = _start(shelf, *flags, folder=folder, **environment)
+    out, errors = process.communicate(timeout=120)
+    return process.returncode, out, errors
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _left(shelf: Path) -> list[str]:
+    return sorted(path.name for path in shelf.iterdir() if path.name != ".lock")
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, stub_library: Path) -> FakeCompiler:
+    return fake_compiler(tmp_path, stub_library)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, stub_library: Path) -> FakeCompiler:
+    """Never ends by itself; has a child, as compilers do."""
+    (tmp_path / "slow").mkdir()
+    calls = tmp_path / "slow" / "calls"
+    return fake_compiler(tmp_path / "slow", stub_library, before=f'{SLOW} & echo $! >> "{calls}"; wait')
+
+
+def test_it_tells_what_it_built_and_check_whether_a_start_would_use_it(tmp_path: Path, compiler: FakeCompiler) -> None:
+    shelf, level = tmp_path / "cache", this_level().name
+    code, out, errors = _run(shelf, "--check")
+    assert (code, errors) == (1, "") and "torch computes" in out and "inkstream compile" in out
+    code, out, errors = _run(shelf, CXX=str(compiler.path))
+    assert (code, errors) == (0, "")
+    for fact in (f"{level}: built", str(shelf), "fake 1.0", "-O3", "KiB", " s\n"):
+        assert fact in out, fact
+    code, out, _ = _run(shelf, "--check", CXX="/nonexistent")
+    assert code == 0 and f"native kernels ({level}) compute" in out and "fake 1.0" in out
+    code, out, _ = _run(shelf, CXX=str(compiler.path))
+    assert code == 0 and f"{level}: is there already" in out
+    assert len(compiler.pids) == 1
+
+
+def test_the_variable_names_the_directory_too(tmp_path: Path, compiler: FakeCompiler) -> None:
+    environment = {**os.environ, "INKSTREAM_CACHE_DIR": str(tmp_path / "named"), "CXX": str(compiler.path)}
+    subprocess.run([sys.executable, "-m", "app", "compile"], cwd=ROOT, env=environment, check=True, timeout=60)
+    assert BuildRecipe(level=this_level()).name in _left(tmp_path / "named")
+
+
+def test_without_a_compiler_it_names_the_package_and_quietly_says_nothing(tmp_path: Path) -> None:
+    code, out, errors = _run(tmp_path / "cache", PATH="/nonexistent", CXX="")
+    assert (code, out) == (2, "")
+    assert (
+        errors.count("\n") == 1 and errors.startswith("error: there is no C++ compiler") and "apt install g++" in errors
+    )
+    assert _run(tmp_path / "cache", "--quiet", PATH="/nonexistent", CXX="") == (2, "", "")
+
+
+def test_a_failed_build_is_one_line_and_exit_code_one(tmp_path: Path, stub_library: Path) -> None:
+    fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
+    code, _, errors = _run(tmp_path / "cache", "--quiet", CXX=str(fake.path))
+    assert (code, errors) == (1, f"error: {fake.path} failed: a.h:1: error: bad\n")
+
+
+def test_a_compiler_that_takes_longer_than_it_may_is_ended(tmp_path: Path, slow: FakeCompiler) -> None:
+    code, _, errors = _run(tmp_path / "cache", "--quiet", "--time-limit", "0.5", CXX=str(slow.path))
+    told = f"error: {slow.path} took more than 0.5 seconds; inkstream compile --time-limit gives it more\n"
+    assert (code, errors) == (1, told)
+    assert _left(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, limit: str) -> None:
+    code, _, errors = _run(tmp_path / "cache", f"--time-limit={limit}")
+    assert code == 2 and f"above 0 and up to 86400, not '{limit}'" in errors
+
+
+def test_quietly_it_says_only_that_a_build_begins(tmp_path: Path, compiler: FakeCompiler) -> None:
+    code, out, errors = _run(tmp_path / "cache", "--quiet", CXX=str(compiler.path))
+    assert (code, errors) == (0, "") and out.count("\n") == 1 and "building native kernels" in out
+    assert _run(tmp_path / "cache", "--quiet", CXX=str(compiler.path)) == (0, "", "")
+
+
+def test_two_at_once_compile_once(tmp_path: Path, stub_library: Path) -> None:
+    fake = fake_compiler(tmp_path, stub_library, before="sleep 1")
+    both = [_start(tmp_path / "cache", CXX=str(fake.path)) for _ in range(2)]
+    outs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted("is there already" in out for out in outs) == [False, True]
+    assert len(fake.pids) == 1 and len(_left(tmp_path / "cache")) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_leaves_no_file_no_process_and_no_traceback(
+    tmp_path: Path, slow: FakeCompiler, number: signal.Signals
+) -> None:
+    process = _start(tmp_path / "cache", CXX=str(slow.path))
+    _wait_for(lambda: len(slow.pids) == 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "")
+    assert _left(tmp_path / "cache") == []
+    assert all(map(_is_gone, slow.pids))
+
+
+def test_a_killed_build_takes_its_compiler_along_and_the_next_one_cleans_up(
+    tmp_path: Path, slow: FakeCompiler, compiler: FakeCompiler
+) -> None:
+    process = _start(tmp_path / "cache", CXX=str(slow.path))
+    _wait_for(lambda: len(slow.pids) == 2)
+    process.kill()
+    process.communicate(timeout=120)
+    _wait_for(lambda: all(map(_is_gone, slow.pids)))
+    (stale,) = _left(tmp_path / "cache")
+    assert stale.startswith(".building-")
+    assert _run(tmp_path / "cache", CXX=str(compiler.path))[0] == 0
+    assert stale not in _left(tmp_path / "cache")
+
+
+def test_the_stage_of_the_container_copies_all_that_a_build_needs(tmp_path: Path, compiler: FakeCompiler) -> None:
+    """-S hides installed packages: the stage has none."""
+    stage = (ROOT / "Dockerfile").read_text().split(" AS kernels\n")[1].split("\nFROM ")[0]
+    for line in re.findall(r"^COPY (.*)$", stage, re.MULTILINE):
+        *sources, target = line.split()
+        for source in map(Path, sources):
+            place = tmp_path / "stage" / target
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__", "built"))
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, place)
+    (command,) = re.findall(r"python3 -m app compile (.*) --cache-dir /kernels$", stage, re.MULTILINE)
+    code, _, errors = _run(
+        tmp_path / "cache", *command.split(), folder=tmp_path / "stage", PYTHONPATH="", CXX=str(compiler.path)
+    )
+    assert (code, errors) == (0, "")
+    levels = X86_LEVELS if this_level() in X86_LEVELS else (this_level(),)
+    assert {BuildRecipe(level=level).name for level in levels} <= set(_left(tmp_path / "cache"))
+
+
+def test_an_installation_carries_every_package_and_the_sources() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent for top in ("app", "model", "benchmarks") for path in (ROOT / top).rglob("__init__.py")}
+    assert {".".join(folder.relative_to(ROOT).parts) for folder in folders} == set(setup["packages"])
+    patterns = setup["package-data"]["app.engine.cpu"]
+    carried = {path for pattern in patterns for path in SOURCE.parent.glob(pattern)}
+    assert {path for path in SOURCE.rglob("*") if path.is_file()} == carried

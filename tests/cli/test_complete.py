@@ -1,0 +1,364 @@
+"""inkstream complete: what it sends, what it prints, and what it says when something is wrong.
+
+Against the real service where it can be; rare behavior comes from a small fake service with scripted answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.__main__ import main
+from app.api.native.routes import CompleteRequest
+from app.cli.complete import add_flags, given_fields
+from tests.support.completion_client import whole
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+DONE = {"choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}]}
+
+
+@dataclass
+class Played:
+    """A fake service that answers every request from a script, and records the requests."""
+
+    url: str = ""
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    breaks_off: bool = False
+    waits: threading.Event | None = None
+
+    def plays(self, *events: tuple[str, dict[str, Any]]) -> None:
+        """A stream of these events."""
+        self.headers = {"content-type": "text/event-stream; charset=utf-8"}
+        self.parts = [f"id: r:0\nevent: {name}\ndata: {json.dumps(data)}\n\n".encode() for name, data in events]
+
+    def answers(self, status: int, body: Any, **headers: str) -> None:
+        """One JSON object."""
+        self.status, self.parts = status, [json.dumps(body).encode()]
+        self.headers = {"content-type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    service = Played()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            service.seen.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            service.keys.append(self.headers["authorization"])
+            self.send_response(service.status)
+            for name, value in service.headers.items():
+                self.send_header(name, value)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            for part in service.parts:
+                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            if service.waits:
+                service.waits.wait(120)
+            self.close_connection = True
+            if not service.breaks_off:
+                self.wfile.write(b"0\r\n\r\n")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            """The client has left."""
+
+    server = Quiet(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    service.url = f"http://127.0.0.1:{server.server_port}"
+    service.plays(("start", {}), ("token", {"index": 0, "text": "x"}), ("done", DONE))
+    yield service
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class Terminal(io.TextIOWrapper):
+    """Something that a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`inkstream complete` with these arguments: exit code, what it printed, what it complained of."""
+    monkeypatch.delenv("INKSTREAM_API_KEY", raising=False)
+
+    def complete(*arguments: str, stdin: bytes | None = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(
+            sys, "stdin", Terminal(io.BytesIO()) if stdin is None else io.TextIOWrapper(io.BytesIO(stdin))
+        )
+        try:
+            code = main(["complete", *arguments])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return code, printed.out, printed.err
+
+    return complete
+
+
+def test_a_full_disk_is_said_in_one_line(server: Server, weights: Path) -> None:
+    asked = ["complete", "a", "--max-tokens", "3", "--url", server.url]
+    for verb in (asked, [*asked, "--json"], ["check", str(weights)]):
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "app", *verb]
+            result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 1
+        assert result.stderr.count("\n") == 1 and "cannot be written" in result.stderr
+
+
+def test_a_closed_standard_input_is_said() -> None:
+    for prompt in ("", "-"):
+        command = f"{sys.executable} -m app complete {prompt} <&-"
+        result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert result.returncode == 2 and "standard input is closed" in result.stderr
+
+
+def test_the_text_is_the_services_own(server: Server, run: Run) -> None:
+    flags = ("--max-tokens", "20", "--seed", "5", "--temperature", "0.8", "--stop", "zq", "--top-k", "-1")
+    expected = whole(server.url, prompt="The moon", max_tokens=20, seed=5, temperature=0.8, stop="zq")
+    text = expected["choices"][0]["text"]
+    assert run("The moon", "--url", server.url, *flags) == (0, text + "\n", "")
+    for arguments in (("-",), ()):
+        assert run(*arguments, "--url", server.url + "/", *flags, stdin=b"The moon") == (0, text + "\n", "")
+    code, printed, _ = run("The moon", "--json", "--url", server.url, *flags, "--logprobs", "1")
+    answer = json.loads(printed)
+    assert (code, answer["choices"][0]["text"], printed.count("\n")) == (0, text, 1)
+    assert {**answer["usage"], "prompt_tokens_details": None} == {**expected["usage"], "prompt_tokens_details": None}
+    assert answer["choices"][0]["tokens"]
+
+
+def test_the_services_errors_are_shown_as_it_words_them(server: Server, run: Run) -> None:
+    for more in ((), ("--json",)):
+        code, printed, error = run("a", "--url", server.url, "--temperature", "99", *more)
+        assert (code, printed) == (1, "")
+        assert error.startswith("error: temperature: ")
+    code, _, error = run("a", "--url", server.url, "--min-tokens", "-1")
+    assert (code, "min_tokens" in error) == (1, True)
+    code, _, error = run("--source", "a", "--url", server.url)
+    assert (code, "no encoder" in error) == (1, True)
+
+
+def test_every_field_of_a_request_has_its_flag_and_nothing_else_has() -> None:
+    parser = argparse.ArgumentParser()
+    names = add_flags(parser, CompleteRequest.model_json_schema(), without={"prompt", "stream"})
+    assert set(names) == set(CompleteRequest.model_fields) - {"prompt", "stream"}
+    assert {action.dest for action in parser._actions} == {*names, "help"}
+
+
+SCHEMA: dict[str, Any] = {
+    "properties": {
+        "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "typical_p": {"type": "number", "description": "50 % and more"},
+        "echo": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "user": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "stop_token_ids": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+        "logit_bias": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+        "json_schema": {"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]},
+        "grammar": {"type": "string"},
+    }
+}
+
+
+def _given(*arguments: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="test", exit_on_error=False)
+    names = add_flags(parser, SCHEMA, without=set())
+    parser.format_help()
+    return given_fields(parser.parse_args(arguments), names)
+
+
+def test_flags_become_fields_of_the_right_type(tmp_path: Path) -> None:
+    assert _given() == {}
+    assert _given("--n", "2", "--typical-p", "0.5", "--echo", "--user", "u") == {
+        "n": 2,
+        "typical_p": 0.5,
+        "echo": True,
+        "user": "u",
+    }
+    assert _given("--stop", r"a\nb\\n", "--stop", "c\n") == {"stop": ["a\nb\\n", "c\n"]}
+    assert _given("--stop-token-ids", "1", "--stop-token-ids", "2") == {"stop_token_ids": [1, 2]}
+    assert _given("--logit-bias", "12=-5", "--logit-bias", "3=0.5") == {"logit_bias": {"12": -5.0, "3": 0.5}}
+    assert _given("--json-schema", '{"type": "object"}') == {"json_schema": {"type": "object"}}
+    file = tmp_path / "file"
+    file.write_text("true", encoding="utf-8")
+    assert _given("--json-schema", f"@{file}", "--grammar", f"@{file}") == {"json_schema": True, "grammar": "true"}
+    assert _given("--grammar", "start: /a/") == {"grammar": "start: /a/"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--n", "1.5"), "must be a whole number, not '1.5'"),
+        (("--n", "1" * 5000), "must be a whole number, not '1{60}'$"),
+        (("--typical-p", "nan"), "must be a number, and a finite one, not 'nan'"),
+        (("--typical-p", "much"), "must be a number, and a finite one, not 'much'"),
+        (("--logit-bias", "12"), "must be ID=BIAS, such as 123=-5, not '12'"),
+        (("--logit-bias", "a=1"), "must be a whole number, not 'a'"),
+        (("--logit-bias", "1=a"), "must be a number, and a finite one, not 'a'"),
+        (("--json-schema", "{"), "not JSON"),
+        (("--json-schema", "@/no/such/file"), "No such file"),
+        (("--grammar", "@/no/such/file"), "No such file"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_its_flag(arguments: tuple[str, str], says: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=says) as caught:
+        _given(*arguments)
+    assert arguments[0] in str(caught.value)
+
+
+def test_the_key_goes_where_keys_go(played: Played, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("a", "--url", played.url)
+    monkeypatch.setenv("INKSTREAM_API_KEY", "from the environment")
+    run("a", "--url", played.url)
+    run("a", "--url", played.url, "--api-key", "given")
+    monkeypatch.setenv("INKSTREAM_API_KEY", "")
+    run("a", "--url", played.url)
+    assert played.keys == [None, "Bearer from the environment", "Bearer given", None]
+    code, _, error = run("a", "--url", played.url, "--api-key", "a\nb")
+    assert (code, "characters that no key has" in error) == (2, True)
+    assert played.seen == [{"prompt": "a"}] * 4
+
+
+def test_several_texts_stand_one_behind_the_other(played: Played, run: Run) -> None:
+    texts = [(1, "b"), (0, "a"), (2, "c"), (0, "a\n"), (1, "b")]
+    tokens = [("token", {"index": index, "text": text}) for index, text in texts]
+    played.plays(("start", {}), *tokens, ("done", DONE))
+    assert run("x", "--n", "3", "--url", played.url) == (0, "[1 of 3]\naa\n\n\n[2 of 3]\nbb\n\n[3 of 3]\nc\n", "")
+    assert played.seen == [{"prompt": "x", "n": 3}]
+
+
+def test_every_flag_reaches_the_service(server: Server, run: Run) -> None:
+    """Among them what only a guide, a penalty or a bias can show; two continuations of the same prompt."""
+    flags = "--n 2 --seed 3 --max-tokens 6 --typical-p 0.9 --frequency-penalty 0.5 --logit-bias 70=-100 --echo --user u"
+    fields = {"n": 2, "seed": 3, "max_tokens": 6, "typical_p": 0.9, "frequency_penalty": 0.5, "echo": True, "user": "u"}
+    expected = whole(server.url, prompt="The moon", logit_bias={"70": -100}, **fields)
+    first, second = (choice["text"] for choice in expected["choices"])
+    code, text, error = run("The moon", "--url", server.url, *flags.split())
+    assert (code, text, error) == (0, f"[1 of 2]\n{first}\n\n[2 of 2]\n{second}\n", "")
+    code, text, _ = run("The moon", "--url", server.url, *flags.split(), "--json")
+    assert json.loads(text)["receipt"] == expected["receipt"]
+
+
+def test_what_goes_wrong_in_the_middle_is_said_behind_the_text(played: Played, run: Run) -> None:
+    token = ("token", {"index": 0, "text": "half"})
+    played.plays(token, ("error", {"error": {"message": "the engine failed"}}))
+    assert run("a", "--url", played.url) == (1, "half\n", "error: the engine failed\n")
+    played.plays(token)
+    for breaks_off in (False, True):
+        played.breaks_off = breaks_off
+        code, text, error = run("a", "--url", played.url)
+        assert (code, text, "broke off" in error) == (1, "half\n", True)
+    played.plays(token)
+    played.parts.append(b'id: r:1\nevent: token\ndata: {"index": 0, "te')
+    assert run("a", "--url", played.url)[:2] == (1, "half\n")
+    code, text, error = run("a", "--url", played.url, "--json")
+    assert (code, text, "connection broke" in error) == (1, "", True)
+
+
+def test_a_refusal_says_when_to_come_back(played: Played, run: Run) -> None:
+    played.answers(503, {"error": {"message": "the queue is full"}}, retry_after="7")
+    assert run("a", "--url", played.url) == (1, "", "error: the queue is full (it may work again in 7 s)\n")
+
+
+def test_an_error_for_a_missing_key_says_where_the_key_goes(played: Played, run: Run) -> None:
+    played.answers(401, {"error": {"message": "this service asks for a key: send the header"}})
+    code, _, error = run("a", "--url", played.url)
+    assert (code, error.count("\n")) == (1, 1)
+    assert error.endswith("; here it goes into the variable INKSTREAM_API_KEY, or --api-key\n")
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_foreign_server_is_not_taken_for_a_service(played: Played, run: Run, more: tuple[str, ...]) -> None:
+    played.headers, played.parts = {"content-type": "text/html"}, [b"<html>"]
+    code, _, error = run("a", "--url", played.url, *more)
+    assert (code, "not as inkstream does" in error) == (2, True)
+    played.status = 404
+    code, _, error = run("a", "--url", played.url, *more)
+    assert (code, "status 404" in error, "html" in error) == (1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"), [("http://127.0.0.1:9", "serve"), ("ftp://x", "--url"), ("nonsense", "--url"), ("http://x:y", "")]
+)
+def test_without_a_service_it_says_so(run: Run, url: str, says: str) -> None:
+    code, text, error = run("a", "--url", url)
+    assert (code, text) == (2, "")
+    assert says in error
+
+
+def test_there_must_be_something_to_continue(played: Played, run: Run) -> None:
+    for stdin in (b"", None):
+        code, _, error = run("--url", played.url, stdin=stdin)
+        assert (code, "say what to continue" in error) == (2, True)
+    assert played.seen == []
+    for prompt in ("-", ""):
+        assert run(prompt, "--url", played.url) == (0, "x\n", "")
+    assert played.seen == [{"prompt": ""}] * 2, "nothing is a prompt where it is asked for"
+
+
+def test_a_text_does_not_steer_the_terminal(played: Played, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    played.plays(("token", {"index": 0, "text": "a\t\x1b[2J\x9b\u00e9\n"}), ("done", DONE))
+    assert run("a", "--url", played.url)[1] == "a\t\x1b[2J\x9b\u00e9\n\n", "but a file gets what was written"
+    screen = Terminal(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", screen)
+    run("a", "--url", played.url)
+    assert screen.buffer.getvalue().decode() == "a\t\ufffd[2J\ufffd\u00e9\n\n"  # type: ignore[attr-defined]
+
+
+def test_what_is_no_utf8_is_not_sent(played: Played, run: Run) -> None:
+    for arguments, stdin in (((), b"\xff"), (("a\udcff",), b"")):
+        code, _, error = run(*arguments, "--url", played.url, stdin=stdin)
+        assert (code, "UTF-8" in error) == (2, True)
+    assert played.seen == []
+
+
+def test_a_reader_that_leaves_and_ctrl_c_end_it_silently(played: Played) -> None:
+    played.waits = threading.Event()
+    played.plays(*[("token", {"index": 0, "text": "line\n"})] * 3)
+    command = [sys.executable, "-m", "app", "complete", "a", "--url", played.url]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    for leaves in (False, True):
+        with subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout and process.stderr
+            assert process.stdout.readline() == b"line\n"
+            if leaves:
+                process.stdout.close()
+                played.waits.set()
+            else:
+                process.send_signal(signal.SIGINT)
+            assert process.stderr.read() == b""
+            assert process.wait(60) == (141 if leaves else 130)

@@ -1,0 +1,120 @@
+"""The command line: each verb as a person would try it, also wrongly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+pytestmark = pytest.mark.slow
+
+
+def _run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "app", *arguments]
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
+    result = _run("check", str(weights))
+    assert (result.returncode, result.stderr) == (0, "")
+    for fact in (
+        "llama",
+        "2 layers x 64, context 256",
+        "4 heads, 2 kv heads, head_dim 16, no window",
+        "rotary, theta 10000, scaling none",
+        "rmsnorm without bias, position pre, with final norm",
+        "176, silu, gated, no bias",
+        "tied, no bias",
+        "0.11 M",
+        "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
+        "BPE, 320 of 320 tokens, gives text back exactly",
+        '0 "<|endoftext|>", not added',
+        "no template",
+        "no golden.json",
+    ):
+        assert fact in result.stdout, fact
+
+
+def test_check_names_file_and_reason_of_a_bad_one(tmp_path: Path) -> None:
+    result = _run("check", str(tmp_path / "nothing"))
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "no such directory" in result.stderr
+
+
+def test_bench_loads_a_running_service(server: Server) -> None:
+    result = _run("bench", "--url", server.url, "--streams", "2", "--max-tokens", "8", "--prompt-words", "5")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("{")
+
+
+def test_no_verb_gets_the_list_and_exit_code_two() -> None:
+    result = _run()
+    assert result.returncode == 2
+    assert "serve a weights directory" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_that_of_the_package(flag: str) -> None:
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    result = _run(flag)
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"inkstream {found}\n", "")
+
+
+@pytest.mark.parametrize("word", ["fly", "--versions", "fly\nhigh"])
+def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(word: str) -> None:
+    result = _run(word)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"error: {word!r} is no verb; verbs are serve, complete, bench, check, compile, ")
+
+
+@pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "compile", "train"])
+def test_every_verb_explains_itself(verb: str) -> None:
+    result = _run(verb, "--help")
+    assert result.returncode == 0
+    assert "--help" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--x"),
+        ("complete", "a", "--x"),
+        ("bench", "--x"),
+        ("check",),
+        ("check", ""),
+        ("compile", "--x"),
+        ("keys",),
+        ("train",),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...]) -> None:
+    result = _run(*arguments)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and "--help tells how it is called" in result.stderr
+
+
+def test_an_empty_host_is_said_to_be_empty() -> None:
+    result = _run("serve", "--host", "")
+    assert result.returncode == 2
+    assert (
+        result.stderr.startswith("error: --host (INKSTREAM_HOST): must not be empty") and result.stderr.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize("verb", ["serve", "complete"])
+def test_ctrl_c_in_an_import_that_makes_an_error_of_it_ends_silently(tmp_path: Path, verb: str) -> None:
+    """As pydantic does now and then."""
+    program = "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
+    (tmp_path / "pydantic.py").write_text(f"{program}except BaseException:\n    raise ImportError from None\n")
+    command, variables = [sys.executable, "-m", "app", verb], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")

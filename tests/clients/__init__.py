@@ -1,0 +1,1 @@
+"""Real clients of the completions API, run against the service: make clients."""

@@ -1,0 +1,144 @@
+"""The stream splicer: a stream that two replicas produced equals the text of one, however each splits it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.cluster.failover_stream import Divergence, Frame, FrameReader, StreamSplicer
+from tests.support.completion_client import parse_events, text_of
+from tests.support.scripted_replicas import START, done, event, token
+
+TEXT = "Once upon a time there was a king"
+
+
+def frames(*blocks: bytes) -> list[Frame]:
+    """As a replica sends them."""
+    return FrameReader().feed(b"".join(blocks))
+
+
+def told_by(told: StreamSplicer, *blocks: bytes) -> str:
+    """What the client gets of all this."""
+    return b"".join(told.take(frame) for frame in frames(*blocks)).decode()
+
+
+def pieces(text: str, places: set[int]) -> list[str]:
+    """The text, cut at these places."""
+    ends = [0, *sorted(places), len(text)]
+    return [text[begin:end] for begin, end in pairwise(ends)]
+
+
+cuts = st.sets(st.integers(1, len(TEXT) - 1))
+
+
+@given(first=cuts, second=cuts, delivered=st.integers(0, 40))
+def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
+    first: set[int], second: set[int], delivered: int
+) -> None:
+    told = StreamSplicer("r")
+    before = [token(text) for text in pieces(TEXT, first)][:delivered]
+    sent = told_by(told, event("start", **START), *before)
+    told.begin_again()
+    sent += told_by(told, event("start", **START), *[token(text) for text in pieces(TEXT, second)], done())
+    events = parse_events(sent)
+    assert text_of(events) == TEXT
+    assert [event.name for event in events if event.name != "token"] == ["start", "done"]
+    assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
+    assert told.is_over
+
+
+@given(first=cuts, second=cuts, third=cuts)
+def test_a_stream_may_lose_its_replica_twice(first: set[int], second: set[int], third: set[int]) -> None:
+    told, sent = StreamSplicer("r"), ""
+    for cut, share in ((first, 2), (second, 1), (third, 0)):
+        texts = pieces(TEXT, cut)
+        told.begin_again()
+        sent += told_by(told, event("start", **START), *[token(text) for text in texts[: len(texts) - share]])
+    assert text_of(parse_events(sent)) == TEXT
+
+
+def test_choices_are_told_apart() -> None:
+    told = StreamSplicer("r")
+    sent = told_by(told, event("start", **START), token("ab", 0), token("xyz", 1), token("c", 0))
+    told.begin_again()
+    sent += told_by(told, event("start", **START), token("x", 1), token("abcd", 0), token("yzw", 1), done(0, 1))
+    texts = dict.fromkeys((0, 1), "")
+    for one in parse_events(sent):
+        if one.name == "token":
+            texts[one.data["index"]] += one.data["text"]
+    assert texts == {0: "abcd", 1: "xyzw"}
+
+
+@given(first=st.sets(st.integers(1, 5)), second=st.sets(st.integers(1, 5)), delivered=st.integers(0, 6))
+def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: set[int], delivered: int) -> None:
+    """Also tokens without a text of their own, such as half a character."""
+    tokens = [{"id": number, "text": text} for number, text in enumerate(["a", "", "bc", "", "d", "e"])]
+
+    def events(cut: set[int]) -> list[bytes]:
+        ends = [0, *sorted(cut), len(tokens)]
+        groups = [tokens[begin:end] for begin, end in pairwise(ends)]
+        return [event("token", index=0, text="".join(t["text"] for t in group), tokens=group) for group in groups]
+
+    told = StreamSplicer("r")
+    sent = told_by(told, event("start", **START), *events(first)[:delivered])
+    told.begin_again()
+    sent += told_by(told, event("start", **START), *events(second), done())
+    parsed = [one for one in parse_events(sent) if one.name == "token"]
+    assert [t for one in parsed for t in one.data["tokens"]] == tokens
+    assert "".join(one.data["text"] for one in parsed) == "abcde"
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        [event("start", **{**START, "weights_version": "other"})],
+        [event("start", **{**START, "settings": {"temperature": 1}})],
+        [event("start", **START), token("Once upin")],
+        [event("start", **START), token("Once"), done()],
+    ],
+    ids=["weights", "settings", "text", "shorter"],
+)
+def test_another_text_is_noticed(again: list[bytes]) -> None:
+    told = StreamSplicer("r")
+    told_by(told, event("start", **START), token("Once upon"))
+    told.begin_again()
+    with pytest.raises(Divergence):
+        told_by(told, *again)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout"])
+def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
+    told = StreamSplicer("r")
+    told_by(told, event("start", **START), token("Once upon"))
+    told.begin_again()
+    assert '"finish_reason": "' + reason in told_by(
+        told, event("start", **START), token("On"), done(0, finish_reason=reason)
+    )
+
+
+def test_the_seed_that_was_told_is_asked_for() -> None:
+    told, body = StreamSplicer("r"), {"prompt": "Once", "max_tokens": 3}
+    assert told.request(body) == body
+    told_by(told, event("start", **START))
+    assert told.request(body) == {**body, "seed": 7}
+
+
+def test_a_client_that_runs_is_not_told_that_it_waits() -> None:
+    told = StreamSplicer("r")
+    waiting: dict[str, Any] = {"position": 1, "eta_ms": 5}
+    assert "event: queue" in told_by(told, event("queue", **waiting))
+    told_by(told, event("start", **START))
+    assert told_by(told, event("queue", **waiting)) == ": ping\n\n"
+
+
+def test_frames_come_in_any_pieces() -> None:
+    data = event("start", **START) + b": ping\n\n" + token("a")
+    reader = FrameReader()
+    found = [frame for place in range(len(data)) for frame in reader.feed(data[place : place + 1])]
+    assert [frame.name for frame in found] == ["start", "", "token"]
+    assert json.loads(found[2].data) == {"index": 0, "text": "a"}

@@ -1,0 +1,203 @@
+"""A log pipe without a reader blocks nothing: neither requests, nor the engine, nor the shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.common.logs import MOST_LINES, AsyncLogHandler, impatient
+from tests.support.armed_faults import Faults
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+BEFORE_FULL = 400
+"""Requests whose lines, one of 200 bytes each at least, are more than a pipe takes."""
+
+
+@contextlib.contextmanager
+def _served(weights: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
+    """A service with the fake engine whose log is a pipe; the end that reads is ours, and read up to the address."""
+    ours, theirs = os.pipe()
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | environment
+    variables["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "tests.support.fake_service", "5", "serve", "--port", "0"]
+    process = subprocess.Popen([*command, "--weights", str(weights)], cwd=ROOT, env=variables, stderr=theirs)
+    os.close(theirs)
+    try:
+        text = b""
+        while not (found := re.search(rb"listening on (http://[^\s\"]+)", text)):
+            part = os.read(ours, 65536)
+            assert part, text
+            text += part
+        url = found[1].decode()
+        deadline = time.monotonic() + 60
+        while httpx.get(f"{url}/health/ready").status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process, url, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def _fill(url: str, count: int) -> None:
+    with httpx.Client(base_url=url) as client:
+        for _ in range(count):
+            assert client.get("/health/live").status_code == 200
+
+
+def test_an_unread_log_blocks_neither_requests_nor_the_shutdown(weights: Path) -> None:
+    with _served(weights) as (process, url, _):
+        _fill(url, BEFORE_FULL)
+        answer = httpx.post(f"{url}/complete", json={"prompt": "x", "max_tokens": 3, "stream": False}, timeout=60)
+        assert answer.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(timeout=60) == 0
+        assert time.monotonic() - began < 5
+
+
+def test_an_engine_that_tells_why_it_fails_waits_for_no_reader(tmp_path: Path, weights: Path) -> None:
+    faults = Faults(tmp_path / "faults")
+    with _served(weights, **faults.environment) as (_, url, _):
+        _fill(url, BEFORE_FULL)
+        faults.arm("engine.step", "raise", times=1)
+        body = {"prompt": "x", "max_tokens": 3, "stream": False}
+        assert httpx.post(f"{url}/complete", json=body, timeout=60).status_code == 200  # by the next engine
+        assert not faults.is_armed("engine.step")
+
+
+def test_a_second_signal_ends_at_once_with_an_unread_log(weights: Path) -> None:
+    with _served(weights) as (process, url, _):
+        _fill(url, BEFORE_FULL)
+        body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/complete", json=body) as stream:
+            lines = stream.iter_lines()
+            assert stream.status_code == 200, stream.read()
+            assert next(lines)
+            process.send_signal(signal.SIGTERM)
+            _until_it_drains(url)  # two signals that are not heard yet are one
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 1, "that is before the stream, and before the patience with it"
+
+
+def _until_it_drains(url: str) -> None:
+    with contextlib.suppress(httpx.TransportError):
+        while httpx.get(f"{url}/health/ready").status_code == 200:
+            time.sleep(0.02)
+
+
+def test_a_reader_that_comes_back_gets_every_line(weights: Path) -> None:
+    with _served(weights) as (process, url, log):
+        _fill(url, BEFORE_FULL)
+        text = b""
+        while text.count(b'"/health/live"') < BEFORE_FULL:  # at its end it waits for a reader no longer than a second
+            text += os.read(log, 65536)
+        process.send_signal(signal.SIGTERM)
+        while part := os.read(log, 65536):
+            text += part
+        assert process.wait(timeout=60) == 0
+        assert text.count(b'"/health/live"') == BEFORE_FULL
+        assert all(line.startswith(b"{") and line.endswith(b"}") for line in text.splitlines())
+
+
+def test_the_last_line_of_a_failing_engine_comes_out_behind_the_log(tmp_path: Path, weights: Path) -> None:
+    for file in weights.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text("{")
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--weights", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: ") and "config.json" in done.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def _logger(writer: AsyncLogHandler) -> logging.Logger:
+    logger = logging.Logger("of a test")
+    logger.addHandler(writer)
+    return logger
+
+
+def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    writer = AsyncLogHandler(theirs, "utf-8")
+    logger, n = _logger(writer), MOST_LINES + 1000
+    for number in range(n):
+        logger.info("%s %d", "x" * 100, number)
+    began = time.monotonic()
+    writer.flush()
+    assert time.monotonic() - began < 5
+    dropped = writer.dropped
+    assert 0 < dropped < 1000  # what the pipe took is not lost
+    text = b""
+    while not re.search(rb"lines of the log were dropped", text) or text.count(b"x" * 100) < n - dropped:
+        text += os.read(ours, 65536)
+    assert sum(map(int, re.findall(rb"(\d+) lines of the log were dropped", text))) == dropped == writer.dropped
+    numbers = [int(number) for number in re.findall(rb"x (\d+)\n", text)]
+    assert numbers == sorted(set(numbers)) and len(numbers) == n - dropped
+
+
+def test_a_reader_that_has_gone_costs_lines_and_nothing_else(pipe: tuple[int, int]) -> None:
+    writer = AsyncLogHandler(pipe[1], "utf-8")
+    os.close(pipe[0])
+    _logger(writer).info("x")
+    writer.flush()
+    for _ in range(3000):
+        if writer.dropped:
+            break
+        time.sleep(0.02)
+    assert writer.dropped >= 1
+    assert any(thread.name == "log" for thread in threading.enumerate())
+
+
+def test_a_non_blocking_pipe_loses_nothing(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    os.set_blocking(theirs, False)
+    writer = AsyncLogHandler(theirs, "utf-8")
+    logger, text = _logger(writer), b""
+    for _ in range(1000):
+        logger.info("x" * 199)
+    while len(text) < 200_000:
+        text += os.read(ours, 65536)
+    assert text == (b"x" * 199 + b"\n") * 1000 and writer.dropped == 0
+
+
+def test_a_crash_is_told_without_waiting(pipe: tuple[int, int]) -> None:
+    ours, theirs = pipe
+    descriptor = impatient(theirs)
+    try:
+        assert os.get_blocking(theirs) and not os.get_blocking(descriptor)
+        os.set_blocking(theirs, False)
+        while select.select([], [theirs], [], 0)[1]:
+            os.write(theirs, b"x" * 4096)
+        os.set_blocking(theirs, True)
+        with pytest.raises(BlockingIOError):
+            os.write(descriptor, b"x" * 4096)
+        assert os.read(ours, 4) == b"xxxx"
+    finally:
+        os.close(descriptor)
+    with Path(os.devnull).open() as file:
+        assert impatient(file.fileno()) == file.fileno()

@@ -1,0 +1,50 @@
+"""Each signal reaches the event loop once, however close together they arrive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+_PROGRAM = """
+import asyncio, signal, sys, threading
+from app.common import event_loop
+
+def add(loop, number, act):
+    if sys.argv[1] == "ours":
+        event_loop.on_signal(loop, number, act)
+    else:
+        loop.add_signal_handler(number, act)
+
+async def main():
+    loop, taken = asyncio.get_running_loop(), []
+    # One that comes while another is being taken in, which wakes the loop: its handler runs right there.
+    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+    add(loop, signal.SIGTERM, lambda: taken.append("term"))
+    for number in range(5):
+        first = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+        first.start()
+        while first.is_alive() or len(taken) <= number:
+            await asyncio.sleep(0.05)
+    print(len(taken))
+
+event_loop.run(main())
+"""
+
+
+def _taken(way: str) -> int:
+    command = [sys.executable, "-c", _PROGRAM, way]
+    return int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+def test_a_signal_that_comes_while_another_is_taken_in_is_one_signal() -> None:
+    assert _taken("ours") == 5
+
+
+def test_the_loops_own_way_would_take_it_for_two() -> None:
+    """When this fails, event_loop.on_signal() has had its day."""
+    pytest.importorskip("uvloop")
+    assert _taken("uvloop's") > 5

@@ -1,0 +1,1 @@
+"""Tests of docs/deploy.md on real containers: make container."""

@@ -1,0 +1,169 @@
+"""The golden check: an engine verifies golden.json before its first request, in any number format."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import dtype as torch_dtype
+from torch import float32
+
+from app.common.ipc import WorkerConfig
+from app.common.types import Request, RequestStarted
+from app.engine.checks.golden_check import prove, prove_finite, trial_prompts
+from app.engine.execution.engine import Engine
+from app.engine.startup import assemble
+from app.engine.worker_loop import EngineStartError
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
+from model.config import ModelConfig
+from model.files import CheckpointError, write_files
+from tests.support.model.bad_weights import bad_weights, good_weights
+from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
+
+PROMPT = [random.Random(3).randrange(1, 320) for _ in range(40)]
+NUMBERS = ["float32", "bfloat16", "int8"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def directory(tmp_path: Path, weights: Path) -> Path:
+    """The tiny weights with a golden.json."""
+    copy = Path(shutil.copytree(weights, tmp_path / "golden"))
+    (copy / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
+    return copy
+
+
+def _config(directory: Path, number: str, kernels: str = "torch", library: Path | None = None) -> WorkerConfig:
+    return WorkerConfig(
+        weights=str(directory),
+        device="cpu",
+        dtype="float32" if number == "float32" else "bfloat16",
+        quantize="int8" if number == "int8" else "none",
+        kernels=kernels,  # type: ignore[arg-type]
+        library=str(library) if library else None,
+        threads=1,
+        kv_blocks=32,
+    )
+
+
+def _announced(config: WorkerConfig) -> list[str]:
+    told: list[str] = []
+    assemble(config, told.append)
+    return told
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_way_to_compute_meets_the_file(
+    directory: Path, number: str, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("native_library") if kernels == "native" else None
+    told = _announced(_config(directory, number, kernels, library))[-1]
+    assert told.startswith(f"{GOLDEN_FILE} met, {'largest' if number == 'float32' else 'mean'} difference")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_another_model_is_found_out_in_every_number_format(directory: Path, number: str) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5.0}))
+    with pytest.raises(EngineStartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
+        assemble(_config(directory, number))
+
+
+def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    (directory / MANIFEST_FILE).write_bytes(manifest_file(files))
+    assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} met")
+    (directory / "generation_config.json").write_text("{}")
+    with pytest.raises(EngineStartError, match=r"generation_config\.json: is not the file that manifest\.json names"):
+        assemble(_config(directory, "float32"))
+
+
+def test_weights_without_the_file_are_served(weights: Path) -> None:
+    assert _announced(_config(weights, "float32"))[-1] == f"no {GOLDEN_FILE}"
+
+
+def _prove(tmp_path: Path, shape: ModelConfig, context: int, numbers: torch_dtype = float32) -> tuple[str, Engine]:
+    decoder = tiny_decoder(shape, dtype=numbers)
+    (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(shape), PROMPT))
+    engine = tiny_engine(decoder)
+    return prove(engine, tmp_path, shape, context=context, number="float32"), engine
+
+
+def test_a_model_with_an_encoder_proves_itself_too(tmp_path: Path) -> None:
+    assert " met, " in _prove(tmp_path, tiny_config(n_encoder_layers=1), 256)[0]
+
+
+def test_a_short_context_takes_as_much_of_the_prompt_as_fits(tmp_path: Path) -> None:
+    assert " met, " in _prove(tmp_path, tiny_config(), 20)[0]
+    assert _prove(tmp_path, tiny_config(), 1)[0].endswith("longer than --max-context")
+    assert _prove(tmp_path, tiny_config(n_encoder_layers=1), 20)[0].endswith("longer than --max-context")
+
+
+def test_the_engine_is_as_idle_as_before_and_keeps_the_proof_to_itself(tmp_path: Path) -> None:
+    _, engine = _prove(tmp_path, tiny_config(), 256)
+    assert not engine.has_work and not engine.scheduler.violations()
+    assert engine.scheduler.counters.blocks_active == 0
+    engine.add(Request(id="the same text", prompt=tuple(PROMPT), max_tokens=1))
+    started: list[RequestStarted] = []
+    engine.step(started.extend)
+    assert [one.cached_tokens for one in started] == [0]
+
+
+def test_logits_that_are_not_finite_are_no_proof(tmp_path: Path) -> None:
+    (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
+    spoilt = tiny_decoder()
+    spoilt.embedding[PROMPT[3]] = float("nan")
+    with pytest.raises(CheckpointError, match=r"golden\.json: .*(not finite)"):
+        prove(tiny_engine(spoilt), tmp_path, tiny_config(), context=256, number="float32")
+
+
+@pytest.fixture
+def exploding(tmp_path: Path) -> Path:
+    """Finite numbers without a golden.json; what the model makes of them is not finite."""
+    return bad_weights(tmp_path / "bad", good_weights(tmp_path / "good", 0), "numbers that explode")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_weights_that_explode_are_refused_in_every_number_format(
+    exploding: Path, number: str, kernels: str, request: pytest.FixtureRequest
+) -> None:
+    library = request.getfixturevalue("native_library") if kernels == "native" else None
+    with pytest.raises(EngineStartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
+        assemble(_config(exploding, number, kernels, library))
+    assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
+
+
+def test_a_number_too_large_for_the_served_format_is_refused_with_advice(directory: Path) -> None:
+    decoder = tiny_decoder(tiny_config(tied_head=False))
+    decoder.embedding[5] = 3.4e38  # of a token that is in no trial prompt
+    write_files(directory, weights_files(decoder, dtype=float32, eos_id=0, generation={}))
+    (directory / GOLDEN_FILE).unlink()
+    assert assemble(_config(directory, "float32"))
+    with pytest.raises(EngineStartError, match=r"not finite in bfloat16; .*--dtype float32"):
+        assemble(_config(directory, "bfloat16"))
+
+
+@pytest.mark.parametrize(("vocab_size", "length", "start_id"), [(320, 24, 7), (3, 24, None), (320, 1, 0), (1, 2, 0)])
+def test_trial_prompts_are_ids_from_all_over_the_vocabulary(vocab_size: int, length: int, start_id: int | None) -> None:
+    start, spread = trial_prompts(vocab_size, length=length, start_id=start_id)
+    assert start == (start_id or 0,) and len(spread) == length
+    assert all(0 <= token < vocab_size for token in spread)
+    assert spread[0] == 0 and (length == 1 or spread[-1] == vocab_size - 1)
+
+
+@pytest.mark.parametrize(("n_encoder_layers", "context"), [(0, 256), (0, 2), (0, 1), (1, 256), (1, 1)])
+def test_a_trial_leaves_the_engine_idle_and_its_cache_to_itself(
+    tmp_path: Path, n_encoder_layers: int, context: int
+) -> None:
+    shape = tiny_config(n_encoder_layers=n_encoder_layers)
+    engine = tiny_engine(tiny_decoder(shape))
+    prove_finite(engine, tmp_path, shape, context=context, number="float32", start_id=0)
+    assert not engine.has_work and not engine.scheduler.violations()
+    assert engine.scheduler.counters.blocks_active == 0

@@ -1,0 +1,133 @@
+"""Backend selection for every setting, model and library; impossible ones are refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.engine.cpu.toolchain.backend_selection import Kernels, Libraries, SelectedBackend, check_possible, choose
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu, this_level
+from model.config import ModelConfig
+from tests.support.fake_compiler import compiled, fake_compiler
+
+MODEL = ModelConfig(vocab_size=64, width=32, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64, context=32)
+READER = ModelConfig(
+    vocab_size=64, width=32, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, mlp_width=64, context=32,
+    n_encoder_layers=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a compiler that would fill it."""
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "nothing")
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, stub_library).path))
+    return tmp_path / "cache"
+
+
+def _choose(
+    kernels: Kernels,
+    libraries: Libraries,
+    *,
+    model: ModelConfig = MODEL,
+    device: str = "cpu",
+    dtype: str = "bfloat16",
+    phases: list[str] | None = None,
+) -> SelectedBackend:
+    return choose(kernels, dtype, device, model, libraries, (phases if phases is not None else []).append)
+
+
+def test_torch_never_looks_at_a_library(shelf: Path) -> None:
+    choice = _choose("torch", Libraries(found=find_or_build(shelf), cache_dir=shelf))
+    assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", False)
+
+
+def test_auto_takes_what_was_found_and_builds_nothing_else(shelf: Path) -> None:
+    choice = _choose("auto", Libraries(cache_dir=shelf))
+    assert (choice.library, choice.numerics, choice.waits_for_build) == (None, "torch", True)
+    assert not shelf.exists()
+    library = find_or_build(shelf)
+    assert _choose("auto", Libraries(cache_dir=shelf)) == choice, "what came after the start is for the next one"
+    choice = _choose("auto", Libraries(found=library, cache_dir=shelf))
+    assert (choice.library, choice.waits_for_build) == (library, False)
+    assert choice.numerics == f"native-{this_level().name}"
+
+
+def test_what_a_service_began_with_is_built_again_where_it_is_gone(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that comes back must not compute in another way than the one before it."""
+    library = find_or_build(shelf)
+    library.unlink()
+    phases: list[str] = []
+    assert _choose("auto", Libraries(found=library, cache_dir=shelf), phases=phases).library == library
+    assert phases == ["building native kernels"]
+    library.unlink()
+    monkeypatch.setenv("CXX", "/nonexistent")
+    with pytest.raises(ValueError, match="by which this service began, is gone: CXX names"):
+        _choose("auto", Libraries(found=library, cache_dir=shelf))
+
+
+def test_native_builds_and_says_so(shelf: Path) -> None:
+    phases: list[str] = []
+    choice = _choose("native", Libraries(cache_dir=shelf), phases=phases)
+    assert choice.library == find_or_build(shelf)
+    assert _choose("native", Libraries(found=choice.library, cache_dir=shelf), phases=phases) == choice
+    assert phases == ["building native kernels"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [({"device": "cuda"}, "CPUs only"), ({"dtype": "float16"}, "not in float16"), ({"model": READER}, "encoder")],
+)
+def test_what_the_kernels_do_not_compute_torch_does(shelf: Path, odd: dict[str, str], words: str) -> None:
+    choice = _choose("auto", Libraries(found=find_or_build(shelf), cache_dir=shelf), **odd)  # type: ignore[arg-type]
+    assert choice.library is None and words in choice.reason
+    assert not _choose("auto", Libraries(cache_dir=shelf), **odd).waits_for_build  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"--kernels native cannot be: .*{words}"):
+        _choose("native", Libraries(cache_dir=shelf), **odd)  # type: ignore[arg-type]
+
+
+def test_a_cpu_without_a_level_computes_with_torch(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise UnsupportedCpu("this CPU has no avx2")
+
+    monkeypatch.setattr("app.engine.cpu.toolchain.backend_selection.this_level", none)
+    choice = _choose("auto", Libraries(cache_dir=shelf))
+    assert (choice.library, choice.waits_for_build) == (None, False) and "no avx2" in choice.reason
+    with pytest.raises(ValueError, match="no avx2"):
+        _choose("native", Libraries(cache_dir=shelf))
+    with pytest.raises(ValueError, match="--kernels native cannot be: this CPU has no avx2"):
+        check_possible("native", "auto", Libraries())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [("int other() { return 1; }", "does not load"), ("int ink_abi() { return 99; }", "99")]
+)
+def test_a_library_that_does_not_load_leaves_it_to_torch(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, f'extern "C" {code}')).path))
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder._check", lambda *_: None)
+    libraries = Libraries(found=find_or_build(shelf), cache_dir=shelf)
+    choice = _choose("auto", libraries)
+    assert choice.library is None and words in choice.reason
+    with pytest.raises(ValueError, match=words):
+        _choose("native", libraries)
+
+
+def test_native_is_refused_before_the_model_loads_where_that_can_be_known(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_possible("native", "cpu", Libraries())
+    library = find_or_build(shelf)
+    with pytest.raises(ValueError, match="CPUs only"):
+        check_possible("native", "cuda", Libraries(found=library))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    check_possible("native", "cpu", Libraries(found=library))
+    check_possible("auto", "cpu", Libraries())
+    with pytest.raises(ValueError, match="CXX names"):
+        check_possible("native", "cpu", Libraries())

@@ -1,0 +1,296 @@
+"""Building the kernels' library: its dependencies, its errors, and that a failure leaves no files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from app.engine.cpu.toolchain import library_cache
+from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or_build
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, NoCompiler, this_level
+from app.engine.cpu.toolchain.library_cache import KEPT, BuildRecipe, cache_directory, read_note
+from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
+
+STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "inkstream.cpp").write_text(STUB)
+    (folder / "value.h").write_text(f"#define VALUE {library_cache.ABI}\n")
+    return folder
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "inkstream"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    fake = fake_compiler(tmp_path, stub_library)
+    monkeypatch.setenv("CXX", str(fake.path))
+    return fake
+
+
+def _use(monkeypatch: pytest.MonkeyPatch, folder: Path, product: Path, before: str) -> FakeCompiler:
+    fake = fake_compiler(folder, product, before=before)
+    monkeypatch.setenv("CXX", str(fake.path))
+    return fake
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"} if folder.exists() else set()
+
+
+@pytest.mark.usefixtures("stub_library")
+def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, shelf: Path) -> None:
+    wanted = BuildRecipe(level=this_level(), source=source)
+    library = build(wanted, shelf)
+    assert ctypes.CDLL(str(library)).ink_abi() == library_cache.ABI
+    assert _left(shelf) == {library.name, f"{library.name}.json"}
+    note = read_note(library)
+    assert note and note["bytes"] == library.stat().st_size
+    assert note["flags"] == list(wanted.flags) and note["compiler"] == find_compiler().version
+
+
+def test_what_is_built_is_not_built_again(source: Path, shelf: Path, compiler: FakeCompiler) -> None:
+    wanted = BuildRecipe(level=this_level(), source=source)
+    assert build(wanted, shelf) == build(wanted, shelf) == shelf / wanted.name
+    assert len(compiler.pids) == 1
+
+
+def test_it_is_found_without_a_compiler(shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = find_or_build(shelf)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert find(shelf) == find_or_build(shelf) == library
+    assert len(compiler.pids) == 1
+
+
+def test_one_that_came_with_the_installation_is_found_after_the_caches(
+    tmp_path: Path, shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder.PACKAGED", tmp_path / "packaged")
+    assert find(shelf) is None
+    packaged = build(BuildRecipe(level=this_level()), tmp_path / "packaged")
+    assert find(shelf) == find_or_build(shelf) == packaged
+    assert len(compiler.pids) == 1
+    assert build(BuildRecipe(level=this_level()), shelf) == find(shelf) == shelf / packaged.name
+
+
+def test_its_name_depends_on_everything_it_is_made_of(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = BuildRecipe(level=X86_LEVELS[0], source=source).name
+    names = {first, BuildRecipe(level=X86_LEVELS[1], source=source).name}
+    (source / "notes.txt").write_text("no part of it")
+    assert BuildRecipe(level=X86_LEVELS[0], source=source).name == first
+    for change in (
+        lambda: (source / "inkstream.cpp").write_text(f"{STUB}\n"),
+        lambda: (source / "value.h").write_text("#define VALUE 0\n"),
+        lambda: (source / "more.h").write_text(""),
+        lambda: (source / "more.h").rename(source / "most.h"),
+        lambda: monkeypatch.setattr(library_cache, "FLAGS", (*library_cache.FLAGS, "-g")),
+        lambda: monkeypatch.setattr(library_cache, "ABI", library_cache.ABI + 1),
+    ):
+        change()
+        names.add(BuildRecipe(level=X86_LEVELS[0], source=source).name)
+    assert len(names) == 8
+
+
+def _flip(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def _note(library: Path) -> Path:
+    return library.with_name(f"{library.name}.json")
+
+
+def _link(library: Path) -> None:
+    library.rename(library.with_suffix(".elsewhere"))
+    library.symlink_to(library.with_suffix(".elsewhere"))
+
+
+DAMAGE = {
+    "a bit": _flip,
+    "its end": lambda library: os.truncate(library, 100),
+    "all of it": lambda library: library.unlink(),
+    "the note": lambda library: _note(library).unlink(),
+    "the note's text": lambda library: _note(library).write_text('{"sha256": '),
+    "the note's shape": lambda library: _note(library).write_text('["sha256"]'),
+    "others may write it": lambda library: library.chmod(0o664),
+    "others may write the note": lambda library: _note(library).chmod(0o646),
+    "a link": _link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_library_that_is_damaged_or_that_others_could_have_written_is_built_again(
+    shelf: Path, compiler: FakeCompiler, damage: str
+) -> None:
+    library = find_or_build(shelf)
+    DAMAGE[damage](library)
+    assert find(shelf) is None
+    assert find_or_build(shelf) == find(shelf) == library
+    assert len(compiler.pids) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("whose", ["library", "note", "directory"])
+def test_what_belongs_to_another_user_is_not_loaded(shelf: Path, whose: str) -> None:
+    library = find_or_build(shelf)
+    os.chown({"library": library, "note": _note(library), "directory": shelf}[whose], 54321, -1)
+    assert find(shelf) is None
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_directory_that_others_can_write_is_neither_read_nor_written(shelf: Path) -> None:
+    library = find_or_build(shelf)
+    shelf.chmod(0o777)
+    assert find(shelf) is None
+    with pytest.raises(BuildError, match="can be written by others"):
+        find_or_build(shelf)
+    shelf.chmod(0o755)
+    assert find(shelf) == library
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ('echo "In file included" >&2; echo "y.h:7:3: error: no\tsuch" >&2; exit 1', "y.h:7:3: error: no such"),
+        ('echo "ld: final link failed: No space left on device" >&2; exit 1', "No space left on device"),
+        ("exit 3", "exit code 3"),
+        ("kill -9 $$", "killed by signal 9"),
+        ("exit 0", "wrote no library"),
+    ],
+)  # fmt: skip
+def test_a_failed_build_tells_its_first_error_and_leaves_nothing(
+    tmp_path: Path, shelf: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch, before: str, words: str
+) -> None:
+    _use(monkeypatch, tmp_path, stub_library, before)
+    with pytest.raises(BuildError, match=words) as caught:
+        find_or_build(shelf)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    assert _left(shelf) == set()
+
+
+@pytest.mark.usefixtures("stub_library")
+def test_a_real_error_is_told_with_its_line(source: Path, shelf: Path) -> None:
+    (source / "value.h").write_text("\n#error this is not C++\n")
+    with pytest.raises(BuildError, match=r"value\.h:2.*this is not C\+\+"):
+        build(BuildRecipe(level=this_level(), source=source), shelf)
+    assert _left(shelf) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [("int other() { return 1; }", "does not load.*ink_abi"), ("int ink_abi() { return 99; }", "99")]
+)
+def test_a_library_that_would_not_work_is_not_kept(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    _use(monkeypatch, tmp_path, compiled(tmp_path, f'extern "C" {code}'), "")
+    with pytest.raises(BuildError, match=words):
+        find_or_build(shelf)
+    assert _left(shelf) == set()
+
+
+def test_one_that_crashes_when_it_is_loaded_does_not_end_the_process(
+    tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash = '#include <csignal>\nstatic int now = raise(SIGILL); extern "C" int ink_abi() { return now; }'
+    _use(monkeypatch, tmp_path, compiled(tmp_path, crash), "")
+    with pytest.raises(BuildError, match="killed by signal 4"):
+        find_or_build(shelf)
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_all_its_children(
+    tmp_path: Path, shelf: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = _use(monkeypatch, tmp_path, stub_library, f'sleep 60 & echo $! >> "{tmp_path / "calls"}"; wait')
+    for seconds in (2, 20):  # on a machine that is busy it may not have begun in the first
+        fake.calls.unlink(missing_ok=True)
+        with pytest.raises(BuildError, match=f"more than {seconds} seconds"):
+            build(BuildRecipe(level=this_level()), shelf, seconds=float(seconds))
+        if len(fake.pids) == 2:
+            break
+    assert len(fake.pids) == 2 and all(map(_is_gone, fake.pids))
+    assert _left(shelf) == set()
+
+
+def test_a_disk_that_is_full_or_cannot_be_written_is_named(
+    tmp_path: Path, shelf: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=rf"{tmp_path}/file/x \(Not a directory\): give another directory"):
+        find_or_build(tmp_path / "file" / "x")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BuildError, match="No space left on device"):
+        find_or_build(shelf)
+    assert _left(shelf) == set()
+    assert len(compiler.pids) == 1
+
+
+def test_without_a_compiler_the_packages_are_named(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(NoCompiler, match=r"apt install g\+\+"):
+        find_or_build(shelf)
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(NoCompiler, match="CXX names 'no-such-compiler -O2'"):
+        find_or_build(shelf)
+    assert not shelf.exists()
+
+
+def test_a_compiler_that_does_not_answer_is_passed_over(
+    tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = fake_compiler(tmp_path, stub_library)
+    (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "g++").chmod(0o755)
+    good.path.rename(tmp_path / "clang++")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert find_compiler().command == (str(tmp_path / "clang++"),)
+    assert find_compiler().version == "fake 1.0"
+
+
+@pytest.mark.usefixtures("compiler")
+def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, shelf: Path) -> None:
+    old = []
+    for number in range(KEPT + 3):
+        (source / "version.h").write_text(f"// {number}")
+        old.append(build(BuildRecipe(level=X86_LEVELS[2], source=source), shelf))
+        os.utime(old[-1], (time.time() - 1000 + number,) * 2)
+    (source / "version.h").unlink()
+    mine = [build(BuildRecipe(level=level, source=source), shelf) for level in X86_LEVELS]
+    kept = {path.name for path in [*old[-KEPT:], *mine]}
+    assert _left(shelf) == kept | {f"{name}.json" for name in kept}
+
+
+def test_the_cache_is_where_the_user_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"INKSTREAM_CACHE_DIR": "/named", "XDG_CACHE_HOME": "/xdg"}
+    assert cache_directory(tmp_path, named) == tmp_path
+    assert cache_directory(None, named) == Path("/named")
+    assert cache_directory(None, {**named, "INKSTREAM_CACHE_DIR": ""}) == Path("/xdg/inkstream")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory(None, {"XDG_CACHE_HOME": "not/absolute"}) == tmp_path / ".cache/inkstream"
+    assert cache_directory(None, {}) == tmp_path / ".cache/inkstream"

@@ -1,0 +1,191 @@
+"""The native kernels against the model they compute: numbers, cache blocks, levels. test_parity*.py has the rest."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
+from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.library import Library, LibraryError
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.builder import build
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, this_level
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
+from app.engine.quantization.int8_weights import quantize, round_weights
+from app.engine.sampling.sampler_io import SamplingInput
+from model.nn.attention import CausalAttend
+from model.nn.transformer import Decoder
+from tests.support.model.tiny_models import kernels, native_compute, tiny_config, tiny_decoder
+
+pytestmark = pytest.mark.usefixtures("native_library", "one_thread")
+LENGTH = 70
+GPT2: dict[str, Any] = {
+    "norm": "layernorm", "norm_bias": True, "gated": False, "activation": "gelu_tanh", "positions": "learned",
+    "qkv_bias": True, "out_bias": True, "mlp_bias": True, "n_kv_heads": 4,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": GPT2,
+    "gpt_neox": {**GPT2, "positions": "rotary", "rotary_dim": 4, "parallel_residual": True, "activation": "gelu"},
+    "qwen3": {"qk_norm": True, "head_dim": 32},
+    "wide heads": {"head_dim": 128, "width": 256, "n_heads": 3, "n_kv_heads": 1},
+    "odd sizes": {"head_dim": 20, "width": 50, "mlp_width": 33, "n_heads": 6, "vocab_size": 99},
+    "post-norm": {"norm": "layernorm", "norm_position": "post", "final_norm": False, "activation": "relu"},
+    "window and cap": {"sliding_window": 20, "logit_soft_cap": 5.0, "tied_head": False, "head_bias": True},
+}
+
+
+def _sequence(n_tokens: int, vocab: int, first_block: int = 0) -> Sequence:
+    rng = random.Random(n_tokens)
+    tokens = [rng.randrange(vocab) for _ in range(n_tokens)]
+    request = Request(id=str(first_block), prompt=tuple(tokens), max_tokens=1, params=SamplingParams())
+    blocks = list(range(first_block, first_block + -(-n_tokens // 16)))
+    return Sequence(request=request, tokens=tokens, arrival=0, blocks=blocks)
+
+
+def _logits(compute: NativeCompute, sequence: Sequence) -> Tensor:
+    """[T, V], the whole sequence in one chunk."""
+    compute.run(BatchPlan((Chunk(sequence, 0, len(sequence.tokens)),)))
+    return compute.logits(range(len(sequence.tokens))).clone()
+
+
+def _expected(decoder: Decoder, sequence: Sequence) -> Tensor:
+    """The same in torch."""
+    tokens_T = torch.tensor(sequence.tokens)
+    attend = CausalAttend(len(tokens_T), decoder.config.sliding_window)
+    with torch.inference_mode():
+        return decoder.head(decoder(tokens_T, torch.arange(len(tokens_T)), attend)).float()
+
+
+def _exact(decoder: Decoder) -> Decoder:
+    """The same weights, bit for bit, computed with in float32."""
+    copy = Decoder(decoder.config)
+    copy.load_state_dict({name: tensor.float() for name, tensor in decoder.state_dict().items()})
+    return copy.requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_the_decoder(shape: str) -> None:
+    decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
+    sequence = _sequence(LENGTH, decoder.config.vocab_size)
+    assert torch.allclose(_logits(native_compute(decoder, 8), sequence), _expected(decoder, sequence), atol=5e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_is_as_near_to_float32_as_torch_comes(shape: str) -> None:
+    decoder = tiny_decoder(tiny_config(**SHAPES[shape]), dtype=torch.bfloat16)
+    sequence = _sequence(LENGTH, decoder.config.vocab_size)
+    exact_TV = _expected(_exact(decoder), sequence)
+    ours, torchs = _logits(native_compute(decoder, 8), sequence), _expected(decoder, sequence)
+    assert (ours - exact_TV).square().mean() < 1.2 * (torchs - exact_TV).square().mean()
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "odd sizes", "window and cap"])
+def test_int8_computes_with_the_whole_numbers(shape: str) -> None:
+    decoder = tiny_decoder(tiny_config(**SHAPES[shape]))
+    sequence = _sequence(LENGTH, decoder.config.vocab_size)
+    ours = _logits(native_compute(decoder, 8, int8=True), sequence)
+    assert not torch.allclose(ours, _expected(decoder, sequence), atol=0.05), "nothing was rounded"
+    round_weights(decoder)
+    assert torch.allclose(ours, _expected(decoder, sequence), atol=5e-4)
+
+
+def test_quantizing_keeps_zeros_and_comes_within_half_a_step() -> None:
+    weight = torch.randn(5, 33)
+    weight[2] = 0
+    numbers, scales = quantize(weight)
+    assert numbers.dtype == torch.int8 and numbers[[0, 1, 3, 4]].abs().amax(1).tolist() == [127] * 4
+    assert not numbers[2].any() and (scales > 0).all()
+    assert ((numbers * scales[:, None] - weight).abs() <= scales[:, None] * 0.5001).all()
+
+
+def test_a_matrix_is_quantized_piece_by_piece_as_a_whole() -> None:
+    weight = torch.randn(5, 100_000)
+    scales = weight.abs().amax(dim=1) / 127
+    ours = quantize(weight)
+    assert torch.equal(ours.scales, scales)
+    assert torch.equal(ours.numbers, (weight / scales[:, None]).round().to(torch.int8))
+
+
+def test_what_is_not_finite_stays_in_its_own_sequence() -> None:
+    decoder = tiny_decoder()
+    decoder.embedding[7] = torch.nan  # tied: also a column of the logits
+    sick, sound = _sequence(40, 320), _sequence(33, 320, first_block=4)
+    sick.tokens[20] = 7
+    sound.tokens[:] = [token if token != 7 else 8 for token in sound.tokens]
+    compute = native_compute(decoder, 16)
+    compute.run(BatchPlan((Chunk(sick, 0, 40), Chunk(sound, 0, 33))))
+    logits_TV = compute.logits(range(73))[:, torch.arange(320) != 7]
+    assert logits_TV[40:].isfinite().all()
+    assert logits_TV[20:40].isnan().all(), "positive control"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.float32, {**GPT2, "width": 52, "head_dim": 13}), (torch.bfloat16, {"width": 51, "head_dim": 20})],
+)
+def test_what_is_not_finite_is_gone_with_its_step(dtype: torch.dtype, shape: dict[str, Any]) -> None:
+    """Also from behind the numbers of a row whose width is no whole vectors, where the next step's row will stand."""
+    decoder = tiny_decoder(tiny_config(**shape), dtype=dtype)
+    sound, sick = _sequence(20, 320), _sequence(20, 320, first_block=8)
+    sound.tokens[:] = [token if token != 7 else 8 for token in sound.tokens]
+    expected = _logits(native_compute(decoder, 16), sound)
+    decoder.embedding[7] = torch.nan
+    sick.tokens[3] = 7
+    compute, others = native_compute(decoder, 16), torch.arange(320) != 7
+    assert _logits(compute, sick)[3:, others].isnan().all(), "positive control"
+    assert torch.equal(_logits(compute, sound)[:, others], expected[:, others])
+
+
+def test_a_sequence_without_a_block_for_each_token_is_our_mistake() -> None:
+    sequence = _sequence(40, 320)
+    sequence.blocks.pop()
+    with pytest.raises(AssertionError, match="blocks"):
+        _logits(native_compute(tiny_decoder(), 8), sequence)
+
+
+def test_blocks_are_cleared_and_copied_before_a_step() -> None:
+    decoder = tiny_decoder()
+    compute, first = native_compute(decoder, 16), _sequence(20, 320)
+    expected = _logits(compute, first)
+    compute._cache[:, :, 5] = torch.nan
+    second = _sequence(20, 320, first_block=4)
+    plan = BatchPlan((Chunk(second, 16, 20),), clear=(5,), copies=((0, 4),))
+    compute.run(plan)
+    assert torch.equal(compute.logits(range(4)), expected[16:])
+
+
+def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> None:
+    """avx2 is the variant for machines without AVX-512: fewer registers, pairs of bfloat16 split."""
+    assert this_level() in X86_LEVELS, "this test knows the levels of x86-64 only"
+    library = Library(build(BuildRecipe(level=X86_LEVELS[-1]), tmp_path))
+    ways = ((torch.float32, False, 5e-4), (torch.float32, True, 5e-4), (torch.bfloat16, False, 1.0))
+    for dtype, int8, tolerance in ways:
+        decoder = tiny_decoder(tiny_config(**SHAPES["odd sizes"]), dtype=dtype)
+        compute = NativeCompute(library, decoder, Threads(library, 2), blocks=8, int8=int8)
+        sequence = _sequence(LENGTH, decoder.config.vocab_size)
+        whole = _logits(compute, sequence)
+        assert torch.allclose(whole, _logits(native_compute(decoder, 8, int8=int8), sequence), atol=tolerance)
+        for place in range(LENGTH):
+            compute.run(BatchPlan((Chunk(sequence, place, place + 1),)))
+            assert torch.equal(compute.logits([0])[0], whole[place]), "the law of rows"
+
+
+def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
+    logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
+    rows = [SamplingInput(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
+    shared = NativeSampler(kernels().loaded, 20_000, pool=Threads(kernels(), 2))
+    assert shared.sample(logits_SV, rows) == NativeSampler(kernels().loaded, 20_000).sample(logits_SV, rows)
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "not.so"
+    path.write_bytes(b"nothing")
+    with pytest.raises(LibraryError, match=r"not\.so: cannot be loaded"):
+        Library(path)

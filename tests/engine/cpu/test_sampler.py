@@ -1,0 +1,235 @@
+"""The native sampler against its reference, on vocabularies of every size, and on native-only edge cases."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from ctypes import CDLL, c_double, c_int64, c_uint32
+from typing import Any
+
+import pytest
+import torch
+
+from app.common.types import SamplingParams
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.sampling.sampler import Draw, uniforms
+from app.engine.sampling.sampler import sample as torch_sample
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from tests.engine.sampling.test_philox import VECTORS
+from tests.support.engine import sampling_oracle
+from tests.support.engine.native_sampler import native_sample
+
+VOCABS = [1, 2, 31, 32, 63, 64, 65, 255, 256, 257, 1000, 4096, 50_257]
+SPREADS = [0.0, 0.3, 1.0, 3.0, 10.0, 100.0]
+
+
+def _params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 1e-300, 0.1, 0.7, 1.0, 1.0, 10.0]),
+        top_k=rng.choice([0, 0, 0, 1, 5, 50, 200, 2000, 2**31 - 1]),
+        top_p=rng.choice([1.0, 1.0, 1 - 2**-53, 0.95, 0.5, 1e-9, 0.0]),
+        typical_p=rng.choice([1.0, 1.0, 1.0, 0.95, 0.3, 5e-324]),
+        min_p=rng.choice([0.0, 0.0, 0.02, 0.5, 1.0]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.6]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.7, -1.0]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.4, -0.2]),
+        logit_bias=rng.choice([(), (), ((0, 3.0), (5, -100.0), (10**6, 9.0)), ((2**62, 1.0), (1, 100.0))]),
+        min_tokens=rng.choice([0, 0, 2, 100]),
+        seed=rng.choice([0, 1, -(2**63), 2**63 - 1, 12345]),
+        choice=rng.choice([0, 1, 2**31 - 1]),
+        logprobs=rng.choice([None, None, 0, 1, 5, 20]),
+    )
+
+
+def _row(vocab: int, rng: random.Random) -> SamplingInput:
+    tokens = array("q", [rng.randrange(vocab) for _ in range(rng.randrange(1, 60))])
+    stops = tuple(rng.randrange(vocab) for _ in range(rng.randrange(3)))
+    return SamplingInput(_params(rng), tokens, rng.randrange(len(tokens)), stops, _allowed(vocab, rng))
+
+
+def _allowed(vocab: int, rng: random.Random) -> torch.Tensor | None:
+    """None, or a mask that allows nothing, one token, half of them, or all."""
+    kind = rng.choice([None, None, None, None, 0, 1, 2, 3])
+    if kind is None:
+        return None
+    bits = torch.zeros(-(-vocab // 32) * 32, dtype=torch.int64)
+    bits[rng.randrange(vocab)] = kind > 0
+    if kind > 1:
+        bits[torch.rand(len(bits), generator=torch.Generator().manual_seed(rng.randrange(2**31))) < (kind - 1) / 2] = 1
+    words = (bits.view(-1, 32) << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def _logits(rows: int, vocab: int, rng: random.Random) -> torch.Tensor:
+    """Each row of a spread of its own, some full of ties, some not finite."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    logits_SV = torch.randn(rows, vocab, generator=generator)
+    for logits_V in logits_SV:
+        logits_V *= rng.choice(SPREADS)
+        if rng.random() < 0.3:
+            logits_V.copy_(logits_V.bfloat16().round(decimals=1))
+        if rng.random() < 0.1:
+            logits_V[rng.randrange(vocab)] = rng.choice([math.nan, math.inf, -math.inf])
+    return logits_SV
+
+
+def _agree(ours: SampledToken, theirs: SampledToken, row: SamplingInput, logits_V: torch.Tensor) -> bool:
+    """The same token, or one that rounding may choose; the same log-probabilities but for the last digits."""
+    if ours.token != theirs.token:
+        if ours.token is None or theirs.token is None:
+            return False
+        (number,) = uniforms([Draw(row.params.seed, row.position, row.params.choice)])
+        left = sampling_oracle.survivors(sampling_oracle.adjusted(logits_V.tolist(), row), row.params)
+        return not row.is_greedy and not sampling_oracle.drawn(left, 0.0 if row.params.top_p == 0 else number)[1]
+    assert [ours.logprob or 0.0] == pytest.approx([theirs.logprob or 0.0], rel=1e-5, abs=1e-5)
+    assert [x for _, x in ours.top] == pytest.approx([x for _, x in theirs.top], rel=1e-5, abs=1e-5)
+    return True
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_the_twins_draw_the_same(sampling_library: CDLL, one_thread: None, vocab: int, nightly: bool) -> None:  # noqa: ARG001
+    """Thousands of rows; where they differ, the oracle must say that rounding decides. That is rare."""
+    rng, sample = random.Random(vocab), native_sample(sampling_library)
+    seen = different = tokens = 0
+    for _ in range((200 if nightly else 20) * (1 if vocab > 10_000 else 4)):
+        logits_SV = _logits(8, vocab, rng)
+        rows = [_row(vocab, rng) for _ in range(8)]
+        before = logits_SV.clone()
+        ours, theirs = sample(logits_SV, rows), torch_sample(logits_SV, rows)
+        assert torch.equal(logits_SV.view(torch.int32), before.view(torch.int32)), (
+            "the caller's logits stay as they are"
+        )
+        for i in range(8):
+            assert _agree(ours[i], theirs[i], rows[i], logits_SV[i]), rows[i].params
+            seen += 1
+            different += ours[i].token != theirs[i].token
+            tokens += ours[i].token is not None
+    assert different <= seen * 0.01
+    assert 0.6 * seen < tokens < seen
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 300, 4096, 50_257])
+def test_a_row_is_drawn_alike_alone_in_a_batch_and_in_any_order(sampling_library: CDLL, vocab: int) -> None:
+    rng = random.Random(vocab)
+    sampler = NativeSampler(sampling_library, vocab)
+    for _ in range(5):
+        logits_SV, rows = _logits(16, vocab, rng), [_row(vocab, rng) for _ in range(16)]
+        together = sampler.sample(logits_SV, rows)
+        fresh = NativeSampler(sampling_library, vocab)
+        assert together == [fresh.sample(logits_SV[i : i + 1], rows[i : i + 1])[0] for i in range(16)]
+        order = rng.sample(range(16), 16)
+        assert [together[i] for i in order] == sampler.sample(logits_SV[order], [rows[i] for i in order])
+
+
+def test_logits_may_lie_in_memory_as_they_like(sampling_library: CDLL) -> None:
+    sample = native_sample(sampling_library)
+    logits_SV = torch.randn(3, 100).bfloat16()
+    rows = [SamplingInput(SamplingParams(seed=i, logprobs=2), [0], 1) for i in range(3)]
+    expected = sample(logits_SV.float().clone(), rows)
+    assert sample(logits_SV, rows) == expected
+    wide = torch.cat([logits_SV.float(), torch.zeros(3, 7)], dim=1)
+    assert sample(wide[:, :100], rows) == expected
+    assert sample(logits_SV.float().T.contiguous().T, rows) == expected
+    once = sample(logits_SV[:1], rows[:1]) + sample(logits_SV[:1], rows[1:2])
+    assert sample(logits_SV[:1].float().expand(2, -1), rows[:2]) == once
+
+
+def test_histories_and_masks_may_be_of_any_kind(sampling_library: CDLL) -> None:
+    sample, logits = native_sample(sampling_library), torch.randn(1, 70)
+    params = SamplingParams(seed=3, repetition_penalty=1.5, frequency_penalty=0.5, min_tokens=99)
+    mask = torch.tensor([-2, -1, -1, 0, 0, 0], dtype=torch.int32)
+    kinds: list[tuple[Any, Any, Any]] = [
+        ([1, 2, 3], (7, 8), mask[:3]),
+        ((1, 2, 3), [7, 8], mask),
+        (range(1, 4), array("q", [7, 8]), mask.repeat_interleave(2)[::2]),
+        (array("q", [1, 2, 3]), (8, 7, 8), mask[:3].clone()),
+        (array("i", [1, 2, 3]), range(7, 9), mask[:3]),
+    ]
+    drawn = {sample(logits, [SamplingInput(params, tokens, 1, stops, words)])[0] for tokens, stops, words in kinds}
+    assert len(drawn) == 1
+
+
+def test_parameters_are_packed_once_for_as_long_as_they_are_drawn_with(sampling_library: CDLL) -> None:
+    """A history grows in place; parameters that come to lie where others were are not taken for those."""
+    sampler, logits = NativeSampler(sampling_library, 50), torch.randn(1, 50)
+    params, history = SamplingParams(seed=1, presence_penalty=2.0, frequency_penalty=2.0), array("q", [0])
+    for _ in range(30):
+        ours = sampler.sample(logits, [SamplingInput(params, history, 1)])
+        assert ours == NativeSampler(sampling_library, 50).sample(logits, [SamplingInput(params, history, 1)])
+        assert ours[0].token == torch_sample(logits, [SamplingInput(params, history, 1)])[0].token
+        history.append(ours[0].token or 0)
+    assert len(set(history)) > 20
+    for i in range(200):
+        (drawn,) = sampler.sample(
+            logits, [SamplingInput(SamplingParams(temperature=0, logit_bias=((i % 50, 99.0),)), [0], 1)]
+        )
+        assert drawn.token == i % 50
+
+
+def test_a_sampler_of_no_rows_and_then_of_many(sampling_library: CDLL) -> None:
+    sampler = NativeSampler(sampling_library, 10)
+    assert sampler.sample(torch.zeros(0, 10), []) == []
+    for n in (1, 3, 200, 2):
+        rows = [SamplingInput(SamplingParams(temperature=0, logprobs=20), [0], 1)] * n
+        (drawn,) = set(sampler.sample(torch.zeros(n, 10), rows))
+        assert drawn.token == 0 and [token for token, _ in drawn.top] == list(range(10))
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 99, 320, 4099, 50_257])
+def test_given_tokens_are_scored_to_the_last_digits(sampling_library: CDLL, vocab: int) -> None:
+    """Against float64: torch's own log_softmax of float32 is off by up to 7e-6 where it sums 50,257 numbers."""
+    sampler = NativeSampler(sampling_library, vocab)
+    rounded = torch.randn(20, vocab, generator=torch.Generator().manual_seed(vocab)).bfloat16()
+    for logits_XV in (rounded.float() * 4, rounded * 1e-40, torch.zeros(20, vocab), rounded.float() * 1e37):
+        chosen = [i % vocab for i in range(20)]
+        exact_XV = logits_XV.double().log_softmax(-1)
+        best_XN = exact_XV.topk(min(20, vocab), dim=-1).values.tolist()
+        most = sampler.top_logprobs(logits_XV, chosen, 20)
+        for (own, top), token, exact_V, best_N in zip(most, chosen, exact_XV, best_XN, strict=True):
+            assert own == pytest.approx(float(exact_V[token]), rel=1e-6, abs=1e-7) and math.isfinite(own) and own <= 0
+            assert [x for _, x in top] == pytest.approx(best_N, rel=1e-6, abs=1e-7)
+            assert list(top) == sorted(top, key=lambda pair: (-pair[1], pair[0]))
+            assert all(x == pytest.approx(float(exact_V[i]), rel=1e-6, abs=1e-7) for i, x in top)
+            assert dict(top).get(token, own) == own
+        for count in (0, 1, 5):
+            assert sampler.top_logprobs(logits_XV, chosen, count) == [(own, top[:count]) for own, top in most]
+
+
+def test_of_many_equal_tokens_the_lowest_ids_are_reported(sampling_library: CDLL) -> None:
+    """Equal as reported log-probabilities: logits may differ by less than their last digit."""
+    logits = torch.zeros(1, 4096)
+    logits[0, 100:] = 1e-9
+    ((own, top),) = NativeSampler(sampling_library, 4096).top_logprobs(logits, [4000], 3)
+    assert [i for i, _ in top] == [0, 1, 2] and {x for _, x in top} == {own}
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
+def test_native_philox_gives_the_published_numbers(
+    sampling_library: CDLL, counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    words, keys = (c_uint32 * 4)(*counter), (c_uint32 * 2)(*key)
+    sampling_library.probe_philox(words, keys)
+    assert tuple(words) == expected
+
+
+def test_native_numbers_are_the_very_ones_of_the_twin(sampling_library: CDLL) -> None:
+    uniform = sampling_library.probe_uniform
+    uniform.restype, uniform.argtypes = c_double, [c_int64] * 3
+    for seed in (0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63)):
+        for position in (0, 1, 2**20, 2**33):
+            for choice in (0, 1, 2**31 - 1):
+                assert uniform(seed, choice, position) == uniforms([Draw(seed, position, choice)])[0]
+
+
+def test_exp_is_right_to_the_last_digits(sampling_library: CDLL) -> None:
+    x = torch.cat([-torch.logspace(-45, 2.3, 100_000), torch.zeros(16), torch.full((16,), -math.inf)])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 16))
+    y = torch.empty_like(x)
+    sampling_library.probe_exp.argtypes = [c_int64] * 3
+    sampling_library.probe_exp(x.data_ptr(), y.data_ptr(), len(x))
+    exact = x.double().exp()
+    held = x >= -86
+    ulp = torch.finfo(torch.float32).eps * 2.0 ** exact[held].log2().floor()
+    assert float(((y[held].double() - exact[held]).abs() / ulp).max()) < 1.5
+    assert (y[~held] == 0).all() and (y[x == 0] == 1).all()

@@ -1,0 +1,150 @@
+"""Batch invariance for every switch of ModelConfig: alone = batched = chunked = cached = preempted, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from app.common.types import Request, SampledEvent, SamplingParams
+from model.config import ConfigError, ModelConfig, RopeScaling
+from model.nn.layers import ACTIVATIONS
+from model.nn.reference import generate
+from model.nn.transformer import Decoder
+from tests.support.model.tiny_models import VOCAB, round_weights_for, run_all, tiny_config, tiny_decoder, tiny_engine
+
+DTYPES = [torch.float32, torch.bfloat16]
+SEEDS = range(12)
+SCALINGS = [
+    None,
+    RopeScaling(kind="linear", factor=2.5),
+    RopeScaling(kind="llama3", factor=8.0, original_context=64),
+]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "way")]
+one_way = pytest.mark.parametrize("way", ["torch"], indirect=True)
+"""For what is not computed by an engine: it would be the same three times."""
+
+
+@cache
+def _config(seed: int) -> ModelConfig:
+    """A random decoder: odd widths, every kind of every switch, whatever goes together."""
+    rng = random.Random(seed)
+    for _ in count():
+        head_dim, kv_heads = (2, 12, 20, 24, 64)[seed % 5], rng.choice([1, 2, 3])
+        positions = ("rotary", "learned", "sinusoidal", "none")[seed % 4]
+        rotary = {"rotary_dim": rng.choice([None, 2]), "rope_scaling": SCALINGS[seed // 4 % 3]}
+        heads = kv_heads * rng.choice([1, 2, 3, 4])
+        changes: dict[str, Any] = {
+            "vocab_size": rng.choice([99, 320]),
+            "n_heads": heads,
+            "n_kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "width": rng.choice([33, 50, 96]) if seed % 3 else heads * head_dim,
+            "out_projection": seed % 3 > 0,
+            "mlp_width": rng.choice([0, 33, 70, 256]),
+            "n_layers": rng.choice([1, 2]),
+            "norm": ("rmsnorm", "layernorm", "none")[seed // 2 % 3],
+            "norm_position": rng.choice(["pre", "post"]),
+            "positions": positions,
+            "activation": ("relu", "gelu", "gelu_tanh", "silu")[seed // 3 % 4],
+            "sliding_window": rng.choice([None, 9, 40]),
+            "attention_scale": rng.choice(["head_dim", "width"]),
+            "embedding_scale": rng.choice([1.0, 3.3]),
+            "logit_soft_cap": rng.choice([None, 5.0]),
+            **(rotary if positions == "rotary" else {}),
+        }
+        switches = ("norm_bias", "final_norm", "gated", "qkv_bias", "out_bias", "mlp_bias", "head_bias", "tied_head")
+        switches += ("qk_norm", "parallel_residual")
+        try:
+            return tiny_config(**changes, **{name: rng.random() < 0.5 for name in switches})
+        except ConfigError:
+            continue
+    raise AssertionError
+
+
+def _requests(vocab: int, *, greedy: bool) -> list[Request]:
+    """Prompts of many lengths, half of them with a common beginning."""
+    rng = random.Random(vocab)
+    common = [rng.randrange(vocab) for _ in range(35)]
+    made = []
+    for i in range(10):
+        own = [rng.randrange(vocab) for _ in range(rng.choice([1, 9, 31, 70]))]
+        params = SamplingParams(temperature=0.0 if greedy or i % 3 == 0 else 1.0, seed=i, logprobs=5)
+        prompt = tuple(common + own if i % 2 else own)
+        made.append(Request(id=f"r{i}", prompt=prompt, max_tokens=rng.randint(8, 22), params=params))
+    return made
+
+
+def _alone(decoder: Decoder, requests: list[Request]) -> dict[str, list[SampledEvent]]:
+    return {r.id: run_all(tiny_engine(decoder, tokens_per_step=512), [r])[r.id] for r in requests}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_company_changes_a_bit(seed: int, dtype: torch.dtype) -> None:
+    decoder = tiny_decoder(_config(seed), seed=seed, dtype=dtype)
+    requests = _requests(decoder.config.vocab_size, greedy=False)
+    alone = _alone(decoder, requests)
+    assert all(event.token is not None for events in alone.values() for event in events)
+    assert len({event.token for events in alone.values() for event in events}) > 3, "too dull to tell anything"
+    roomy, tight = tiny_engine(decoder, blocks=150), tiny_engine(decoder, blocks=9, tokens_per_step=37)
+    assert run_all(roomy, requests) == alone, "batched"
+    assert run_all(roomy, requests) == alone, "cached"
+    assert run_all(tiny_engine(decoder, blocks=150, tokens_per_step=7, max_running=3), requests) == alone, "chunked"
+    assert run_all(tight, requests) == alone, "preempted"
+    assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_engine_writes_the_text_of_the_oracle(seed: int, way: str) -> None:
+    decoder = tiny_decoder(_config(seed), seed=seed)
+    round_weights_for(way, decoder)
+    requests = _requests(decoder.config.vocab_size, greedy=True)
+    events = run_all(tiny_engine(decoder, blocks=150, tokens_per_step=40), requests)
+    for request in requests[:6]:
+        expected = generate(decoder, list(request.prompt), request.max_tokens)
+        assert [event.token for event in events[request.id]] == expected
+
+
+@one_way
+def test_the_random_decoders_have_every_switch_both_ways() -> None:
+    configs = [_config(seed) for seed in SEEDS]
+    names = ("norm", "positions", "activation", "norm_position", "attention_scale", "head_dim", "tied_head", "qk_norm")
+    names += ("parallel_residual", "out_projection", "final_norm", "head_bias", "norm_bias", "gated", "qkv_bias")
+    counts = {name: len({getattr(config, name) for config in configs}) for name in names}
+    assert counts == dict.fromkeys(names, 2) | {"norm": 3, "positions": 4, "activation": 4, "head_dim": 5}
+    for name in ("sliding_window", "logit_soft_cap", "rotary_dim"):
+        assert {getattr(config, name) is None for config in configs} == {True, False}, name
+    assert {config.rope_scaling for config in configs} == set(SCALINGS)
+    assert {config.mlp_width == 0 for config in configs} == {True, False}
+
+
+@one_way
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [33, 300, 1024])
+@torch.inference_mode()
+def test_a_row_of_an_activation_does_not_know_its_place(width: int, dtype: torch.dtype, threads: int) -> None:
+    """Of torch's own silu and gelu this is not true (model/nn/layers.py)."""
+    torch.set_num_threads(threads)
+    x_TF = (2 * torch.randn(1000, 2 * width, generator=torch.Generator().manual_seed(width))).to(dtype)
+    for name, function in ACTIVATIONS.items():
+        for whole_TF in (x_TF[:, :width].contiguous(), x_TF[:, :width]):
+            fours = torch.cat([function(part) for part in whole_TF.split(4)])
+            for rows in (8, 20, 100, 1000):
+                assert torch.equal(function(whole_TF[:rows]), fours[:rows]), (name, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_law_holds_with_three_threads(dtype: torch.dtype) -> None:
+    """A step of many tokens is shared out to threads, and a third of it ends anywhere."""
+    torch.set_num_threads(3)
+    decoder = tiny_decoder(tiny_config(mlp_width=700, width=128, n_layers=1), dtype=dtype)
+    requests = _requests(VOCAB, greedy=False)
+    together = run_all(tiny_engine(decoder, blocks=200, tokens_per_step=512), requests)
+    for request in requests:
+        assert together[request.id] == run_all(tiny_engine(decoder, tokens_per_step=512), [request])[request.id]

@@ -1,0 +1,112 @@
+"""Operations of a step on a device: reference and Triton kernels against a slow oracle, and batch invariance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import randrange
+
+import pytest
+import torch
+
+from app.engine.gpu.kernels.interface import AttentionSpec, HeadsSpec
+from benchmarks.gpu.conformance import attention, rows, states
+from benchmarks.gpu.conformance.attention import build
+from benchmarks.gpu.conformance.harness import Row, random, same_bits
+from tests.support.gpu.kernel_backends import BOTH, DEVICE, FORMATS, SHAPES, kernels
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Exponentials that overflow to where they should: numpy tells it, a GPU does not.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
+
+
+def hold(found: Iterable[Row]) -> None:
+    """Every law that was looked at, and there were some."""
+    found = list(found)
+    assert found and not [row for row in found if not row["ok"]]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_is_what_the_slow_reference_says(name: str, kind: str) -> None:
+    seed = randrange(10**6)
+    dtype = FORMATS[seed % len(FORMATS)] if name == "prefill" else torch.float32
+    tail = 1 if name in ("long", "late") else 20
+    scene = build(SHAPES[name], dtype, DEVICE, seed, tail)
+    hold([attention.accuracy(f"seed {seed}", kernels(kind), scene, tail, 1 if tail == 1 else 16)])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_attention_to_a_long_past_in_a_short_format_is_no_further_off(dtype: torch.dtype, kind: str) -> None:
+    shape = replace(SHAPES["window"], lengths=(700,), window=None)
+    hold([attention.accuracy(str(dtype), kernels(kind), build(shape, dtype, DEVICE, randrange(10**6), 2), 2)])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("name", ["prefill", "window", "cap"])
+def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_in_any_number_of_programs(name: str, kind: str) -> None:
+    seed = randrange(10**6)
+    others = (kernels(kind), kernels(kind, partial_bytes=0))
+    hold(attention.law(f"seed {seed}", others, build(SHAPES[name], torch.float32, DEVICE, seed, 18), tail=18))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("name", ["long", "late"])
+def test_splits_taken_in_turn_and_beside_one_another_give_the_same_bits(name: str, kind: str) -> None:
+    scene = build(SHAPES[name], torch.float32, DEVICE, randrange(10**6), 1)
+    pieces = attention.ends(scene, 1)
+    ways = [(kernels(kind), 0), (kernels(kind), 2), (kernels(kind, partial_bytes=0), 0)]
+    first, *others = [torch.cat(scene.attend(kernel, pieces, 1, spare)) for kernel, spare in ways]
+    hold(same_bits(name, other, first) for other in others)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_sums_and_norms_are_what_the_slow_reference_says_alone_and_batched(dtype: torch.dtype, kind: str) -> None:
+    hold(rows.norms(kernels(kind), 3, 100, dtype, DEVICE, randrange(10**6)))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_activations_are_what_the_slow_reference_says_alone_and_batched(dtype: torch.dtype, kind: str) -> None:
+    hold(rows.gates(kernels(kind), 2, 1030, dtype, DEVICE, randrange(10**6)))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("head_dim", "turned", "factor"), [(32, 32, 1.0), (40, 12, 0.7)])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_heads_are_normed_turned_scaled_and_kept(
+    head_dim: int, turned: int, factor: float, dtype: torch.dtype, kind: str
+) -> None:
+    seed = randrange(10**6)
+    q_norm, k_norm = random((2, head_dim), dtype, DEVICE, seed)
+    spec = HeadsSpec(
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=head_dim,
+        turned_dim=turned,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        q_factor=factor,
+    )
+    hold(rows.heads(kernels(kind), spec, 4, dtype, DEVICE, seed))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(("count", "n_rows"), [(1, 1), (7, 5), (150, 130)])
+def test_a_decode_step_finds_its_rows_and_leaves_them_a_token_further(count: int, n_rows: int, kind: str) -> None:
+    hold(states.states(kernels(kind), count, n_rows, 16, 4, DEVICE, randrange(10**6)))
+
+
+def test_a_reference_that_misses_one_key_is_found_out() -> None:
+    """So that what is allowed is not so much that nothing could fail."""
+    scene = build(SHAPES["cap"], torch.float32, DEVICE, 1, 1)
+    blind = replace(scene, spec=AttentionSpec(window=515, soft_cap=3.0))
+    assert attention.accuracy("", kernels("torch"), scene, 1)["ok"]
+    q, k, v = (x[0] for x in (scene.q, scene.k, scene.v))
+    found = torch.cat(blind.attend(kernels("torch"), [(0, 515, 1)], 1))
+    expected = attention.attended(q[515], k, v, 515, scene.spec)
+    assert not attention.close("", found, expected[None])["ok"]

@@ -1,0 +1,282 @@
+"""GPU steps emulated on the CPU: the same tokens as the torch backend at both depths, captured or not, in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from torch import Tensor
+
+from app.common.types import BatchPlan, Chunk, Request, SampledEvent, Sequence, TokenScore
+from app.engine.execution.engine import Engine
+from app.engine.execution.warmup_batches import dummies
+from app.engine.gpu.graphs import DecodeGraphs
+from app.engine.gpu.resident_batch import Download, ResidentBatch
+from app.engine.gpu.runner import DeviceRunner, Shapes
+from app.engine.gpu.step import StepProgram
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.guided.grammar import guide_of
+from tests.engine.execution.test_parity import _requests
+from tests.engine.execution.test_parity_switches import _config
+from tests.engine.execution.test_parity_switches import _requests as _few_requests
+from tests.support.gpu.emulated_engine import tiny_device_engine, tiny_device_runner
+from tests.support.gpu.emulated_graph import Watch, record
+from tests.support.model.tiny_models import run_all, tiny_decoder, tiny_engine
+
+pytestmark = pytest.mark.slow
+
+CLOSE = 1e-3
+DEPTHS = [0, 1]
+Events = dict[str, list[SampledEvent]]
+
+
+def _assert_same_texts(some: Events, others: Events) -> None:
+    """Token by token; log-probabilities as far as another order of sums lets them."""
+    assert some.keys() == others.keys()
+    for name, events in some.items():
+        assert [(e.token, e.finish) for e in events] == [(e.token, e.finish) for e in others[name]], name
+        for one, other in zip(events, others[name], strict=True):
+            assert (one.logprob is None) == (other.logprob is None)
+            if one.logprob is not None and other.logprob is not None:
+                assert abs(one.logprob - other.logprob) < CLOSE, name
+            assert len(one.top) == len(other.top)
+            assert all(abs(a[1] - b[1]) < CLOSE for a, b in zip(one.top, other.top, strict=True)), name
+
+
+@pytest.fixture(scope="module")
+def texts() -> Events:
+    return run_all(tiny_engine(tiny_decoder(), blocks=400), _requests(16, seed=1))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    "room",
+    [{"blocks": 400}, {"blocks": 22}, {"blocks": 200, "tokens_per_step": 20, "max_running": 4}],
+    ids=["together", "preempted", "in pieces"],
+)
+def test_the_device_draws_the_tokens_of_the_torch_way(depth: int, room: dict[str, int], texts: Events) -> None:
+    engine = tiny_device_engine(tiny_decoder(), depth=depth, **room)
+    drawn = run_all(engine, _requests(16, seed=1))
+    assert (engine.scheduler.preemptions > 0) == (room["blocks"] == 22)
+    _assert_same_texts(drawn, texts)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_captured_step_reads_nothing_on_the_host_and_draws_the_same(depth: int, texts: Events) -> None:
+    replayed = []
+
+    def recorded(work: Callable[[], None]) -> Callable[[], None]:
+        replay = record(work)
+        return lambda: (replayed.append(1), replay())[1]
+
+    engine = tiny_device_engine(tiny_decoder(), depth=depth, blocks=400, max_running=8, capture=recorded)
+    _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
+    assert len(replayed) > 50
+
+
+def test_a_launch_waits_for_nothing() -> None:
+    runner = tiny_device_runner(tiny_decoder(), max_running=8)
+    for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
+        with Watch():
+            flight = runner.launch(plan)
+        assert len(runner.collect(flight).drawn) == len(plan.chunks)
+
+
+def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all pieces of a long prompt would be launched at once, and a newcomer would stand behind the last."""
+    waited = []
+
+    class Noted(Download):
+        def wait(self) -> Tensor:
+            waited.append(1)
+            return super().wait()
+
+    monkeypatch.setattr("app.engine.gpu.runner.Download", Noted)
+    runner = tiny_device_runner(tiny_decoder(), max_running=2)
+    (sequence,) = _sequences(1)
+    sequence.tokens = [3] * 12
+    for start in (0, 4):
+        assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).drawn == {}
+    assert len(waited) == 2
+    request = replace(sequence.request, guide="any", prompt=(3,) * 12)
+    guided = Sequence(request=request, tokens=[3] * 12, arrival=1, blocks=[1])
+    assert runner.run(BatchPlan((Chunk(guided, 0, 4),))).drawn == {} and len(waited) == 3
+    assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).drawn) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_kind_of_decoder_says_what_it_says_in_torch(seed: int) -> None:
+    decoder = tiny_decoder(_config(seed), seed=seed)
+    requests = [replace(r, max_tokens=8) for r in _few_requests(decoder.config.vocab_size, greedy=True)]
+    wanted = run_all(tiny_engine(decoder, blocks=200), requests)
+    _assert_same_texts(run_all(tiny_device_engine(decoder, blocks=200), requests), wanted)
+
+
+def test_guides_and_scored_prompts_take_their_turn_among_launched_steps() -> None:
+    """They need the host, and so does every step that they are in; no request's text changes."""
+    decoder, requests = tiny_decoder(), _mixed()
+    wanted, scores = _told(tiny_engine(decoder, blocks=200, guides=_guides()), requests)
+    engine = tiny_device_engine(decoder, blocks=200, guides=_guides())
+    launched = _count_launches(engine)
+    told, told_scores = _told(engine, requests)
+    _assert_same_texts(told, wanted)
+    assert launched and told_scores.keys() == scores.keys()
+    for name, own in scores.items():
+        assert len(own) == len(told_scores[name])
+        assert all(abs(a[0] - b[0]) < CLOSE for a, b in zip(own, told_scores[name], strict=True)), name
+
+
+def test_where_shapes_do_not_change_no_company_changes_a_bit() -> None:
+    decoder, requests = tiny_decoder(), _requests(8, seed=6)
+
+    def fixed(blocks: int) -> Engine:
+        return tiny_device_engine(decoder, blocks=blocks, deterministic=True, max_running=8)
+
+    alone = {r.id: run_all(fixed(64), [r])[r.id] for r in requests}
+    crowded = fixed(17)
+    assert run_all(fixed(400), requests) == alone
+    assert run_all(crowded, requests[::-1]) == alone
+    assert crowded.scheduler.preemptions > 0
+
+
+def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any point at which it stops: rows that the host believed uploaded are uploaded again."""
+    engine = tiny_device_engine(tiny_decoder(), blocks=400)
+    failing = _FailingLaunches(engine.runner)
+    engine.isolation._ahead = failing
+    kernels = engine.runner.graphs.steps._kernels  # type: ignore[attr-defined]
+    for owner, name in ((kernels, "advance"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
+        monkeypatch.setattr(owner, name, failing.spoilt(getattr(owner, name)))
+    _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
+    assert engine.isolation.grounded > 3
+
+
+class _FailingLaunches:
+    """A runner whose launches, and nothing else, stop at every seventh call of what was spoilt."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self._calls, self._launching = runner, 0, False
+        self.launchable, self.collect = runner.launchable, runner.collect
+
+    def launch(self, plan: BatchPlan) -> Any:
+        self._launching = True
+        try:
+            return self._runner.launch(plan)
+        finally:
+            self._launching = False
+
+    def spoilt(self, whole: Callable[..., None]) -> Callable[..., None]:
+        def step(*given: Any) -> None:
+            self._calls += self._launching
+            if self._launching and self._calls % 7 == 0:
+                raise RuntimeError("no memory, say")
+            whole(*given)
+
+        return step
+
+
+def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
+    rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
+    first, second, third = ([Chunk(s, 0, 1)] for s in _sequences(3))
+    assert rows.enter([*first, *second])[0] == [1, 0]
+    first[0].sequence.ended = True
+    second[0].sequence.tokens.append(7)
+    places, changes = rows.enter([Chunk(second[0].sequence, 1, 2), *third])
+    assert places == [0, 1] and changes.loaded == [1], "the second one is known"
+    assert not rows.knows(first[0].sequence) and rows.knows(second[0].sequence)
+
+
+def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
+    """After a step that failed, isolation tries whether anything can be computed at all."""
+    runner = tiny_device_runner(tiny_decoder(), max_running=2)
+    running = _sequences(2)
+    runner.run(BatchPlan(tuple(Chunk(sequence, 0, 1) for sequence in running)))
+    assert runner.run(dummies(1, 1)).drawn["dummy 0"].token is not None
+    running[0].tokens.append(7)
+    assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).drawn["r0"].token is not None
+
+
+def test_shapes_that_must_not_change_do_not_however_few_tokens_there_are() -> None:
+    assert {Shapes(tile_tokens=16, tokens=100).padded(count) for count in (1, 96, 97, 100)} == {100}
+    assert [Shapes(tile_tokens=16).padded(count) for count in (1, 8, 9)] == [8, 8, 16]
+
+
+def test_a_sequence_that_gave_way_is_told_anew() -> None:
+    rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
+    (sequence,) = _sequences(1)
+    rows.enter([Chunk(sequence, 0, 1)])
+    sequence.tokens.append(7)
+    _, changes = rows.enter([Chunk(sequence, 1, 2)])
+    assert not changes.loaded and not changes.tokens, "its token and its length lie there"
+    sequence.blocks = [5]
+    sequence.tokens.append(8)
+    _, changes = rows.enter([Chunk(sequence, 2, 3)])
+    assert changes.loaded and list(changes.table_blocks) == [5], "although it goes on where it was"
+
+
+def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
+    steps = tiny_device_runner(tiny_decoder(), max_running=2).graphs.steps
+    graphs, taken = DecodeGraphs(steps, buckets=(1, 2), max_splits=40), []
+
+    def noted(work: Any) -> Callable[[], None]:
+        return lambda: taken.append(work.args)
+
+    graphs.capture(noted)
+    for count, splits in ((1, 1), (2, 16), (2, 17), (1, 40)):
+        graphs.run(count, splits)
+    assert taken == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.number == 6
+
+
+def _sequences(count: int) -> list[Sequence]:
+    requests = [Request(id=f"r{i}", prompt=(3,), max_tokens=5) for i in range(count)]
+    return [Sequence(request=r, tokens=[3], arrival=i, blocks=[i]) for i, r in enumerate(requests)]
+
+
+def _count_launches(engine: Engine) -> list[int]:
+    runner, counted = engine.runner, []
+    assert isinstance(runner, DeviceRunner)
+    launch = runner.launch
+
+    def counting(plan: BatchPlan) -> Any:
+        counted.append(len(plan.chunks))
+        return launch(plan)
+
+    runner.launch = counting  # type: ignore[method-assign]
+    return counted
+
+
+def _mixed() -> list[Request]:
+    """Usual ones, forks, guided ones, ones whose prompt is scored, and one that no row has room for."""
+    guide = guide_of("regex", "[ab]{3,9}")
+    assert guide
+    made = []
+    for i, request in enumerate(_requests(9, seed=2)):
+        changes: dict[str, Any] = [{}, {"guide": guide.grammar}, {"prompt_logprobs": 2}][i % 3]
+        made.append(replace(request, **changes))
+    leader = made[0]
+    forked = replace(leader.params, choice=5, temperature=1.0)
+    late = replace(made[3], id="late", stop_ids=tuple(range(100, 140)), params=replace(leader.params, min_tokens=5))
+    return [*made, replace(leader, id="fork", leader=leader.id, params=forked), late]
+
+
+def _guides() -> GrammarTracker:
+    bytes_of = [bytes([i % 256]) for i in range(320)]
+    return GrammarTracker(lambda: bytes_of, vocab_size=320, most=32)
+
+
+def _told(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:
+    """Texts, and the scores of prompts."""
+    for request in requests:
+        engine.add(request)
+    events: Events = {request.id: [] for request in requests}
+    scores: dict[str, list[TokenScore]] = {}
+    while engine.has_work:
+        report = engine.step()
+        assert not report.failed and not engine.scheduler.violations()
+        for event in report.events:
+            events[event.request_id].append(event)
+        for part in report.scores:
+            scores.setdefault(part.request_id, []).extend(part.tokens)
+    return events, scores

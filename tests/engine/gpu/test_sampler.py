@@ -1,0 +1,193 @@
+"""Sampling on a device draws what app/engine/sampling/sampler.py draws: in plain torch and by Triton (interpreted)."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.common.types import MAX_BIASES, Request, SamplingParams
+from app.engine.gpu.kernels import sampling_state as layout
+from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
+from app.engine.gpu.kernels.static_sampler import uniforms
+from app.engine.sampling.sampler import Draw
+from app.engine.sampling.sampler import sample as oracle
+from app.engine.sampling.sampler import uniforms as plain_uniforms
+from app.engine.sampling.sampler_io import SamplingInput
+from benchmarks.gpu.conformance.sampler import draw, wrong
+from benchmarks.gpu.conformance.sampling_cases import FULL, Case, chance, edges
+from tests.support.gpu.kernel_backends import BOTH, DEVICE, kernels, needs_triton
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # What overflows to where it should: numpy tells it, a GPU does not.
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EDGES, MANY_TILES = ({case.name: case for case in edges(*given)} for given in ((70, 1), (200, 3)))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [*zip((1, 2, 50, 128, 129, 257, 300, 1000, 1025), 3 * DTYPES, strict=True)], ids=str
+)
+def test_the_twin_draws_what_the_sampler_of_the_engine_draws(vocab: int, dtype: torch.dtype) -> None:
+    case = chance("chance", vocab, 60, vocab, dtype=dtype)
+    assert not list(wrong(kernels("torch").sample, case, DEVICE, exact=True))
+
+
+@pytest.mark.parametrize("vocab", [2, 33, 300])
+def test_the_twin_draws_the_same_of_ties_and_at_the_ends_of_all_ranges(vocab: int) -> None:
+    for case in edges(vocab, vocab):
+        assert not list(wrong(kernels("torch").sample, case, DEVICE, exact=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", EDGES)
+def test_ties_and_numbers_at_the_ends_of_their_ranges_are_drawn_by_the_law(name: str) -> None:
+    """Half of the rows with each kind of logits, the others with the next kind; a GPU is asked for all."""
+    case = _some(EDGES[name], list(EDGES).index(name) % 2, 2)
+    assert not list(wrong(kernels("triton").sample, case, DEVICE, exact=True))
+
+
+@needs_triton
+@pytest.mark.parametrize("vocab", [2, 50])
+def test_every_kind_of_row_is_drawn_by_the_law(vocab: int) -> None:
+    case = chance("chance", vocab, 16, vocab + 1, dtype=torch.bfloat16 if vocab == 50 else torch.float32)
+    assert not list(wrong(kernels("triton").sample, case, DEVICE, exact=True))
+
+
+@pytest.mark.parametrize("name", ["chance", "equal", "few values"])
+def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_the_law(name: str) -> None:
+    """Rows of 128,256 logits go so; here with rooms for 64."""
+    module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
+    small = partial(module.sample, sizes=module.SamplerTiling(tile=64, groups=4, room=64))
+    case = chance(name, 260, 16, 3) if name == "chance" else _some(MANY_TILES[name], len(name) % 2, 3)
+    assert not list(wrong(small, case, DEVICE, exact=True))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_row_is_the_same_to_the_bit_alone_and_in_any_company(kind: str) -> None:
+    case = chance("chance", 300, 8, 5)
+    rows = range(0, 8, 3)
+    together, _, _ = draw(kernels(kind).sample, case, DEVICE)
+    alone = [Case(name="alone", logits_SV=case.logits_SV[i : i + 1], rows=case.rows[i : i + 1]) for i in rows]
+    assert [draw(kernels(kind).sample, each, DEVICE)[0][0] for each in alone] == [together[i] for i in rows]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_counts_of_earlier_steps_bear_on_later_ones(kind: str) -> None:
+    """Four steps without a word from the host; the second request takes the row over."""
+    table = SamplingTable(3, 20, DEVICE)
+    for seed in (1, 2):
+        params = SamplingParams(seed=seed, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5)
+        tokens = [3, 4, 4, 5]
+        _load(table, 1, Request(id="", prompt=tuple(tokens[:2]), max_tokens=9, params=params), tokens)
+        for step in range(4):
+            logits_SV = torch.randn(1, 20, generator=torch.Generator().manual_seed(10 * seed + step))
+            out = SampleOut.empty(2, DEVICE)
+            kernels(kind).sample(logits_SV.to(DEVICE), _ints(1), _ints(len(tokens)), table, out.first(1))
+            expected = oracle(logits_SV, [SamplingInput(params, tokens, 2)])[0].token
+            assert out.tokens_S.tolist() == [expected, -1] and expected is not None
+            tokens.append(expected)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_padding_leaves_no_trace(kind: str) -> None:
+    case = chance("chance", 50, 6, 8)
+    _, table, rows_S = draw(kernels(kind).sample, case, DEVICE)
+    trash = len(table.words_RW) - 1
+    assert trash not in rows_S.tolist()
+    assert torch.equal(table.words_RW[trash], SamplingTable(1, 50, DEVICE).words_RW[0])
+    assert table.counts_RV is not None and not table.counts_RV[trash].any()
+
+
+def test_the_twin_looks_at_no_value() -> None:
+    """On a device without numbers whatever waits for one raises, and so does a shape that depends on one."""
+    table = SamplingTable(4, 300, "meta")
+    table.with_counts()
+    rows_S = torch.zeros(3, dtype=torch.int32, device="meta")
+    logits_SV = torch.zeros(3, 300, dtype=torch.bfloat16, device="meta")
+    words_NW = torch.zeros(3, layout.WORDS, dtype=torch.int32, device="meta")
+    table.load(rows_S, words_NW, rows_S, rows_S, rows_S > 0)
+    kernels("torch").sample(logits_SV, rows_S, rows_S, table, SampleOut.empty(3, "meta"))
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        rows_S.tolist()
+
+
+def test_numbers_on_the_device_are_those_of_the_host() -> None:
+    lot = Random(1)
+    ends = [(s, c, p) for s in (-(2**63), -1, 0, 2**63 - 1) for c in (0, 2**31 - 1) for p in (0, 2**31 - 1, 2**40)]
+    draws = [Draw(s, p, c) for s, c, p in ends] + [Draw(lot.randrange(2**63), lot.randrange(9999)) for _ in range(99)]
+    seeds = torch.tensor([draw.seed for draw in draws]).view(torch.int32).view(-1, 2)
+    choices, positions = (torch.tensor([draw[i] for draw in draws]) for i in (2, 1))
+    assert uniforms(seeds[:, 0], seeds[:, 1], choices, positions).tolist() == plain_uniforms(draws)
+
+
+def test_what_the_words_cannot_say_does_not_fit() -> None:
+    table = SamplingTable(2, 1000, "cpu")
+    early = SamplingParams(min_tokens=1)
+    stops = tuple(range(layout.MAX_STOPS))
+    biased = SamplingParams(logit_bias=tuple((token, 0.5) for token in range(MAX_BIASES)))
+    fitting = [_request(FULL), _request(biased), _request(early, stops), _request(SamplingParams(), (*stops, 99))]
+    assert all(table.fits(request) and len(table.words(request)) == layout.WORDS for request in fitting)
+    beyond = _request(early, (*stops, 1000))
+    assert table.fits(beyond) and table.words(beyond) == table.words(_request(early, stops))
+    assert not table.fits(_request(early, (*stops, 99)))
+    assert not table.fits(Request(id="", prompt=(0,), max_tokens=1, guide="start: /a/"))
+
+
+def test_rows_that_are_not_counted_need_no_counts() -> None:
+    table = SamplingTable(2, 50, DEVICE)
+    _load(table, 0, _request(SamplingParams(top_k=5)), [])
+    assert table.counts_RV is None
+    _load(table, 0, _request(FULL), [0])
+    assert table.counts_RV is not None and table.counts_RV.sum() == 1
+
+
+def test_a_small_vocabulary_has_no_more_to_tell() -> None:
+    case = Case(name="two", logits_SV=torch.tensor([[0.0, 1.0]]), rows=[SamplingInput(FULL, [0], 1)])
+    (drawn,), _, _ = draw(kernels("torch").sample, case, DEVICE)
+    assert TOP > 2 and [token for token, _ in drawn.top] == [1, 0]
+
+
+@pytest.mark.parametrize("what", ["instead of", "log-probability", "counted", "left out"])
+def test_a_sampler_that_draws_otherwise_is_found_out(what: str) -> None:
+    def lie(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut) -> None:
+        kernels("torch").sample(logits_SV, rows_S, positions_S, table, out)
+        if what == "instead of":
+            out.tokens_S[0] = (out.tokens_S[0] + 1) % 50
+        elif what == "log-probability":
+            out.logprob_S[0] -= 0.001
+        elif what == "counted":
+            table.with_counts()[rows_S[0].long(), 7] += 1
+        else:
+            out.top_ids_SN[0, -1] = int(logits_SV[0].argmin())
+            out.top_logprobs_SN[0, -1] = logits_SV[0].log_softmax(-1).amin()
+
+    logits_SV = torch.randn(1, 50, generator=torch.Generator().manual_seed(1), device="cpu")
+    lines = list(wrong(lie, Case(name="one", logits_SV=logits_SV, rows=[SamplingInput(FULL, [3, 4], 1)]), DEVICE))
+    assert any(what in line for line in lines)
+
+
+def _some(case: Case, first: int, step: int) -> Case:
+    """Every `step`-th row, where there are many."""
+    if len(case.rows) < 10:
+        return case
+    return Case(name=case.name, logits_SV=case.logits_SV[first::step], rows=case.rows[first::step])
+
+
+def _request(params: SamplingParams, stop_ids: tuple[int, ...] = ()) -> Request:
+    return Request(id="", prompt=(0,), max_tokens=1, params=params, stop_ids=stop_ids)
+
+
+def _ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def _load(table: SamplingTable, row: int, request: Request, tokens: list[int]) -> None:
+    words_NW = torch.tensor([table.words(request).tolist()], dtype=torch.int32, device=DEVICE)
+    is_generated_X = torch.arange(len(tokens), device=DEVICE) >= len(request.prompt)
+    table.load(_ints(row), words_NW, _ints(*tokens), _ints(*[row] * len(tokens)), is_generated_X)

@@ -1,0 +1,227 @@
+"""Problems that would otherwise first show on a GPU, tested on a CPU: compiler pauses, memory missing from the plan."""
+
+from __future__ import annotations
+
+import subprocess
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from app.common.types import SamplingParams
+from app.engine.backends import TorchBackend
+from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies
+from app.engine.gpu.kernels.interface import PARTIAL_BYTES, AttentionBatch, AttentionSpec
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from app.engine.gpu.resident_batch import Upload
+from app.engine.gpu.setup import _GRAPH_BYTES, GpuParts
+from app.engine.gpu.step import StepInputs, packed
+from app.engine.gpu.triton_loader import check_triton
+from app.engine.memory.memory_plan import CacheShape
+from app.engine.sampling.sampler import sample
+from app.engine.sampling.sampler_io import SamplingInput
+from app.engine.scheduling.scheduler import StepLimits
+from tests.support.gpu.emulated_engine import tiny_device_runner
+from tests.support.gpu.kernel_backends import needs_triton
+from tests.support.model.tiny_models import tiny_config, tiny_decoder
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 17, 4, 1), (1,) * 9, (4, 8, 16)])
+def test_sections_of_an_upload_begin_where_16_bytes_do(lengths: tuple[int, ...]) -> None:
+    """Triton compiles a kernel for each set of its pointers that do: for one set, and not for 16 while serving."""
+    upload = Upload()
+    places = [upload.add(range(length)) for length in lengths]
+    numbers_X = upload.send(torch.device("cpu"))
+    for place, length in zip(places, lengths, strict=True):
+        assert numbers_X[place].tolist() == list(range(length))
+        assert place.start * numbers_X.element_size() % 16 == 0
+
+
+class _Noting(ReferenceKernels):
+    """Computes no attention, and notes which of its variants was wanted: Triton has one for each of these pairs."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, bool]] = set()
+
+    def attention(self, q_THC: Tensor, _layer_cache: Tensor, batch: AttentionBatch, _spec: AttentionSpec) -> Tensor:
+        self.seen.add((batch.tile_tokens, batch.max_splits > 1))
+        return torch.zeros_like(q_THC)
+
+
+@pytest.mark.parametrize("context", [96, 1200])
+def test_after_the_warm_up_no_step_needs_another_variant_of_attention(context: int) -> None:
+    kernels = _Noting()
+    runner = tiny_device_runner(tiny_decoder(tiny_config(context=context)), kernels=kernels, max_running=2)
+    runner.warm_up(128)
+    warmed = {*kernels.seen}
+    tails = [dummies(1, context, start=context - length) for length in (1, 20)]
+    for plan in (dummies(1, 50), *tails, dummies(2, 1)):
+        runner.run(plan)
+    assert kernels.seen == warmed
+    assert warmed == {(tokens, beside) for tokens in (1, 32) for beside in (False, context > 512)}
+
+
+class _Making(TorchDispatchMode):
+    """Notes the operations, each with the shape of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: set[tuple[str, torch.Size]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.made |= {(func.overloadpacket.__name__, x.shape) for x in tree_leaves(out) if isinstance(x, Tensor)}
+        return out
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[_Making]:
+    """What was done while a peak was measured, peak by peak."""
+    measured: list[_Making] = []
+
+    def peak(compute_once: Callable[[], object], *_: object) -> int:
+        with _Making() as making:
+            compute_once()
+        measured.append(making)
+        return 7
+
+    for user in ("gpu.setup", "backends"):
+        monkeypatch.setattr(f"app.engine.{user}.step_peak", peak)
+    return measured
+
+
+def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: list[_Making]) -> None:
+    """Beside weights and cache: counts of a large vocabulary are not small."""
+    config = tiny_config()
+    room = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
+    limits = StepLimits(tokens_per_step=32, max_running=2)
+    parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
+    assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
+    counts = torch.Size((limits.max_running + 1, config.vocab_size))
+    assert [("zeros", counts) in making.made for making in measured] == [True, False]
+
+
+@pytest.mark.usefixtures("measured")
+def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some() -> None:
+    """Whatever was measured: neither the longest sequences nor the most rows hold the most of them."""
+    told = []
+    for context in (512, 513):
+        config = tiny_config(context=context)
+        room = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
+        limits = StepLimits(tokens_per_step=32, max_running=2)
+        parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
+        told.append((parts.activations(), parts.graph_bytes()))
+    step, graphs = (after - before for before, after in zip(*told, strict=True))
+    assert (step, graphs) == (PARTIAL_BYTES, PARTIAL_BYTES + 2 * _GRAPH_BYTES), "and two steps are captured once more"
+
+
+@pytest.mark.parametrize("kind", ["device", "torch"])
+def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measured: list[_Making]) -> None:
+    """Masks, sorts of whole rows, and scores: of 256 rows and 128,000 tokens that is gigabytes, in no launched step."""
+    config = tiny_config()
+    room = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
+    limits = StepLimits(tokens_per_step=64, max_running=40)
+    if kind == "device":
+        GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
+    else:
+        TorchBackend(tiny_decoder(config), room, limits).peaks()
+    guided_rows, vocab = 39, config.vocab_size
+    made = measured[0].made
+    assert {("where", (guided_rows, vocab)), ("sort", (guided_rows, vocab))} <= made
+    assert ("log_softmax", (guided_rows, vocab)) in made, "log-probabilities of the rows that ask"
+    assert any(name == "log_softmax" and shape[0] not in (39, 40) for name, shape in made), "scores of a prompt"
+
+
+class _Holding(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made, and the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if (name := storage._cdata) not in self._sizes:
+                self._sizes[name] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, name, None)
+        self.most = max(self.most, sum(self._sizes.values()))
+        return out
+
+
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 20},
+    {"top_k": 1000, "typical_p": 0.5},
+    {"top_p": 0.99},
+    {"typical_p": 0.99, "min_p": 0.1},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((1, 1.0),), "min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> None:
+    vocab = 2048
+    logits_SV = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    plan = costliest_step(StepLimits(tokens_per_step=rows, max_running=rows), 64)
+    (allowed,) = PermissiveGrammars(vocab).allowed([plan.chunks[0].sequence])
+
+    def held(asking: list[SamplingInput]) -> int:
+        with torch.inference_mode(), _Holding() as holding:
+            sample(logits_SV, asking)
+        return holding.most
+
+    asked = [chunk.sequence.request for chunk in plan.chunks]
+    most = held(
+        [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.guide else None) for r in asked]
+    )
+    for wish in WISHES:
+        for temperature in (1.0, 10.0):
+            params = SamplingParams(temperature=temperature, **wish)
+            row, plain = (
+                SamplingInput(params, [0] * 64, 32, (2,), allowed),
+                SamplingInput(SamplingParams(temperature=0), [0], 1),
+            )
+            assert held([row] * rows) <= most and held([row] * (rows - 1) + [plain]) <= most, wish
+
+
+@needs_triton
+def test_a_triton_without_a_compiler_is_refused_at_the_start_with_what_it_lacks() -> None:
+    def lacks() -> None:
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
+
+    with pytest.raises(ValueError, match=r"Triton cannot start on this machine .*gcc.*--kernels torch"):
+        check_triton(lacks)
+    check_triton(lambda: None)
+
+
+class _Strangers(TorchDispatchMode):
+    """Raises where an operation takes or makes a tensor of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        assert all(tensor.is_meta for tensor in tensors), func
+        return out
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None:
+    """Its way to the device would be waited for, and none can be gone in a captured step. meta is a device like any."""
+    decoder = tiny_decoder().to("meta")
+    steps = tiny_device_runner(decoder, kernels=_Noting(), max_running=4, deterministic=deterministic).graphs.steps
+    tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
+    with torch.inference_mode(), _Strangers():  # type: ignore[no-untyped-call]
+        steps.decode(3, 1)
+        steps.mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
+        steps.prepare(tiles_X, draws_S, draws_S)
+        words, upload = steps.rows.table.words_RW.shape[1], Upload()
+        sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, *[3] * 2, *[2] * 4)]
+        steps.rows.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
+        packed(steps.out.first(3))

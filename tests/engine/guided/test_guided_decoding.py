@@ -1,0 +1,403 @@
+"""Guided decoding in the engine: masks against brute force, texts against schemas, batch invariance."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.common.types import BatchPlan, FinishReason, Request, SampledEvent, SamplingParams
+from app.common.types import Sequence as EngineSequence
+from app.engine.guided import grammar_tracker
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.sampling.sampler_io import LATE, SampledToken
+from app.guided.grammar import guide_of
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+from tests.support.armed_faults import arm_this_process
+from tests.support.engine.grammar_corpus import BOMBS, LEGITIMATE
+from tests.support.engine.random_schemas import random_schema, whole
+from tests.support.model.sample_tokenizers import KINDS
+from tests.support.model.tiny_models import TEXT, VOCAB, run_all, tiny_config, tiny_decoder, tiny_engine
+
+TOKENIZER = Tokenizer.train([TEXT], VOCAB)
+EOS = TOKENIZER.eos_id
+assert EOS is not None
+ALPHABET = ["a", "b", "/", "\u00e9"]
+LONGEST = 5
+
+
+def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VOCAB, most: int = 32) -> GrammarTracker:
+    return GrammarTracker(lambda: bytes_of, vocab_size=vocab_size, most=most)
+
+
+def _grammar(**fields: Any) -> str:
+    guide = guide_of(*next(iter(fields.items())))
+    assert guide
+    return guide.grammar
+
+
+def _allowed(guides: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
+    """What allowed() says once the mask is there."""
+    while (allowed := guides.allowed([sequence])[0]) is LATE:
+        guides.wait(1.0)
+    return allowed
+
+
+def _ids(allowed_W: Tensor | SampledToken | None) -> set[int]:
+    assert isinstance(allowed_W, Tensor)
+    bits = allowed_W[:, None] >> torch.arange(32) & 1
+    return set(bits.flatten().nonzero().flatten().tolist())
+
+
+def _random_regex(rng: random.Random, room: int) -> str:
+    """At most `room` characters long, whatever it matches."""
+    if room <= 1 or rng.random() < 0.3:
+        return rng.choice([*ALPHABET, "[ab]", "[\u00e9/]", "(?:)"])
+    if rng.random() < 0.3:
+        return f"(?:{_random_regex(rng, room)}|{_random_regex(rng, room)})"
+    if rng.random() < 0.3:
+        most = rng.randint(1, room)
+        return f"(?:{_random_regex(rng, room // most)}){{{rng.randint(0, most)},{most}}}"
+    first = rng.randint(1, room - 1)
+    return _random_regex(rng, first) + _random_regex(rng, room - first)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -> None:
+    """Brute force over all texts of ALPHABET; tokens of one to five bytes, doubles, none for special ones."""
+    rng = random.Random(seed)
+    regex = _random_regex(rng, LONGEST)
+    every = ("".join(letters) for n in range(LONGEST + 1) for letters in itertools.product(ALPHABET, repeat=n))
+    language = {text.encode() for text in every if re.fullmatch(regex, text)}
+    prefixes = {text[:n] for text in language for n in range(len(text) + 1)}
+    single = [b"a", b"b", b"/", b"\xc3", b"\xa9"]
+    longer = ["".join(rng.choices(ALPHABET, k=rng.randint(1, 3))).encode() for _ in range(25)]
+    bytes_of = [b"", *single, *longer, b"\xa9a", b"a\xc3", b"", b"a"]
+    size = len(bytes_of) + 3  # the model's vocabulary is padded
+    stop_ids = rng.choice([(0,), (0, 1), ()])
+    request = Request(id="r", prompt=(0,), max_tokens=99, guide=_grammar(regex=regex), stop_ids=stop_ids)
+    for _ in range(4):
+        guides, sequence, text = _guides(bytes_of, size), EngineSequence(request=request, tokens=[0], arrival=0), b""
+        for _ in range(LONGEST * 2):
+            allowed = _allowed(guides, sequence)
+            texts = {i for i, data in enumerate(bytes_of) if data and text + data in prefixes} - set(stop_ids)
+            if not texts:
+                assert isinstance(allowed, SampledToken)
+                ending = FinishReason.STOP if text in language else None
+                assert (allowed.finish, bool(allowed.failure)) == (ending, ending is None), (regex, text)
+                break
+            ends = set(stop_ids) if text in language else set()
+            assert _ids(allowed) == texts | ends, (regex, text)
+            token = rng.choice(sorted(texts))
+            text += bytes_of[token]
+            assert guides.follow([sequence], [SampledToken(token)]) == [SampledToken(token)]
+            sequence.tokens.append(token)
+
+
+def _decoder() -> Decoder:
+    return tiny_decoder(tiny_config(context=1024, n_layers=1))
+
+
+def _requests(guides: Sequence[str], max_tokens: int = 300) -> list[Request]:
+    """With and without an end-of-text token; half of them with some top_k, since a filter must not empty a mask."""
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=(5, 6, 7 + i % 100),
+            max_tokens=max_tokens,
+            params=SamplingParams(temperature=1.0, seed=i, top_k=20 * (i % 2)),
+            stop_ids=(EOS,) if i % 3 else (),
+            guide=guide,
+        )
+        for i, guide in enumerate(guides)
+    ]
+
+
+def _text(events: Sequence[SampledEvent]) -> str:
+    return b"".join(TOKENIZER.token_bytes(event.token) for event in events if event.token is not None).decode()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_text_that_ended_parses_and_fits_its_schema() -> None:
+    """200 random schemas, decoded by a model that knows no JSON."""
+    rng = random.Random(1)
+    made = [random_schema(rng) for _ in range(200)]
+    requests = _requests([_grammar(json_schema=whole(schema)) for schema, _ in made])
+    events = run_all(tiny_engine(_decoder(), blocks=700, guides=_guides()), requests)
+    ended = [i for i, request in enumerate(requests) if events[request.id][-1].finish is FinishReason.STOP]
+    assert len(ended) > 190
+    for i in ended:
+        text = _text(events[f"r{i}"])
+        assert made[i][1](json.loads(text)), (made[i][0], text)
+
+
+MIXED = [
+    _grammar(
+        json_schema={"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 8, "maxItems": 20}
+    ),
+    _grammar(regex="(?:[a-z ]{1,20}\\.\\n){2,5}"),
+    "",
+    _grammar(grammar='start: "(" start ")" | /[xyz]{1,30}/ | start "+" start'),
+]
+
+
+def _alone(requests: Sequence[Request]) -> dict[str, list[SampledEvent]]:
+    return {r.id: run_all(tiny_engine(_decoder(), guides=_guides()), [r])[r.id] for r in requests}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_guided_requests_get_in_a_batch_what_they_get_alone_also_after_preemption() -> None:
+    requests = _requests(MIXED * 4, max_tokens=50)
+    engine = tiny_engine(_decoder(), blocks=30, guides=_guides(most=3))
+    result = run_all(engine, requests)
+    assert engine.scheduler.preemptions > 0, "the cache was meant to be too small"
+    assert result == _alone(requests)
+
+
+class _LateGuides(GrammarTracker):
+    """Masks that are late at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, most=3)
+        self._rng = rng
+        self.n_late = 0
+
+    def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | SampledToken | None]:
+        late = [self._rng.random() < 0.3 for _ in sequences]
+        on_time = [sequence for sequence, is_late in zip(sequences, late, strict=True) if not is_late]
+        answers = iter(super().allowed(on_time))
+        self.n_late += sum(late)
+        return [
+            LATE if is_late and sequence.request.guide else None if is_late else next(answers)
+            for sequence, is_late in zip(sequences, late, strict=True)
+        ]
+
+    def must_wait(self, sequence: EngineSequence) -> bool:
+        return super().must_wait(sequence) or self._rng.random() < 0.3
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", range(3))
+def test_late_masks_change_no_token(seed: int) -> None:
+    """Known before the step or noticed in it, also after preemption."""
+    requests, guides = _requests(MIXED * 4, max_tokens=50), _LateGuides(random.Random(seed))
+    engine = tiny_engine(_decoder(), blocks=13, guides=guides)
+    assert run_all(engine, requests) == _alone(requests)
+    assert guides.n_late > 100 and engine.scheduler.preemptions
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = arm_this_process(tmp_path, monkeypatch)
+    faults.arm("engine.mask", "sleep", seconds=1.0, times=1)
+    engine = tiny_engine(_decoder(), guides=_guides())
+    slow, _, plain = _requests([MIXED[0], MIXED[1], ""], max_tokens=5)
+    engine.add(slow)
+    report = engine.step()
+    assert engine.has_work and not report.events
+    assert not engine.step().events, "the engine waits a moment, and returns"
+    engine.add(plain)
+    while plain.id not in {event.request_id for event in engine.step().events}:
+        assert not faults.is_armed("engine.mask") or not engine.scheduler.running[0].num_generated
+    engine.cancel(slow.id)
+    engine.runner.guides.forget(slow.id)  # type: ignore[attr-defined]
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.pool.counts.active == 0
+
+
+@pytest.mark.slow
+def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_tracker, "_REQUEST_SECONDS", 0.001)
+    monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
+    engine = tiny_engine(_decoder(), guides=_guides())
+    grammar = BOMBS["ambiguous words"].value
+    engine.add(Request(id="costly", prompt=(1,), max_tokens=200, guide=grammar))
+    good = Request(id="good", prompt=(2,), max_tokens=30)
+    engine.add(good)
+    reports = [engine.step() for _ in iter(lambda: engine.has_work, False)]
+    (failed,) = [failure for report in reports for failure in report.failed]
+    assert failed.request_id == "costly" and failed.is_asked_for
+    assert "of computing" in failed.message and "make it simpler" in failed.message
+    tokens = [event for report in reports for event in report.events if event.request_id == "good"]
+    assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
+
+
+def test_the_time_of_grammars_is_reported_by_request_once() -> None:
+    guides = _guides()
+    engine = tiny_engine(_decoder(), guides=guides)
+    engine.add(Request(id="r", prompt=(1,), max_tokens=30, guide=MIXED[0]))
+    work: list[tuple[str, float]] = []
+    while engine.has_work:
+        engine.step()
+        work += guides.take_work()
+    assert {name for name, _ in work} == {"r"} and 0 < sum(seconds for _, seconds in work) < 5
+    assert len(work) < 15, "when it adds up, not for each token"
+    assert guides.take_work() == ()
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
+    """With texts at random, which is the worst that a model may write."""
+    guide = guide_of(*LEGITIMATE[name])
+    assert guide
+    guides, rng = _guides(), random.Random(1)
+    request = Request(id="r", prompt=(0,), max_tokens=300, guide=guide.grammar)
+    sequence = EngineSequence(request=request, tokens=[0], arrival=0)
+    while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
+        token = rng.choice(sorted(_ids(allowed_W)))
+        guides.follow([sequence], [SampledToken(token)])
+        sequence.tokens.append(token)
+    assert isinstance(allowed_W, SampledToken) and not allowed_W.failure
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where as many are kept as may run, as in the service: compiling in a step would make all others wait."""
+    compiled, build = list[str](), GrammarTracker._build
+
+    def count(self: GrammarTracker, request: Request, tokens: Sequence[int]) -> object:
+        compiled.append(request.id)
+        return build(self, request, tokens)
+
+    monkeypatch.setattr(GrammarTracker, "_build", count)
+    requests = _requests(MIXED * 4, max_tokens=50)
+    engine = tiny_engine(_decoder(), blocks=30, guides=_guides(most=32))
+    honest = engine.runner.compute.run  # type: ignore[attr-defined]
+    mishaps = iter([False, False, True] * 1000)
+
+    def run(plan: BatchPlan) -> object:
+        if len(plan.chunks) > 1 and next(mishaps):
+            raise MemoryError
+        return honest(plan)
+
+    monkeypatch.setattr(engine.runner.compute, "run", run)  # type: ignore[attr-defined]
+    run_all(engine, requests)
+    assert engine.scheduler.preemptions > 3 and engine.isolation.retried > 10
+    assert sorted(compiled) == sorted(request.id for request in requests if request.guide)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_guided_request_submitted_again_goes_on_as_before() -> None:
+    for request in _requests(MIXED, max_tokens=30):
+        before = run_all(tiny_engine(_decoder(), guides=_guides()), [request])[request.id]
+        cut = len(before) // 2
+        generated = tuple(event.token for event in before[:cut] if event.token is not None)
+        again = Request(
+            id=request.id,
+            prompt=request.prompt,
+            max_tokens=request.max_tokens,
+            params=request.params,
+            stop_ids=request.stop_ids,
+            guide=request.guide,
+            generated=generated,
+        )
+        assert run_all(tiny_engine(_decoder(), guides=_guides()), [again])[request.id] == before[cut:]
+
+
+def test_without_an_end_token_the_text_ends_with_its_last_token() -> None:
+    request = Request(id="r", prompt=(1,), max_tokens=50, guide=_grammar(regex="[ab]{3}"))
+    events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
+    assert re.fullmatch("[ab]{3}", _text(events))
+    assert events[-1].finish is FinishReason.STOP
+
+
+def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up() -> None:
+    request = Request(id="r", prompt=(1,), max_tokens=20, guide=_grammar(regex="[ab]*"))
+    events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
+    assert [event.token is None for event in events] == [False] * 20 + [True]
+    assert events[-1].finish is FinishReason.LENGTH
+    assert set(_text(events)) <= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (_grammar(regex="\u00e9+"), "none of this model's tokens"),
+        (_grammar(regex="a\u00e9"), "none of this model's tokens"),
+        ("start: nothing", "too complex"),
+        (_grammar(json_schema={"type": "object", "properties": {f"p{i}": {} for i in range(400)}}), "too complex"),
+    ],
+)
+def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, message: str) -> None:
+    bytes_of = [b"" if "\u00e9".encode()[:1] in data else data for data in TOKENIZER.bytes_of]
+    engine = tiny_engine(_decoder(), blocks=200, guides=_guides(bytes_of))
+    engine.add(Request(id="bad", prompt=(1,), max_tokens=400, guide=grammar))
+    good = Request(id="good", prompt=(2,), max_tokens=30)
+    engine.add(good)
+    failed, tokens = [], []
+    while engine.has_work:
+        report = engine.step()
+        failed += report.failed
+        tokens += [event for event in report.events if event.request_id == "good"]
+    assert [failure.request_id for failure in failed] == ["bad"]
+    assert message in failed[0].message
+    assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
+    assert engine.scheduler.pool.counts.active == 0
+
+
+def _kept(guides: GrammarTracker) -> int:
+    return len(guides._states) + len(guides._prepared)
+
+
+@pytest.mark.parametrize("end", ["stop", "length", "cancel"])
+def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
+    guides = _guides()
+    engine = tiny_engine(_decoder(), guides=guides)
+    regex = "a{4}" if end == "stop" else "a*"
+    request = Request(id="r", prompt=(1,), max_tokens=6, guide=_grammar(regex=regex), stop_ids=(0,))
+    guides.prepare(request)
+    engine.add(request)
+    engine.step()
+    assert _kept(guides) == 1
+    if end == "cancel":
+        engine.cancel("r")
+        guides.forget("r")
+    while engine.has_work:
+        engine.step()
+    assert _kept(guides) == 0
+
+
+def test_no_more_matchers_are_kept_than_were_allowed() -> None:
+    guides = _guides(most=4)
+    for request in _requests([_grammar(regex="a*")] * 9):
+        _allowed(guides, EngineSequence(request=request, tokens=[*request.prompt], arrival=0))
+    assert _kept(guides) == 4
+
+
+def test_without_a_guide_the_same_model_writes_no_json() -> None:
+    """Positive control."""
+    events = run_all(tiny_engine(_decoder(), guides=_guides()), _requests([""] * 10, max_tokens=50))
+    for tokens in events.values():
+        with pytest.raises(ValueError, match=r"line 1 column 1|Extra data|codec"):
+            json.loads(_text(tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
+    """Words of a vocabulary of words begin with a space; the text of special tokens is never drawn."""
+    tokenizer = Tokenizer(KINDS[kind][0]())
+    regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
+    guides, rng = _guides(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
+    request = Request(id="r", prompt=(0,), max_tokens=99, guide=_grammar(regex=regex))
+    sequence = EngineSequence(request=request, tokens=[0], arrival=0)
+    while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
+        allowed = _ids(allowed_W)
+        assert all(tokenizer.token_bytes(token) for token in allowed)
+        token = rng.choice(sorted(allowed))
+        guides.follow([sequence], [SampledToken(token)])
+        sequence.tokens.append(token)
+    assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))

@@ -1,0 +1,251 @@
+"""The GPU memory plan in numbers, on fake devices; a refused start names the remedy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from app.engine.execution.warmup_batches import costliest_step, largest_step
+from app.engine.memory.device_memory import activation_peak, releaser, taken, weight_bytes
+from app.engine.memory.memory_plan import (
+    CacheShape,
+    MemoryPeaks,
+    MemoryPlan,
+    blocks_on_cpu,
+    blocks_on_gpu,
+    host_rows,
+    mib,
+    step_peak,
+    table,
+)
+from app.engine.scheduling.scheduler import StepLimits
+from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+M = 1 << 20
+PLAN = MemoryPlan(total=6400 * M, utilization=0.5, weights=1000 * M, activations=300 * M, graphs=100 * M, other=200 * M)
+
+
+class FakeGpu:
+    """Stands in for torch.cuda: memory that a step takes and gives back."""
+
+    def __init__(self, *, total: int = 6400 * M, other: int = 200 * M, allocated: int = 0, kept: int = 0) -> None:
+        self.total, self.other, self.allocated = total, other, allocated
+        self.reserved = allocated + kept
+        self.kept = kept
+        """Taken from the device for no tensor."""
+        self.most = [self.allocated, self.reserved]
+        self.calls: list[str] = []
+
+    def step(self, size: int, *, gaps: int = 0) -> None:
+        self.most = [max(self.most[0], self.allocated + size), max(self.most[1], self.reserved + size + gaps)]
+        self.reserved, self.kept = self.reserved + size + gaps, self.kept + size + gaps
+
+    def mem_get_info(self, _device: torch.device) -> tuple[int, int]:
+        return self.total - self.other - self.reserved, self.total
+
+    def memory_allocated(self, _device: torch.device) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self, _device: torch.device) -> int:
+        return self.most[0]
+
+    def memory_reserved(self, _device: torch.device) -> int:
+        return self.reserved
+
+    def max_memory_reserved(self, _device: torch.device) -> int:
+        return self.most[1]
+
+    def reset_peak_memory_stats(self, _device: torch.device) -> None:
+        self.most = [self.allocated, self.reserved]
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty cache")
+        self.reserved, self.kept = self.reserved - self.kept, 0
+
+    def synchronize(self, _device: torch.device) -> None:
+        self.calls.append("synchronize")
+
+
+def _room(**changes: Any) -> CacheShape:
+    sizes: dict[str, Any] = {"vocab_size": 8, "width": 64, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2}
+    shape = tiny_config(**{**sizes, "head_dim": 64, "context": 1024})
+    given = {"context": 1024, "block_size": 64, "max_running": 4, "dtype": torch.bfloat16}
+    return CacheShape(shape=shape, **{**given, **changes})
+
+
+def test_the_cache_gets_what_is_left_of_the_share() -> None:
+    assert (PLAN.share, PLAN.limit, PLAN.needed, PLAN.cache_room) == (3200 * M, 3200 * M, 1400 * M, 1800 * M)
+
+
+def test_what_others_hold_is_taken_off_only_where_it_reaches_into_the_share() -> None:
+    """Two services with a share of 0.45 each fit on one GPU."""
+    second = replace(PLAN, utilization=0.45, other=2880 * M)
+    assert second.limit == second.share == 2880 * M
+    crowded = replace(PLAN, other=4000 * M)
+    assert crowded.limit == 6400 * M - 4000 * M - 100 * M, "a 64th stays free"
+    assert replace(PLAN, other=6400 * M).limit == replace(PLAN, other=6400 * M).cache_room == 0
+
+
+def test_the_table_adds_up_and_stands_in_columns() -> None:
+    plan = replace(PLAN, cache=1792 * M)
+    sizes = {row.what: row.size for row in plan.rows}
+    parts = ("weights", "activations", "graphs", "cache", "not taken")
+    assert sum(sizes[name] or 0 for name in parts) == sizes["may be taken"] == plan.limit
+    lines = table(plan.rows)
+    assert "weights                1,000 MiB" in lines and lines[0].split() == ["GPU", "memory", "6,400", "MiB"]
+    assert "may be taken           3,200 MiB (--gpu-memory-utilization 0.5)" in lines
+    assert len({line.index(" MiB") for line in lines}) == 1
+
+
+def test_on_a_cpu_the_table_says_what_is_not_measured() -> None:
+    lines = table(host_rows(free=8 * M, weights=M // 2, cache=3 * M))
+    assert any(re.fullmatch(r"activations +not measured", line) for line in lines)
+    assert any(re.fullmatch(r"weights +512 KiB \(loaded already\)", line) for line in lines)
+
+
+def test_the_utilization_that_is_advised_is_the_least_that_has_room() -> None:
+    for cache in (1800 * M, 1801 * M, 3000 * M, 1):
+        advised = PLAN.utilization_for(cache)
+        assert advised is not None and replace(PLAN, utilization=advised).cache_room >= cache
+        assert replace(PLAN, utilization=advised - 0.01).cache_room < cache
+    assert PLAN.utilization_for(6400 * M - 200 * M - 100 * M - 1400 * M) == 0.96
+    assert PLAN.utilization_for(6400 * M - 200 * M - 100 * M - 1400 * M + 1) is None
+
+
+def test_a_gpus_cache_takes_all_that_is_left_with_the_padding_block() -> None:
+    room = _room()
+    blocks = room.blocks_on_gpu(0, PLAN)
+    assert room.cache_bytes(blocks) <= PLAN.cache_room < room.cache_bytes(blocks + 1)
+    assert blocks > room.needed_blocks * room.max_running, "more than all running requests can fill"
+    assert room.blocks_on_gpu(blocks, PLAN) == blocks and room.blocks_on_gpu(16, PLAN) == 16
+
+
+def test_the_blocks_of_a_tiny_model_have_a_bound_of_their_own() -> None:
+    assert _room(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == 1 << 20
+
+
+def _refused(room: CacheShape, plan: MemoryPlan, wanted: int = 0) -> str:
+    with pytest.raises(ValueError, match=r"MiB|blocks") as caught:
+        room.blocks_on_gpu(wanted, plan)
+    return str(caught.value)
+
+
+def test_blocks_given_by_hand_that_do_not_fit_are_refused_with_the_most_that_do() -> None:
+    room = _room()
+    most = room.blocks_on_gpu(0, PLAN)
+    message = _refused(room, PLAN, most + 1)
+    assert message.startswith(f"--kv-blocks {most + 1} does not fit: ") and message.endswith(f"give at most {most}")
+    assert "--kv-blocks 15 is too few: the context of 1024 tokens needs 16 blocks of 64" in _refused(room, PLAN, 15)
+
+
+def test_too_little_memory_is_refused_with_the_numbers_that_would_do() -> None:
+    room = _room()
+    tight = replace(PLAN, weights=PLAN.share - 400 * M - room.cache_bytes(4))
+    message = _refused(room, tight)
+    context = re.search(r"give --max-context (\d+) or less", message)
+    share = re.search(r"--gpu-memory-utilization ([\d.]+) or more$", message)
+    assert context and share and mib(room.cache_bytes(16)) in message
+    assert int(context[1]) == 4 * 64 and replace(room, context=int(context[1])).blocks_on_gpu(0, tight) == 4
+    assert room.blocks_on_gpu(0, replace(tight, utilization=float(share[1]))) >= 16
+
+
+def test_where_no_number_helps_nothing_is_promised() -> None:
+    """The new engine of a reload next to the old one, which has taken nearly all."""
+    full = replace(PLAN, utilization=0.9, other=6000 * M)
+    message = _refused(_room(), full)
+    assert "6,000 MiB are taken by others" in message and message.endswith("end what else uses the GPU")
+    assert "give" not in message
+
+
+def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
+    room = _room()
+    shape = tiny_config(n_encoder_layers=2, context=1024, n_kv_heads=room.shape.n_kv_heads, head_dim=64, n_layers=4)
+    reading = replace(room, shape=shape)
+    blocks = reading.blocks_on_gpu(0, PLAN)
+    assert blocks * reading.block_bytes < PLAN.cache_room - reading.source_bytes < PLAN.cache_room
+    message = _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes(4)))
+    assert "a smaller --max-context or --max-running" in message
+
+
+def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
+    decoder = tiny_decoder()
+    gpu = FakeGpu(allocated=weight_bytes(decoder), kept=50 * M)
+    peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
+    blocks = blocks_on_gpu(_room(), CUDA, wanted=0, utilization=0.5, peaks=peaks, meter=gpu)
+    assert taken(CUDA, gpu) == (6400 * M, weight_bytes(decoder), 200 * M), "what torch kept was given back"
+    exact = replace(PLAN, weights=weight_bytes(decoder))
+    assert blocks.number == _room().blocks_on_gpu(0, exact)
+    assert {row.what: row.size for row in blocks.rows}["cache"] == _room().cache_bytes(blocks.number)
+
+
+def test_a_steps_peak_counts_the_gaps_and_what_was_there_before_does_not() -> None:
+    gpu = FakeGpu(allocated=1000 * M, kept=400 * M)
+    assert activation_peak(lambda: gpu.step(70 * M, gaps=5 * M), CUDA, gpu) == 75 * M
+    assert gpu.reserved == 1000 * M and gpu.calls[-2:] == ["synchronize", "empty cache"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["torch", "triton", "cublas"],
+)
+def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(error: Exception) -> None:
+    """Whether torch or Triton reports the missing memory."""
+
+    def lacks() -> None:
+        raise error
+
+    with pytest.raises(ValueError, match=r"than the 6,200 MiB beside the weights: give a smaller --tokens-per-step"):
+        step_peak(lacks, CUDA, FakeGpu())
+
+
+def test_a_largest_step_that_fails_otherwise_is_no_matter_of_sizes() -> None:
+    with pytest.raises(ZeroDivisionError):
+        step_peak(lambda: 1 // 0, CUDA, FakeGpu())
+
+
+def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has_none_to_give() -> None:
+    gpu = FakeGpu()
+    releaser(CUDA, gpu)()
+    releaser(CPU, gpu)()
+    assert gpu.calls == ["synchronize", "empty cache"]
+
+
+@pytest.mark.parametrize(("tokens", "rows", "context"), [(256, 32, 1024), (8, 8, 64), (500, 2, 100), (40, 1, 1)])
+def test_the_largest_step_is_as_large_as_the_limits_let_it_be(tokens: int, rows: int, context: int) -> None:
+    plan = largest_step(StepLimits(tokens_per_step=tokens, max_running=rows), context)
+    lengths = [chunk.stop - chunk.start for chunk in plan.chunks]
+    assert len(lengths) == rows and all(chunk.samples and chunk.stop == context for chunk in plan.chunks)
+    assert sum(lengths) == min(tokens, rows * context)
+    counted = [chunk.sequence.request.params.repetition_penalty != 1 for chunk in plan.chunks]
+    assert counted == [True] + [False] * (rows - 1), "the tokens of all sequences at once fill no real step"
+    costly = costliest_step(StepLimits(tokens_per_step=tokens, max_running=rows), context)
+    assert [(chunk.start, chunk.stop) for chunk in costly.chunks] == [
+        (chunk.start, chunk.stop) for chunk in plan.chunks
+    ]
+    guided = [bool(chunk.sequence.request.guide) for chunk in costly.chunks]
+    assert guided == [True] * rows, "of more than 32 the last one is not"
+    assert [bool(chunk.scores) for chunk in costly.chunks] == [lengths[0] > 2] + [False] * (rows - 1)
+
+
+def test_an_engine_computes_the_largest_step_and_touches_no_requests_cache() -> None:
+    engine = tiny_engine(tiny_decoder(), blocks=4)
+    before = engine.runner.compute._cache.data[:, :, :4].clone()  # type: ignore[attr-defined]
+    plan = largest_step(StepLimits(tokens_per_step=24, max_running=4), 64)
+    assert len(engine.runner.run(plan).drawn) == 4
+    assert torch.equal(engine.runner.compute._cache.data[:, :, :4], before)  # type: ignore[attr-defined]
+
+
+def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
+    alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), wanted=0, engines=engines) for engines in (1, 2))
+    assert (alone.number, beside.number) == (64, 50)

@@ -1,0 +1,166 @@
+"""A service with two engines keeps the promises of one. With fake engines; texts with real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.armed_faults import Faults
+from tests.support.load.concurrent_clients import Ask, crowd, engine_pids, is_ready, visit
+from tests.support.load.steady_load import SteadyLoad, mixed
+from tests.support.model.bad_weights import good_weights
+from tests.support.servers import Server, is_clean, start_server, stop_server
+
+pytestmark = pytest.mark.slow
+
+_TEXT: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0}
+
+
+def _streams(count: int, **extra: Any) -> list[Ask]:
+    """Of prompts that have nothing in common, so that they go round."""
+    return [Ask(body={**_TEXT, "prompt": chr(97 + i) * 40, "seed": i, **extra}) for i in range(count)]
+
+
+def _of(server: Server, place: int, what: str) -> float:
+    return server.metric(f'replica_{what}{{replica="{place}"}}')
+
+
+def _stopped(server: Server) -> list[int]:
+    """Engines that stand still."""
+    found = []
+    for pid in engine_pids(server):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                found.append(pid)
+    return found
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Faults:
+    """Of pair."""
+    return Faults(tmp_path / "faults")
+
+
+@pytest.fixture
+def pair(tmp_path: Path, weights: Path, faults: Faults) -> Iterator[Server]:
+    """Two fake engines of four places."""
+    flags = ("--replicas", "2", "--max-running", "4")
+    server = start_server(tmp_path, weights, *flags, fake_ms=10, environment=faults.environment)
+    yield server
+    assert stop_server(server) == 0
+
+
+def test_a_crash_of_one_engine_is_a_pause_for_its_streams_and_nothing_for_the_others(
+    pair: Server, faults: Faults
+) -> None:
+    asks = [*_streams(5, max_tokens=300), Ask(body={**_TEXT, "prompt": "f" * 40, "seed": 5, "max_tokens": 301})]
+    expected = [answer.told() for answer in visit(pair, asks)]
+    faults.arm("fake.load", "stop", times=1)
+    faults.arm("engine.step", "stop", after=100, times=1, match="max_tokens=301,")
+    with crowd(pair, asks) as answers:
+        assert pair.wait_for(lambda: bool(_stopped(pair)))
+        (victim,) = _stopped(pair)  # half-way, and until we come
+        (survivor,) = set(engine_pids(pair)) - {victim}
+        os.kill(victim, signal.SIGKILL)
+        assert pair.wait_for(lambda: bool(_stopped(pair)) and victim not in _stopped(pair))
+        assert pair.metric("engine_restarts_total") == 1 and is_ready(pair)
+        (newcomer,) = visit(pair, [Ask(body={**_TEXT, "prompt": "z", "max_tokens": 5, "seed": 1})])
+        assert newcomer.status == 200
+        # Three end while the crashed engine's three stand still.
+        assert pair.wait_for(lambda: sum(b"event: done" in answer.body[-2000:] for answer in answers) == 3)
+        assert {_of(pair, place, "ready") for place in (0, 1)} == {0, 1}
+        assert is_ready(pair)
+        assert httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"] == "2 x none"
+        (successor,) = set(engine_pids(pair)) - {survivor}
+        os.kill(successor, signal.SIGCONT)
+    assert [answer.told() for answer in answers] == expected
+    assert pair.metric("replayed_requests_total") == 3
+    assert is_clean(pair)
+
+
+def test_a_request_that_kills_its_engine_is_refused_and_never_meets_the_other(pair: Server, faults: Faults) -> None:
+    asks = _streams(12, max_tokens=100)
+    expected = [answer.told() for answer in visit(pair, asks)]
+    faults.arm("engine.step", "kill", match="max_tokens=99,")
+    poison = Ask(body={**_TEXT, "prompt": "poison", "max_tokens": 99, "seed": 1})
+    answers = visit(pair, [*asks[:3], poison, *asks[3:]])
+    assert answers.pop(3).told()["end"]["error"]["code"] == "engine_failed"
+    assert [answer.told() for answer in answers] == expected
+    assert pair.metric("engine_restarts_total") == 2
+
+
+def test_new_weights_are_taken_over_by_all_engines_or_by_none(tmp_path: Path, faults: Faults) -> None:
+    ways = [good_weights(tmp_path / name, seed) for seed, name in enumerate(("one", "two"))]
+    link = tmp_path / "current"
+    link.symlink_to(ways[0])
+    server = start_server(tmp_path, link, "--replicas", "2", fake_ms=5, environment=faults.environment)
+    try:
+        old = set(engine_pids(server))
+        with SteadyLoad(server.url, clients=4, max_tokens=30, pause=0.05) as load:
+            new = tmp_path / "next"
+            new.symlink_to(ways[1])
+            new.replace(link)
+            faults.arm("fake.load", "exit", code=1, match="replica=1,")
+            server.process.send_signal(signal.SIGHUP)
+            assert server.tells("new weights are refused, the old ones stay: their engine ended while it was loading")
+            assert server.wait_for(lambda: set(engine_pids(server)) == old)
+            faults.disarm("fake.load")
+            server.process.send_signal(signal.SIGHUP)
+            assert server.tells("new weights are served: two")
+            assert server.wait_for(lambda: len(engine_pids(server)) == 2 and not old & set(engine_pids(server)))
+            n_before = len(load.answers)
+            assert server.wait_for(lambda: len(load.answers) > n_before + 8)
+        assert not load.failures and not mixed(load.answers)
+        assert len({answer.version for answer in load.answers}) == 2
+        assert len({answer.version for answer in load.answers[-4:]}) == 1
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_drain_waits_for_the_streams_of_all_engines(pair: Server) -> None:
+    with crowd(pair, _streams(6, max_tokens=200)) as answers:
+        assert pair.wait_for(lambda: all(answer.n_events > 3 for answer in answers))
+        pair.process.send_signal(signal.SIGTERM)
+    assert all(b"event: done" in answer.body for answer in answers)
+    assert pair.process.wait(60) == 0
+
+
+def test_two_real_engines_say_what_one_says(tmp_path: Path, weights: Path, server: Server, faults: Faults) -> None:
+    """Requests to all endpoints, with choices, log-probabilities and shared prompts; each engine gets a share of them.
+
+    Each stops itself at its tenth step: however late we look, both have been at work.
+    """
+    one: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 5}
+    asks = [
+        *_streams(6, max_tokens=60),
+        *[
+            Ask(body={**_TEXT, "prompt": "The fox sang to the moon, and", "seed": i, "max_tokens": 30})
+            for i in range(6)
+        ],
+        Ask(body={**one, "n": 3, "logprobs": 2}),
+        Ask(body={**one, "stream": False, "echo": True, "logprobs": 1}),
+        Ask(body={**one, "prompt": ["one", "two", "three"]}),
+        Ask(path="/v1/completions", body={**one, "best_of": 3, "n": 2}),
+        Ask(path="/score", body={"prompt": ["A fox and the moon", "An owl"], "logprobs": 2}),
+    ]
+    expected = [answer.told() for answer in visit(server, asks)]
+    flags = ("--dtype", "float32", "--replicas", "2", "--threads", "2")
+    pair = start_server(tmp_path, weights, *flags, environment=faults.environment)
+    try:
+        faults.arm("engine.step", "stop", after=10)
+        with crowd(pair, asks) as answers:
+            assert pair.wait_for(lambda: len(_stopped(pair)) == 2)
+            faults.disarm("engine.step")
+            for engine in engine_pids(pair):
+                os.kill(engine, signal.SIGCONT)
+        assert [answer.told() for answer in answers] == expected
+        assert "2 x " in httpx.get(f"{pair.url}/v1/models").json()["data"][0]["device"]
+    finally:
+        assert stop_server(pair) == 0

@@ -1,0 +1,314 @@
+"""Grammars are validated in a process that is killed on time-out and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.access.tenant_queue import Busy, WorkAccount
+from app.common.errors import EngineFailed, InvalidRequest
+from app.guided.grammar import guide_of
+from app.guided.validator import MOST_JOBS, GrammarValidator
+from app.guided.validator_worker import explain
+from tests.support.paths import ROOT
+
+SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983, 999979, 999961)]}
+"""Tells multiples of large primes by their digits: as many states as the product has."""
+
+
+async def _check(checker: GrammarValidator, tenant: str = "", **fields: Any) -> None:
+    guide = guide_of(*next(iter(fields.items())))
+    assert guide
+    await checker.check(guide, WorkAccount(tenant))
+
+
+async def _problem(checker: GrammarValidator, tenant: str = "", **fields: Any) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await _check(checker, tenant, **fields)
+    assert [caught.value.param] == list(fields)
+    return str(caught.value)
+
+
+def _run(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(story)
+
+
+def _pid(checker: GrammarValidator) -> int:
+    return checker.pids[0]
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_good_guides_pass_and_bad_ones_say_what_is_wrong(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        try:
+            assert not checker.pids, "started only when needed"
+            await _check(checker, regex="[ab]+/")
+            await _check(checker, json_schema={"type": "object", "properties": {"a": {"$ref": "#"}}})
+            await _check(checker, grammar='start: "(" start ")" | "x"')
+            await _check(checker, response_format={"type": "json_object"})
+            assert await _problem(checker, regex="a(b") == "regex: unclosed group"
+            assert "look-around" in await _problem(checker, regex="a(?=b)")
+            assert await _problem(checker, regex="") == "regex: it allows no text at all"
+            assert await _problem(checker, json_schema={"type": "foo"}) == "json_schema: Invalid type: foo"
+            assert "not" in await _problem(checker, json_schema={"not": {}})
+            assert "no text" in await _problem(checker, json_schema={"$ref": "#"})
+            wide = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
+            assert "too complex" in await _problem(checker, json_schema=wide)
+            assert await _problem(checker, grammar="start: a") == 'grammar: line 1, column 8: unknown name: "a"'
+        finally:
+            await checker.close()
+
+    _run(story())
+
+
+def test_a_bomb_is_refused_in_time_while_others_go_on_and_the_next_guide_is_checked_by_a_new_process(
+    weights: Path,
+) -> None:
+    async def story() -> tuple[float, int]:
+        checker, ticks = GrammarValidator(weights, seconds=0.3), 0
+        await _check_patiently(checker, "a")
+        first = _pid(checker)
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        try:
+            before = time.monotonic()
+            assert "took more than 0.3 seconds" in await _problem(checker, json_schema=SLOW)
+            took, n_ticks = time.monotonic() - before, ticks
+            assert _is_gone(first)
+            await _check_patiently(checker, "b")
+            assert _pid(checker) != first
+        finally:
+            ticking.cancel()
+            await checker.close()
+        return took, n_ticks
+
+    # A machine that is busy may have no core for us meanwhile; hardly three times.
+    assert any(took < 3 and n_ticks > 5 for took, n_ticks in (asyncio.run(story()) for _ in range(3)))
+
+
+async def _check_patiently(checker: GrammarValidator, letter: str) -> None:
+    """On a machine that is busy with other things, even a small guide may be late."""
+    for attempt in range(20):
+        with contextlib.suppress(InvalidRequest):
+            return await _check(checker, regex=letter * (attempt + 1))
+    raise AssertionError("no guide passes")
+
+
+def test_a_process_that_was_killed_is_not_held_against_the_guide(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        try:
+            await _check(checker, regex="a")
+            os.kill(_pid(checker), signal.SIGKILL)
+            await asyncio.sleep(0.2)
+            await _check(checker, regex="b")
+        finally:
+            await checker.close()
+
+    _run(story())
+
+
+def test_what_was_said_is_remembered_and_costs_nothing_again(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        await _check(checker, regex="a")
+        await _problem(checker, regex="(")
+        await checker.close()
+        await _check(checker, regex="a")
+        await _problem(checker, regex="(")
+        assert not checker.pids
+
+    _run(story())
+
+
+def test_a_grammar_that_was_killed_is_refused_unseen_for_every_tenant(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=0.3)
+        assert "took more than" in await _problem(checker, tenant="a", json_schema=SLOW)
+        await checker.close()  # nothing can be asked any more
+        assert "took more than" in await _problem(checker, tenant="b", json_schema=SLOW)
+
+    _run(story())
+
+
+def test_a_time_out_is_forgotten_after_a_while_as_the_machine_may_have_been_busy(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=0.3)
+        await _problem(checker, json_schema=SLOW)
+        await checker.close()
+        later = time.monotonic() + 301
+        monkeypatch.setattr("app.guided.validator.time.monotonic", lambda: later)
+        with pytest.raises(EngineFailed, match="closed"):
+            await _check(checker, json_schema=SLOW)
+
+    _run(story())
+
+
+def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        await _check(checker, tenant="a", regex="abc")
+        await checker.close()
+        await _check(checker, tenant="a", regex="abc")
+        with pytest.raises(EngineFailed, match="closed"):
+            await _check(checker, tenant="b", regex="abc")
+
+    _run(story())
+
+
+def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
+    async def story() -> None:
+        checker, asked = GrammarValidator(weights, seconds=60), []
+        ask = checker._pool.ask
+
+        async def counted(question: bytes, account: WorkAccount) -> bytes:
+            asked.append(account.tenant)
+            return await ask(question, account)
+
+        checker._pool.ask = counted  # type: ignore[assignment]
+        try:
+            checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
+            await asyncio.sleep(0)
+            checks[0].cancel()  # its question goes on for the others
+            found = await asyncio.gather(*checks, return_exceptions=True)
+            assert [type(one) for one in found] == [asyncio.CancelledError, type(None), type(None), type(None)]
+            assert asked == ["a", "b"]
+        finally:
+            await checker.close()
+
+    _run(story())
+
+
+def test_a_second_process_waits_ready_and_a_killed_one_comes_back_unasked(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        try:
+            await _check(checker, regex="a")
+            await _wait_for_two(checker)
+            victim = _pid(checker)
+            os.kill(victim, signal.SIGKILL)
+            await _check(checker, regex="b")
+            await _wait_for_two(checker)
+            assert victim not in checker.pids
+        finally:
+            await checker.close()
+
+    async def _wait_for_two(checker: GrammarValidator) -> None:
+        async with asyncio.timeout(60):
+            while len(checker.pids) < 2:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+
+    _run(story())
+
+
+def test_an_abandoned_check_leaves_no_answer_to_the_next(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        try:
+            await _check(checker, regex="a")
+            slow = asyncio.create_task(_check(checker, json_schema=SLOW))
+            await asyncio.sleep(0.05)
+            slow.cancel()
+            assert await _problem(checker, regex="(") == "regex: unclosed group"
+        finally:
+            await checker.close()
+
+    _run(story())
+
+
+def test_a_guide_that_takes_more_memory_than_allowed_ends_the_process_and_nothing_else(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        try:
+            assert "memory" in await _problem(checker, json_schema=SLOW)
+            await _check(checker, regex="a")
+        finally:
+            await checker.close()
+
+    _run(story())
+
+
+def test_a_process_that_does_not_start_is_the_servers_fault(tmp_path: Path) -> None:
+    async def story() -> None:
+        with pytest.raises(EngineFailed, match="does not start"):
+            await _check(GrammarValidator(tmp_path, seconds=60), regex="a")
+
+    _run(story())
+
+
+def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=1, installed=False)
+        assert 'pip install "inkstream[guided]"' in await _problem(checker, regex="a")
+
+    _run(story())
+
+
+def test_only_so_many_guides_wait(weights: Path) -> None:
+    async def story() -> None:
+        checker = GrammarValidator(weights, seconds=60)
+        checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MOST_JOBS // 2 + 8)]
+        answers = await asyncio.gather(*checks, return_exceptions=True)
+        await checker.close()
+        assert [type(answer) for answer in answers] == [type(None)] * (MOST_JOBS // 2) + [Busy] * 8
+
+    _run(story())
+
+
+def test_the_process_goes_with_its_parent(weights: Path) -> None:
+    program = (
+        "import asyncio, os, sys; from pathlib import Path\n"
+        "from app.guided.grammar import Grammar; from app.guided.validator import GrammarValidator\n"
+        "from app.access.tenant_queue import WorkAccount\n"
+        "async def main():\n"
+        "    checker = GrammarValidator(Path(sys.argv[1]), seconds=20)\n"
+        "    await checker.check(Grammar('start: \"a\"', 'grammar'), WorkAccount())\n"
+        "    print(checker.pids[0], flush=True)\n"
+        "    os._exit(0)\n"
+        "asyncio.run(main())"
+    )
+    command = [sys.executable, "-c", program, str(weights)]
+    pid = int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    deadline = time.monotonic() + 60
+    while not _is_gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _is_gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("panic: index out of range\n<backtrace>\n   0: <unknown>", "it cannot be compiled"),
+        ("lexer error: too many states: 200 >= 200\n<non-verbose/>", "it is too complex: make it simpler"),
+        ('at 2(3): unknown name: "b"\n   1 | start: a\n   2 | a: b\n', 'line 2, column 3: unknown name: "b"'),
+        ("x" * 1000, "x" * 200 + "..."),
+        ("a\x1b[1mb\n\nc", "a [1mb c"),
+    ],
+)
+def test_messages_are_one_short_line_of_plain_text(message: str, told: str) -> None:
+    assert explain(message) == told

@@ -1,0 +1,127 @@
+"""Expect: 100-continue: the interim answer is written at most once, and never after the connection has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from app.http.http_protocol import HttpProtocol
+from tests.support.http.framing_harness import LIMITS, Harness, Served
+from tests.support.http.raw_client import connect, read_all
+from tests.support.servers import Server
+
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+HEAD = b"POST /complete HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+LENGTH = HEAD + b"Content-Length: 5\r\n\r\n"
+FIN = b""
+BAD_CHUNK = b"zz\r\n"
+TOO_LONG = b"0\r\nX: %b\r\n\r\n" % (b"y" * 20_000)
+SLOW = dataclasses.replace(LIMITS, body_seconds=0.02)
+
+
+class _Application:
+    """Asks for the body when it is released."""
+
+    def __init__(self, *, asks_at_once: bool) -> None:
+        self._may_ask = asyncio.Event()
+        if asks_at_once:
+            self._may_ask.set()
+
+    async def before_reading(self) -> None:
+        await self._may_ask.wait()
+
+    async def release(self, _connection: HttpProtocol) -> None:
+        self._may_ask.set()
+
+    async def release_late(self, _connection: HttpProtocol) -> None:
+        await asyncio.sleep(0.1)
+        self._may_ask.set()
+
+    async def release_after_reset(self, connection: HttpProtocol) -> None:
+        connection.transport.abort()
+        connection.connection_lost(ConnectionResetError())
+        self._may_ask.set()
+
+
+def _serve(
+    packets: tuple[bytes, ...],
+    *,
+    asks_at_once: bool,
+    then: Callable[[_Application], Callable[[HttpProtocol], Awaitable[None]]] = lambda application: application.release,
+) -> Served:
+    async def run() -> Served:
+        application = _Application(asks_at_once=asks_at_once)
+        with Harness(limits=SLOW, before_reading=application.before_reading) as harness:
+            return await harness.serve(packets, then=then(application))
+
+    return uvloop.run(run())
+
+
+@pytest.mark.parametrize("asks_at_once", [True, False], ids=["asks first", "asks later"])
+@pytest.mark.parametrize(
+    ("packets", "statuses"),
+    [
+        ((CHUNKED + BAD_CHUNK,), [400]),
+        ((CHUNKED, BAD_CHUNK), [400]),
+        ((CHUNKED, b"5\r\nhello\r\n", BAD_CHUNK), [400]),
+        ((CHUNKED, TOO_LONG), [431]),
+        ((CHUNKED + TOO_LONG,), [431]),
+        ((LENGTH, FIN), []),
+        ((LENGTH + b"he", FIN), []),
+        ((CHUNKED, FIN), []),
+    ],
+)
+def test_nothing_follows_a_refusal_or_the_end_of_the_connection(
+    packets: tuple[bytes, ...], statuses: list[int], asks_at_once: bool
+) -> None:
+    served = _serve(packets, asks_at_once=asks_at_once)
+    assert (served.statuses, served.is_closed, served.log) == (statuses, True, [])
+    asked_in_time = asks_at_once and len(packets) > 1
+    assert served.output.count(INTERIM) == asked_in_time
+
+
+@pytest.mark.parametrize("asks_at_once", [True, False], ids=["asks first", "asks later"])
+def test_a_body_that_never_comes_gets_408_and_nothing_after_it(asks_at_once: bool) -> None:
+    served = _serve((LENGTH,), asks_at_once=asks_at_once, then=lambda application: application.release_late)
+    assert (served.statuses, served.is_closed, served.log) == ([408], True, [])
+    assert served.output.count(INTERIM) == asks_at_once
+
+
+def test_an_application_that_asks_after_a_reset_writes_nothing() -> None:
+    served = _serve((LENGTH,), asks_at_once=False, then=lambda application: application.release_after_reset)
+    assert (bytes(served.output), served.log) == (b"", [])
+
+
+@pytest.mark.parametrize(
+    ("packets", "asks_at_once", "interim"),
+    [
+        ((LENGTH, b"hello"), True, 1),
+        ((LENGTH, b"hello"), False, 0),  # the body came without it
+        ((LENGTH + b"hello",), True, 0),
+        ((LENGTH.replace(b"1.1", b"1.0"), b"hello"), True, 0),  # RFC 9110, 10.1.1
+    ],
+)
+def test_the_interim_answer_is_sent_where_it_is_of_use(
+    packets: tuple[bytes, ...], asks_at_once: bool, interim: int
+) -> None:
+    served = _serve(packets, asks_at_once=asks_at_once)
+    assert served.output.count(INTERIM) == interim
+    assert set(served.statuses) == {200} and not served.log
+
+
+@pytest.mark.parametrize("pieces", [(CHUNKED + BAD_CHUNK,), (CHUNKED, BAD_CHUNK), (CHUNKED,), (LENGTH + b"he",)])
+def test_a_running_service_logs_no_traceback(server: Server, pieces: tuple[bytes, ...]) -> None:
+    with connect(server) as connection:
+        for piece in pieces:
+            connection.sendall(piece.replace(b"\r\n\r\n", b"\r\nContent-Type: application/json\r\n\r\n", 1))
+            if piece is not pieces[-1]:
+                assert connection.recv(len(INTERIM)) == INTERIM
+        connection.shutdown(1)
+        said = read_all(connection)
+    assert said.count(b"HTTP/1.1 400") == (BAD_CHUNK in b"".join(pieces))
+    assert "Traceback" not in server.log.read_text()

@@ -1,0 +1,124 @@
+"""Additions of our HTTP protocol class to uvicorn's that tests/promises do not cover."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import uvloop
+
+from app.http.http_protocol import HttpProtocol
+from tests.support.http.framing_harness import Harness
+from tests.support.http.raw_client import connect, error_of, get, post, read_all, status_of
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/web/main.js", "/health", "/health/live", "/health/ready", "/metrics"])
+def test_head_is_get_without_the_body(server: Server, path: str) -> None:
+    head, whole = httpx.head(server.url + path), httpx.get(server.url + path)
+    assert (head.status_code, head.content) == (whole.status_code, b"") == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
+        b"CONNECT example:80 HTTP/1.1\r\n\r\n",
+        b"POST /complete HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /complete HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nzz\r\n",
+        b"GET /health/live HTTP/2.0\r\nHost: x\r\n\r\n",
+        b"GET /health/live HTTP/0.9\r\nHost: x\r\n\r\n",
+        b"POST /complete HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"POST /complete HTTP/1.1\r\nHost: x\r\n" + 2 * b"Transfer-Encoding: chunked\r\n" + b"\r\n0\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_gets_400_in_the_one_shape(server: Server, data: bytes) -> None:
+    with connect(server) as connection:
+        connection.sendall(data)
+        said = read_all(connection)
+    assert status_of(said) == 400
+    assert error_of(said)["type"] == "invalid_request_error"
+    assert b"uvicorn" not in said
+
+
+def test_rubbish_behind_a_request_does_not_cost_its_answer(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(post({"prompt": "a", "max_tokens": 3, "stream": False}) + b"\0\1\2 rubbish\r\n\r\n")
+        said = read_all(connection)
+    assert said.count(b"HTTP/1.1 ") == 1 and status_of(said) == 200
+
+
+def test_an_offer_of_another_protocol_is_declined_and_the_request_served(server: Server) -> None:
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__")
+    with connect(server) as connection:
+        connection.sendall(get("/health/live", *upgrade) + get("/nowhere", "Connection: close"))
+        said = read_all(connection)
+    assert [part[:3] for part in said.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"]
+    assert "pgrade" not in server.log.read_text()
+
+
+def test_trailers_do_not_become_headers(server: Server) -> None:
+    body = b"POST /complete HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(body + b"2\r\n{}\r\n")
+        time.sleep(0.05)
+        connection.sendall(b"0\r\nContent-Type: application/json\r\n\r\n")
+        assert status_of(read_all(connection)) == 415
+
+
+def test_a_compressed_body_is_refused_before_it_is_read(server: Server) -> None:
+    def ask(coding: str) -> bytes:
+        with connect(server) as connection:
+            body = {"prompt": "a", "max_tokens": 1, "stream": False}
+            connection.sendall(post(body, "/complete", f"Content-Encoding: {coding}", "Connection: close"))
+            return read_all(connection)
+
+    refused = ask("gzip")
+    assert (status_of(refused), "Content-Encoding" in error_of(refused)["message"]) == (415, True)
+    assert b"accept-encoding: identity" in refused.lower()
+    assert status_of(ask("identity")) == 200
+
+
+@pytest.mark.parametrize("after", [0, 0.05, 0.1, 0.2, 0.4])
+def test_ctrl_c_in_the_imports_leaves_no_traceback(tmp_path: Path, weights: Path, after: float) -> None:
+    command = [sys.executable, "-m", "app", "serve", "--port", "0", "--weights", str(weights)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log, start_new_session=True)
+        # The first moments are Python's own; pydantic is what makes an error of its own of a Ctrl+C.
+        while "_pydantic_core" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.002)
+        time.sleep(after)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) in (0, 130)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_request_hears_of_a_disconnect_while_another_one_waits_behind_it() -> None:
+    """uvicorn tells the request that was parsed last, whose turn may never come; the one being answered went on."""
+    request = b"POST /complete HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+    async def run() -> list[bool]:
+        released = asyncio.Event()
+
+        async def leave(connection: HttpProtocol) -> None:
+            connection.transport.abort()
+            connection.connection_lost(ConnectionResetError())
+            released.set()
+
+        with Harness(before_reading=released.wait) as harness:
+            served = await harness.serve((2 * request,), then=leave)
+        assert not served.log
+        return [bool(asked and asked.is_complete) for asked in served.requests]
+
+    assert uvloop.run(run()) == [False], "one request was begun, and it was told of the disconnect"

@@ -1,0 +1,235 @@
+"""Weights directories: what is written loads again bit for bit, and what is broken is refused in one sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint.checkpoint import load, weights_files
+from model.files import CheckpointError, write_files
+from tests.support.model.tiny_models import tiny_decoder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def directory(tmp_path: Path, weights: Path) -> Path:
+    """A copy that the test may break."""
+    return Path(shutil.copytree(weights, tmp_path / "copy"))
+
+
+def _refused(directory: Path, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load(directory, device=CPU, dtype=torch.float32)
+    assert "\n" not in str(caught.value)
+    assert str(directory) in str(caught.value)
+
+
+def test_what_is_saved_loads_bit_for_bit(weights: Path) -> None:
+    loaded = load(weights, device=CPU, dtype=torch.float32).decoder.state_dict()
+    saved = tiny_decoder().state_dict()
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def test_an_untied_head_is_kept(tmp_path: Path) -> None:
+    decoder = tiny_decoder()
+    untied = type(decoder)(type(decoder.config)(**_fields(decoder.config) | {"tied_head": False}))
+    with torch.no_grad():
+        for parameter in untied.parameters():
+            parameter.normal_()
+    write_files(tmp_path, weights_files(untied, dtype=torch.float32, eos_id=None, generation={}))
+    checkpoint = load(tmp_path, device=CPU, dtype=torch.float32)
+    assert torch.equal(checkpoint.decoder.state_dict()["untied_head"], untied.state_dict()["untied_head"])
+    assert checkpoint.eos_ids == ()
+
+
+def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_be_the_embedding(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    load(directory, device=CPU, dtype=torch.float32)
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _refused(directory, "lm_head.weight is not the token embedding.*tie_word_embeddings")
+
+
+def test_several_tokens_may_end_a_text_and_generation_config_knows_best(directory: Path) -> None:
+    for name, ids in (("config.json", 5), ("generation_config.json", [0, 7, 9])):
+        raw = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
+    assert load(directory, device=CPU, dtype=torch.float32).eos_ids == (0, 7, 9)
+    (directory / "generation_config.json").unlink()
+    assert load(directory, device=CPU, dtype=torch.float32).eos_ids == (5,)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "no-such", "config.json"])
+def test_what_is_no_directory_is_told(directory: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no such directory|is not a directory"):
+        load(directory / name, device=CPU, dtype=torch.float32)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def test_the_version_is_the_hash_of_the_file_and_changes_with_it(directory: Path) -> None:
+    first = load(directory, device=CPU, dtype=torch.float32).version
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert load(directory, device=CPU, dtype=torch.float32).version != first
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "missing": (lambda t: t.pop("model.norm.weight"), "1 tensors are missing, the first is model.norm.weight"),
+    "extra": (lambda t: t.update(surprise=torch.ones(1)), "not part of the model, the first is surprise"),
+    "shape": (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\], config.json asks for \[64\]"),
+    "dtype": (lambda t: t.update({"model.norm.weight": torch.ones(64).long()}), "dtype I64"),
+    "nan": (lambda t: t.update({"model.norm.weight": torch.full((64,), torch.nan)}), "not finite"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_tensors_that_do_not_fit_are_named(directory: Path, kind: str) -> None:
+    change, words = BROKEN[kind]
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    _refused(directory, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "mamba.*supported: llama"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights are quantised"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"hidden_act": "mish"}, "mish"),
+        ({"attention_bias": True}, "q_proj.bias|k_proj.bias"),
+        ({"num_attention_heads": 3}, "multiple"),
+        ({"num_attention_heads": 0, "head_dim": None}, "."),
+        ({"hidden_size": "big"}, "width"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"num_hidden_layers": None}, "n_layers"),
+        ({"eos_token_id": 999}, "999"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(directory: Path, change: dict[str, Any], words: str) -> None:
+    (directory / "generation_config.json").unlink()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    _refused(directory, words)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"\x00" * 100])
+def test_broken_files_are_named(directory: Path, name: str, content: bytes | None) -> None:
+    (directory / name).unlink()
+    if content is not None:
+        (directory / name).write_bytes(content)
+    _refused(directory, name)
+
+
+def test_a_truncated_weights_file_is_refused(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    _refused(directory, "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "asks for 1000000000 layers"),
+        ({"hidden_size": 2**30}, "asks for [0-9]* numbers"),
+        ({"vocab_size": 2**31 - 1}, "asks for [0-9]* numbers"),
+        ({"max_position_embeddings": 2**28}, "a context of up to 524288"),
+    ],
+)
+def test_a_config_cannot_ask_for_what_the_file_does_not_hold(
+    directory: Path, family: str, change: dict[str, Any], words: str
+) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    qwen = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
+    (directory / "config.json").write_text(json.dumps(config | qwen | {"model_type": family} | change))
+    started = time.process_time()
+    _refused(directory, words)
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_every_source_dtype_loads_into_every_wanted_one(
+    directory: Path, dtype: torch.dtype, wanted: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(tensors, directory / "model.safetensors")
+    state = load(directory, device=CPU, dtype=wanted).decoder.state_dict()
+    assert torch.equal(state["norm.weight"], tensors["model.norm.weight"].to(wanted))
+    assert {tensor.dtype for tensor in state.values()} == {wanted}
+
+
+def test_a_number_too_large_for_the_wanted_dtype_is_refused(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][3] = 3.4e38
+    save_file(tensors, directory / "model.safetensors")
+    load(directory, device=CPU, dtype=torch.float32)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds numbers that are not finite"):
+        load(directory, device=CPU, dtype=torch.bfloat16)
+
+
+def test_a_bare_base_model_lacks_the_prefix(directory: Path) -> None:
+    before = load(directory, device=CPU, dtype=torch.float32).decoder.state_dict()
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n.removeprefix("model."): t for n, t in tensors.items()}, directory / "model.safetensors")
+    after = load(directory, device=CPU, dtype=torch.float32).decoder.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    _refused(directory, "1 tensors are missing, the first is lm_head.weight")
+
+
+def test_what_older_exporters_stored_besides_is_passed_over(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    version = load(directory, device=CPU, dtype=torch.float32).version
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8, dtype=torch.float64)
+    save_file(tensors, directory / "model.safetensors")
+    assert load(directory, device=CPU, dtype=torch.float32).version != version
+    tensors["lm_head.weight"] = torch.ones(3, 64)
+    save_file(tensors, directory / "model.safetensors")
+    _refused(directory, r"lm_head.weight has shape \[3, 64\], config.json asks for \[320, 64\]")
+
+
+@pytest.mark.parametrize(("owner", "call"), [(Path, "open"), (os, "fsync")])
+@pytest.mark.parametrize("at", range(3))
+def test_a_disk_that_gets_full_leaves_the_old_set_of_files_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, at: int
+) -> None:
+    old, new = (dict.fromkeys(("a", "b", "c"), content) for content in (b"old", b"new"))
+    write_files(tmp_path, old)
+    calls = count()
+
+    real = getattr(owner, call)
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, call, full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_files(tmp_path, new)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old

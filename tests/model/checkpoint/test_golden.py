@@ -1,0 +1,94 @@
+"""golden.json: a model still gives the log-probabilities that were recorded with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import load
+from model.checkpoint.golden import GOLDEN_FILE, as_stored, golden_file, verify
+from model.files import CheckpointError
+from model.nn.transformer import Decoder
+from tests.support.model.tiny_models import tiny_config, tiny_decoder
+from tests.support.paths import ROOT
+
+PROMPT = [5, 9, 200, 31, 7]
+
+
+def _load(directory: Path) -> Decoder:
+    return load(directory, device=torch.device("cpu"), dtype=torch.float32).decoder
+
+
+@pytest.fixture
+def directory(tmp_path: Path, weights: Path) -> Path:
+    """The tiny weights with a golden.json."""
+    copy = Path(shutil.copytree(weights, tmp_path / "golden"))
+    (copy / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
+    return copy
+
+
+def test_a_model_meets_its_own_file(directory: Path, weights: Path) -> None:
+    difference = verify(_load(directory), directory)
+    assert difference is not None and difference < 1e-5
+    assert verify(_load(weights), weights) is None
+
+
+@pytest.mark.slow
+def test_the_numbers_are_log_probabilities_of_each_token_given_those_before_it(directory: Path) -> None:
+    raw = json.loads((directory / GOLDEN_FILE).read_text())
+    decoder = tiny_decoder()
+    for i, logprob in enumerate(raw["logprobs"], start=1):
+        longer = [json.loads(golden_file(decoder, [*PROMPT[:i], v]))["logprobs"][-1] for v in range(320)]
+        assert torch.tensor(longer).exp().sum().item() == pytest.approx(1, abs=1e-4)
+        assert longer[PROMPT[i]] == pytest.approx(logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"rope_parameters": {"rope_theta": 500.0}}, {"rms_norm_eps": 0.5}])
+def test_a_config_that_loads_but_is_another_model_is_found_out(directory: Path, change: dict[str, Any]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=r"golden\.json: the log-probabilities differ by up to"):
+        verify(_load(directory), directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": [1]}, "2 to 64 ids"),
+        ({"prompt": [1] * 65}, "2 to 64 ids"),
+        ({"prompt": [1, 320]}, "ids below 320"),
+        ({"prompt": "ab"}, "ids below 320"),
+        ({"logprobs": [-1.0]}, "5 ids have 4 logprobs, not 1"),
+        ({"logprobs": [-1, -1, -1, None]}, "list of numbers"),
+        ({"logprobs": [-1, -1, -1, 10**400]}, "list of numbers"),
+        ({"logprobs": [-1e5] * 4}, "differ by up to"),
+    ],
+)
+def test_a_file_that_is_no_golden_file_is_named(directory: Path, change: dict[str, Any], words: str) -> None:
+    raw = json.loads((directory / GOLDEN_FILE).read_text())
+    (directory / GOLDEN_FILE).write_text(json.dumps(raw | change))
+    with pytest.raises(CheckpointError, match=f"golden.json: .*{words}"):
+        verify(_load(directory), directory)
+
+
+def test_numbers_are_rounded_as_the_file_rounds_them_and_tables_are_not() -> None:
+    decoder = tiny_decoder()
+    rounded = as_stored(decoder, torch.bfloat16)
+    assert torch.equal(rounded.embedding, decoder.embedding.bfloat16().float())
+    assert torch.equal(rounded.get_buffer("rope_PC"), decoder.get_buffer("rope_PC"))
+    assert golden_file(rounded, PROMPT) != golden_file(decoder, PROMPT)
+
+
+def test_an_encoder_reads_the_prompt_too() -> None:
+    decoder = tiny_decoder(tiny_config(n_encoder_layers=1))
+    assert len(json.loads(golden_file(decoder, PROMPT))["logprobs"]) == len(PROMPT) - 1
+
+
+def test_the_default_weights_meet_theirs() -> None:
+    difference = verify(_load(ROOT / "weights"), ROOT / "weights")
+    assert difference is not None and difference < 1e-4

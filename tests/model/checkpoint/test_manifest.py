@@ -1,0 +1,87 @@
+"""manifest.json: a set of files is complete, or the error names the file that does not belong to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.checkpoint.manifest import MANIFEST_FILE, check_manifest, manifest_file
+from model.files import CheckpointError, sha256, write_files
+from tests.support.paths import ROOT
+
+FILES = {"config.json": b"{}", "model.safetensors": b"abc"}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A directory with its manifest."""
+    write_files(tmp_path, {**FILES, MANIFEST_FILE: manifest_file(FILES)})
+    return tmp_path
+
+
+def test_a_whole_set_is_whole_and_may_hold_more(whole: Path) -> None:
+    (whole / "README.md").write_text("an unrelated file")
+    assert check_manifest(whole)
+    (whole / MANIFEST_FILE).unlink()
+    assert not check_manifest(whole)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_another_or_missing_is_named(whole: Path, name: str) -> None:
+    (whole / name).write_bytes(b"other")
+    with pytest.raises(CheckpointError, match=rf"{name}: is not the file that manifest\.json names"):
+        check_manifest(whole)
+    (whole / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read"):
+        check_manifest(whole)
+
+
+def test_hashes_that_are_known_are_not_computed_again_but_count(whole: Path) -> None:
+    path = whole / "model.safetensors"
+    known = {path: sha256(path)}
+    path.write_bytes(b"replaced since")
+    assert check_manifest(whole, known)
+    with pytest.raises(CheckpointError, match="is not the file"):
+        check_manifest(whole, {path: "0" * 64})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "sha256 must be an object"),
+        ({"sha256": []}, "sha256 must be an object"),
+        ({"sha256": {"../secret": "0" * 64}}, "no name of a file beside it"),
+        ({"sha256": {"/etc/passwd": "0" * 64}}, "no name of a file beside it"),
+        ({"sha256": {"..": "0" * 64}}, "no name of a file beside it"),
+        ({"sha256": {"": "0" * 64}}, "no name of a file beside it"),
+        ({"sha256": {MANIFEST_FILE: "0" * 64}}, "no name of a file beside it"),
+        ({"sha256": {"config.json": "0" * 63}}, "64 hexadecimal digits"),
+        ({"sha256": {"config.json": 5}}, "64 hexadecimal digits"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(whole: Path, content: Any, words: str) -> None:
+    (whole / MANIFEST_FILE).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=words):
+        check_manifest(whole)
+
+
+def test_a_link_out_of_the_directory_is_not_followed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("elsewhere") / "config.json"
+    other.write_bytes(FILES["config.json"])
+    (whole / "config.json").unlink()
+    (whole / "config.json").symlink_to(other)
+    with pytest.raises(CheckpointError, match="leads out of the directory"):
+        check_manifest(whole)
+
+
+@pytest.mark.parametrize("name", ["weights", "weights-32m"])
+def test_the_weights_of_the_repository_are_whole(name: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ROOT / name, tmp_path / name))
+    assert check_manifest(copy)
+    assert set(json.loads((copy / MANIFEST_FILE).read_text())["sha256"]) == {
+        path.name for path in copy.iterdir() if path.suffix not in (".md", ".svg") and path.name != MANIFEST_FILE
+    }

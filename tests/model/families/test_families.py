@@ -1,0 +1,134 @@
+"""Every Hugging Face family against transformers itself: prefill, cached decode in a batch, and the way back."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from app.common.types import Request, SampledEvent, SamplingParams
+from model.checkpoint.checkpoint import load, weights_files
+from model.families.registry import family_of
+from model.files import write_files
+from model.nn.reference import logits
+from model.nn.transformer import Decoder
+from tests.support.model.hub_checkpoints import CASES, family_name, save_theirs, their_logits, their_model
+from tests.support.model.tiny_models import run_all, tiny_engine
+
+TOLERANCE = 1e-4
+CPU = torch.device("cpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+
+def _load(directory: Path) -> Decoder:
+    return load(directory, device=CPU, dtype=torch.float32).decoder
+
+
+def _requests() -> list[Request]:
+    """Greedy, 64 tokens each; prompts from one token to half the context, two of them with one beginning."""
+    rng = random.Random(7)
+    common = [rng.randrange(1, 99) for _ in range(35)]
+    prompts = [[5], [rng.randrange(1, 99) for _ in range(20)], [*common, 3], [*common, *range(40, 65)]]
+    params = SamplingParams(temperature=0, logprobs=20)
+    return [Request(id=f"r{i}", prompt=tuple(p), max_tokens=64, params=params) for i, p in enumerate(prompts)]
+
+
+def _decode_difference(events: list[SampledEvent], expected_TV: torch.Tensor, first: int) -> float:
+    """Largest difference of the reported log-probabilities from theirs."""
+    worst = 0.0
+    for place, event in enumerate(events, start=first):
+        for token, logprob in ((event.token, event.logprob), *event.top):
+            assert token is not None and logprob is not None
+            worst = max(worst, abs(logprob - expected_TV[place, token].item()))
+    return worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_text_are_those_of_transformers(
+    tmp_path: Path, case: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Each greedy token is theirs for what stands before it, so the two texts are the same to the last."""
+    theirs, requests = save_theirs(case, tmp_path), _requests()
+    decoder = _load(tmp_path)
+    events = run_all(tiny_engine(decoder, tokens_per_step=23, max_running=3), requests)
+    prefill, decode = 0.0, 0.0
+    for request in requests:
+        drawn = [event.token for event in events[request.id] if event.token is not None]
+        assert len(drawn) == 64
+        tokens, last = [*request.prompt, *drawn], len(request.prompt) - 1
+        expected_TV = their_logits(theirs, tokens)
+        prefill = max(prefill, (logits(decoder, tokens) - expected_TV).abs().max().item())
+        decode = max(decode, _decode_difference(events[request.id], expected_TV.log_softmax(-1), last))
+        assert drawn == expected_TV[last:-1].argmax(-1).tolist()
+    record_property("prefill", prefill)
+    record_property("decode", decode)
+    assert 0 < prefill < TOLERANCE
+    assert 0 < decode < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_we_hold_loads_in_transformers_with_equal_logits(
+    tmp_path: Path, case: str, record_property: Callable[[str, object], None]
+) -> None:
+    save_theirs(case, tmp_path / "theirs")
+    decoder = _load(tmp_path / "theirs")
+    write_files(tmp_path / "ours", weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    tokens = list(range(99))
+    difference = (logits(decoder, tokens) - their_logits(again.eval(), tokens)).abs().max().item()
+    record_property("export", difference)
+    assert 0 < difference < TOLERANCE
+    assert _load(tmp_path / "ours").config == decoder.config
+    # A mistral without a window is a llama: the first family that can tell a shape writes it.
+    assert family_of(decoder.config).name == ("llama" if case == "mistral-b" else family_name(case))
+
+
+SWITCHES: list[tuple[str, dict[str, Any]]] = [
+    ("llama-a", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("llama-b", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    ("llama-c", {"rms_norm_eps": 1e-6}),
+    ("llama-c", {"hidden_act": "silu"}),
+    ("mistral-a", {"sliding_window": None}),
+    ("mistral-a", {"sliding_window": 18}),
+    ("mistral-c", {"sliding_window": 63}),
+    ("qwen2-b", {"use_sliding_window": False}),
+    ("qwen2-b", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}),
+    ("qwen3-b", {"sliding_window": 10}),
+    ("qwen3-c", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gpt_neox-a", {"use_parallel_residual": False}),
+    ("gpt_neox-b", {"use_parallel_residual": True}),
+    ("gpt2-a", {"activation_function": "gelu"}),
+    ("gpt2-c", {"layer_norm_epsilon": 1e-5}),
+]
+
+
+@pytest.mark.parametrize(("case", "change"), SWITCHES)
+def test_each_switch_is_heard_within_the_tolerance(tmp_path: Path, case: str, change: dict[str, Any]) -> None:
+    """The control of the tests above: a switch that was read wrongly would have been seen."""
+    save_theirs(case, tmp_path)
+    tokens, path = list(range(99)), tmp_path / "config.json"
+    right = logits(_load(tmp_path), tokens)
+    raw = json.loads(path.read_text())
+    assert change.keys() <= raw.keys()
+    path.write_text(json.dumps(raw | change))
+    assert (logits(_load(tmp_path), tokens) - right).abs().max() > 5 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", ["gpt2-b", "llama-a", "gpt_neox-c"])
+def test_half_precision_crosses_both_ways_without_a_loss(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    their_model(case).to(dtype).save_pretrained(tmp_path / "theirs")
+    decoder = _load(tmp_path / "theirs")
+    write_files(tmp_path / "ours", weights_files(decoder, dtype=dtype, eos_id=0, generation={}))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.dtype == dtype
+    tokens = list(range(99))
+    difference = (logits(decoder, tokens) - their_logits(again.float().eval(), tokens)).abs().max()
+    assert 0 < difference < TOLERANCE

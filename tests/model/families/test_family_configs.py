@@ -1,0 +1,190 @@
+"""config.json as transformers 4 and 5 write it: read as transformers reads it, or refused in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import ConfigError, ModelConfig, RopeScaling
+from model.families.registry import SUPPORTED, family_of, read_config, write_config
+from model.nn.transformer import Decoder
+from tests.support.model.hub_checkpoints import CASES, CLASSES, family_name, their_model
+from tests.support.model.tiny_models import tiny_config
+
+LLAMA = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 128,
+    "vocab_size": 99,
+}
+GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 99}
+MINIMAL = {name: GPT2 if name == "gpt2" else LLAMA for name in CLASSES}
+MINIMAL |= {name: {**LLAMA, "num_attention_heads": 32} for name in ("mistral", "qwen2", "qwen3")}
+MINIMAL |= {name: {**MINIMAL[name], "hidden_size": 64} for name in ("mistral", "qwen2", "qwen3", "gpt_neox")}
+_LOW_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_theta": 5e5}),
+    ("llama", {"rope_theta": 10_000, "rope_scaling": None, "num_key_value_heads": None, "head_dim": None}),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4}}),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **_LOW_HIGH}}),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5, **_LOW_HIGH}}),
+    ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}, "rope_theta": 9e3}),
+    ("llama", {"rope_parameters": {"rope_theta": 7e3}, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("llama", {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "num_key_value_heads": 1, "head_dim": 20}),
+    ("llama", {"dtype": "float16", "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5}),
+    ("mistral", {"sliding_window": None, "num_key_value_heads": 4}),
+    ("mistral", {"sliding_window": 7, "rope_theta": 1e6}),
+    ("qwen2", {"sliding_window": 7, "use_sliding_window": False, "max_window_layers": 0}),
+    ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}),
+    ("qwen2", {"sliding_window": 7, "use_sliding_window": True}),
+    ("qwen2", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}),
+    ("qwen3", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["full_attention"] * 2}),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "rope_theta": 1e6}),
+    ("qwen3", {"head_dim": 20, "attention_bias": True, "num_key_value_heads": 8}),
+    ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 20_000}),
+    ("gpt_neox", {"rotary_pct": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}, "hidden_act": "gelu_fast"}),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}),
+    ("gpt2", {"n_inner": None, "n_ctx": 128, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}),
+    ("gpt2", {"n_inner": 50, "activation_function": "relu", "tie_word_embeddings": False}),
+]
+
+
+def _read(name: str, raw: dict[str, Any]) -> ModelConfig:
+    return read_config({"model_type": name, **raw})[1]
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, {}) for name in CLASSES] + VARIANTS)
+def test_keys_old_and_new_and_missing_mean_what_transformers_makes_of_them(name: str, change: dict[str, Any]) -> None:
+    """Theirs reads the keys of every version and writes them all out: what both are read as must be one shape."""
+    raw = MINIMAL[name] | change
+    whole = CLASSES[name][0].from_dict(dict(raw)).to_dict()
+    config = _read(name, raw)
+    assert config == _read(name, whole)
+    with torch.device("meta"):
+        theirs = CLASSES[name][1](CLASSES[name][0].from_dict(dict(raw)))
+        ours = Decoder(config)
+    assert ours.n_params == theirs.num_parameters()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_reads_back_here_and_there(case: str) -> None:
+    config = _read(family_name(case), their_model(case).config.to_dict())
+    raw = write_config(config, "float32", 0)
+    assert _read(raw["model_type"], raw) == config
+    assert _read(raw["model_type"], CLASSES[raw["model_type"]][0].from_dict(dict(raw)).to_dict()) == config
+
+
+@pytest.mark.parametrize("case", ["gpt2-a", "llama-a", "qwen2-a", "gpt_neox-b"])
+def test_a_model_saved_without_its_head_has_the_names_that_prefix_leaves(case: str) -> None:
+    model = their_model(case)
+    family, config = read_config(model.config.to_dict())
+    ours = {name.removeprefix(family.prefix) for name in family.shapes(config)}
+    assert ours == set(model.base_model.state_dict())
+
+
+BUFFERS = {
+    "gpt2": ["h.0.attn.bias", "transformer.h.11.attn.bias", "transformer.h.0.attn.masked_bias"],
+    "gpt_neox": [
+        f"{prefix}layers.3.attention.{buffer}"
+        for prefix in ("", "gpt_neox.")
+        for buffer in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    ],
+    "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_buffers_of_older_exporters_are_known_and_no_parameter_is_one(case: str) -> None:
+    family, config = read_config(their_model(case).config.to_dict())
+    assert all(family.ignored.fullmatch(name) for name in BUFFERS.get(family.name, BUFFERS["llama"]))
+    assert not any(family.ignored.fullmatch(name) for name in family.shapes(config))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *[("llama", {"rope_scaling": {"type": kind, "factor": 2.0}}, kind) for kind in ("dynamic", "yarn", "longrope")],
+    *[("qwen2", {"rope_parameters": {"rope_type": kind}}, kind) for kind in ("dynamic", "yarn", "longrope")],
+    ("gpt_neox", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported.*linear, llama3"),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+    ("llama", {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "low_freq_factor"),
+    ("llama", {"rope_scaling": "linear"}, "must be an object"),
+    ("llama", {"rope_scaling": {"type": ["linear"]}}, "linear"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"hidden_act": "mish"}, "'mish' is not supported.*gelu_new"),
+    ("gpt2", {"activation_function": "quick_gelu"}, "'quick_gelu' is not supported"),
+    ("gpt_neox", {"hidden_act": None}, "activation None"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"n_head": 5}, r"n_embd \(48\) must be a multiple of n_head \(5\)"),
+    ("gpt_neox", {"num_attention_heads": 5}, "hidden_size.*multiple of num_attention_heads"),
+    ("gpt_neox", {"rotary_pct": 0.2}, "even share"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, "some layers only"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "some layers"),
+    ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"]}, "some layers"),
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("llama", {"num_key_value_heads": 3}, "multiple"),
+    ("llama", {"intermediate_size": 0}, "without feed-forward"),
+    ("llama", {"tie_word_embeddings": None}, "tied_head"),
+    ("llama", {"vocab_size": "99"}, "vocab_size"),
+    ("llama", {"hidden_size": [48]}, "."),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), REFUSED)
+def test_what_we_do_not_have_is_refused_by_name_in_one_sentence(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        _read(name, MINIMAL[name] | change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", LLAMA)
+def test_a_missing_size_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        _read("llama", {name: value for name, value in LLAMA.items() if name != key})
+
+
+@pytest.mark.parametrize("name", ["mamba", "bloom", "gemma3_text", None, ["llama"], 7, ""])
+def test_other_architectures_are_refused_by_name_with_the_list(name: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config({"model_type": name, **LLAMA})
+    assert f"model_type {name!r} is not supported" in str(caught.value)
+    assert all(supported in str(caught.value) for supported in SUPPORTED)
+    assert {*CLASSES, "inkstream"} == set(SUPPORTED)
+
+
+SCALING = RopeScaling(kind="llama3", factor=4.0, original_context=64)
+OWN: list[dict[str, Any]] = [
+    {"norm_position": "post"},
+    {"positions": "sinusoidal"},
+    {"logit_soft_cap": 30.0},
+    {"qk_norm": True, "sliding_window": 9, "rope_scaling": SCALING, "embedding_scale": 8.0},
+    {"qkv_bias": True, "out_bias": True, "sliding_window": 5},
+    {"n_encoder_layers": 1},
+]
+
+
+@pytest.mark.parametrize("change", OWN)
+def test_shapes_that_no_family_tells_are_written_in_our_own_layout_and_come_back(change: dict[str, Any]) -> None:
+    config = tiny_config(**change)
+    assert family_of(config).name == "inkstream"
+    assert read_config(write_config(config, "float32", 0))[1] == config
+
+
+def test_our_own_layout_refuses_keys_that_it_does_not_know() -> None:
+    raw = write_config(tiny_config(positions="sinusoidal"), "float32", None)
+    with pytest.raises(ConfigError, match="'surprise' is unknown"):
+        read_config(raw | {"surprise": 1})
+    with pytest.raises(ConfigError, match="rope_scaling"):
+        read_config(raw | {"rope_scaling": {"kind": "linear", "factor": 2.0}})
+    with pytest.raises(ConfigError, match="wrong kind"):
+        read_config(raw | {"rope_scaling": {"stretch": 2.0}})

@@ -1,0 +1,114 @@
+"""Special tokens at the start and end of a text: the settings next to tokenizer.json, compared with transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError
+from tests.support.model.sample_tokenizers import characters, gpt2, llama2, save, words
+
+BOS, EOS = {"bos_token": "<s>"}, {"eos_token": "</s>"}
+OBJECT = {"content": "<s>", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+TYPED = {"__type": "AddedToken", **OBJECT}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    BOS | EOS,
+    {"bos_token": TYPED, "eos_token": TYPED | {"content": "</s>"}},
+    BOS | EOS | {"add_bos_token": True},
+    BOS | EOS | {"add_bos_token": False, "add_eos_token": True},
+    EOS | {"add_bos_token": True, "bos_token": None},
+]
+
+
+def no_template() -> RustTokenizer:
+    """A llama 2 tokenizer.json that itself adds nothing."""
+    rust = llama2()
+    rust.post_processor = None
+    return rust
+
+
+@pytest.mark.parametrize("config", SETTINGS)
+@pytest.mark.parametrize("rust", [llama2(), no_template()], ids=["template", "no template"])
+def test_a_text_gets_what_it_gets_in_transformers(tmp_path: Path, rust: RustTokenizer, config: dict[str, Any]) -> None:
+    ours = Tokenizer.load(save(rust, tmp_path, **config))
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ["", "a fox", " </s>a"]:
+        assert ours.encode(text) == oracle(text).input_ids
+    assert ours.adds_bos == (oracle("").input_ids == [1]) == (rust.post_processor is not None)
+    assert ours.eos_id == oracle.eos_token_id
+    if oracle.bos_token_id is not None:
+        assert ours.bos_id == oracle.bos_token_id
+
+
+def test_names_missing_in_the_settings_come_from_the_map(tmp_path: Path) -> None:
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": OBJECT, "eos_token": "</s>"}))
+    ours, oracle = Tokenizer.load(save(no_template(), tmp_path)), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert (ours.bos_id, ours.eos_id) == (oracle.bos_token_id, oracle.eos_token_id) == (1, 2)
+    other = Tokenizer.load(save(no_template(), tmp_path, eos_token="a"))
+    assert (other.bos_id, other.eos_id) == (1, other.encode_many(["a"])[0][-1])
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path: Path) -> None:
+    """Where transformers puts two: the API promises one."""
+    ours = Tokenizer.load(save(llama2(), tmp_path, **BOS))
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert oracle("<s>a fox").input_ids == [1, *ours.encode("<s>a fox")]
+    assert ours.encode("<s>a fox")[:2] != [1, 1]
+    assert ours.encode("<s>") == [1]
+    assert ours.encode("<s><s>") == [1, 1]
+    quiet = Tokenizer.load(save(no_template(), tmp_path, **BOS))
+    assert quiet.encode("<s><s>a") == PreTrainedTokenizerFast.from_pretrained(tmp_path)("<s><s>a").input_ids
+    assert quiet.encode("<s><s>a")[:2] == [1, 1]
+
+
+def test_a_token_that_is_only_named_is_special_too(tmp_path: Path) -> None:
+    """In the vocabulary, in no list of added tokens: found in texts as transformers finds it, and never shown."""
+    raw = json.loads(no_template().to_str()) | {"added_tokens": []}
+    ours = Tokenizer.load(save(no_template(), tmp_path, raw, **EOS))
+    oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours.encode("a</s>b") == oracle("a</s>b").input_ids
+    assert 2 in ours.encode("a</s>b")
+    assert ours.bytes_of[2] == b""
+    plain = Tokenizer.load(save(no_template(), tmp_path, raw, eos_token=None))
+    assert 2 not in plain.encode("a</s>b")
+    assert plain.bytes_of[2] == b"</s>"
+
+
+def test_without_a_name_the_end_of_a_text_starts_the_next() -> None:
+    ours = Tokenizer(words(), "<EOS>")
+    assert ours.bos_id == ours.eos_id == ours.encode("<EOS>")[0]
+    assert not ours.adds_bos
+    config = json.loads(ours.files()["tokenizer_config.json"])
+    assert (config["bos_token"], config["eos_token"]) == ("<EOS>", "<EOS>")
+
+
+def test_a_tokenizer_may_name_nothing(tmp_path: Path) -> None:
+    ours = Tokenizer.load(save(characters(), tmp_path))
+    assert (ours.bos_id, ours.eos_id, ours.adds_bos) == (None, None, False)
+    config = json.loads(ours.files()["tokenizer_config.json"])
+    assert (config["bos_token"], config["eos_token"]) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    "content", [b"[]", b"7", b"null", b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}"]
+)
+def test_broken_settings_are_named_in_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    save(gpt2(), tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [7, [], {}, {"content": 7}, "", "not there", {"content": ["</s>"]}])
+def test_a_name_that_is_none_names_nothing(tmp_path: Path, token: object) -> None:
+    ours = Tokenizer.load(save(no_template(), tmp_path, eos_token=token, bos_token=token))
+    assert (ours.bos_id, ours.eos_id) == (None, None)

@@ -1,0 +1,333 @@
+"""Training data: every kind of source, holding out, the cache, and an order that is a function of (seed, step)."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.tokenizer.tokenizer import SEPARATOR, Tokenizer
+from model.train.__main__ import main
+from model.train.common.console import Ticker
+from model.train.data.batch import StepOrder
+from model.train.data.corpus import Corpus, Document, document_key, prepare, split_documents
+from model.train.data.sources import DataError, Sources
+from model.train.data.token_cache import pieces
+from model.train.data.vocabulary import Vocabulary
+from model.train.setup.dataset import _windows
+from tests.support.model.tiny_models import TEXT
+
+VOCABULARY = Vocabulary(kind="bpe", size=300, end_token=SEPARATOR)
+
+
+def _prepare(sources: list[Path], cache: Path, straighten: float = 0.0) -> Corpus:
+    return prepare(Sources([str(s) for s in sources]), cache, vocabulary=VOCABULARY, straighten=straighten)
+
+
+def _documents(*names: object, **how: Any) -> list[str]:
+    return [text.decode() for _, text in Sources([str(name) for name in names], **how).documents()]
+
+
+def test_files_folders_patterns_and_compressed_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.\n\n\nTwo.\r\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "Three."}\n\n{"text": "Four."}\n')
+    (tmp_path / "c.md.gz").write_bytes(gzip.compress(b"Five."))
+    (tmp_path / "d.png").write_bytes(b"\x89PNG")
+    everything = ["One.", "Two.", "Three.", "Four.", "Five."]
+    assert _documents(tmp_path) == everything
+    assert _documents(tmp_path / "*.txt", tmp_path / "b.jsonl") == everything[:4]
+    assert _documents(*[tmp_path / "a.txt"] * 2) == everything[:2] * 2
+
+
+def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"From a pipe.")))
+    assert _documents("-") == ["From a pipe."]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.txt", None, "no such file"),
+        ("empty.txt", b"", "no text"),
+        ("binary.txt", b"\xff\xfe\x00\x01", "not UTF-8"),
+        ("rows.jsonl", b'{"body": "x"}', '"text"'),
+        ("rows.jsonl", b"x", '"text"'),
+        ("rows.json", b'[{"text": "x"}]', ".jsonl"),
+        ("rows.json.gz", gzip.compress(b"[]", mtime=0), ".jsonl"),
+        ("broken.txt.gz", b"not gzip", "cannot be read"),
+        ("damaged.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:30] + b"damage", "cannot be read"),
+        ("rows.jsonl", b'{"text": "\\ud800"}', "whole characters"),
+    ],
+)
+def test_sources_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        _documents(tmp_path / name)
+
+
+def test_held_out_documents_are_never_trained_on_not_even_as_copies(tmp_path: Path) -> None:
+    documents = [f"Document {i} says \u201chello\u201d {i * i}." for i in range(2000)]
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n\n".join(documents))
+    corpus = _prepare([path, path], tmp_path / "cache", straighten=0.5)
+    held_out = corpus.tokenizer.decode(corpus.held_out.tolist())
+    train = corpus.tokenizer.decode(corpus.train.tolist())
+    numbers = {part.split()[0] for part in held_out.split("Document ")[1:]}
+    assert 5 <= len(numbers) <= 60
+    assert held_out.count("Document ") == len(numbers), "a held-out document counts once"
+    for number in numbers:
+        assert f"Document {number} says" not in train
+
+
+def test_a_single_document_gives_up_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    corpus = _prepare([tmp_path], tmp_path / "cache")
+    text = TEXT.strip("\n")
+    assert corpus.tokenizer.decode(corpus.train.tolist()) + corpus.tokenizer.decode(corpus.held_out.tolist()) == text
+    assert len(corpus.held_out) > 1
+
+
+def test_few_documents_give_up_the_end_of_all_their_text() -> None:
+    """The last chapter may be a page: 29 chapters were once measured on 65 tokens of it."""
+    texts = [*(f"chapter {i} \u2019".encode() * 100 for i in range(27)), b"the last but one " * 60, b"the end"]
+    documents = [Document(text, document_key(text)) for text in (*texts, texts[-1], texts[26])]
+    held_out, train = split_documents([*documents[:-2], documents[-2]], 0.01)
+    assert 0.05 * sum(map(len, texts)) - 3 <= sum(map(len, held_out)) <= 0.05 * sum(map(len, texts))
+    assert held_out[-2:] == texts[-2:] and train[-1] + held_out[0] == texts[26] and train[:-1] == texts[:26]
+    assert all(text.decode() for text in (*held_out, *train))
+    held_out, train = split_documents(documents, 0.01)  # one of the chapters comes once more
+    assert held_out[-1] == texts[-1] and texts[26] not in train
+    with pytest.raises(DataError, match="too short"):
+        split_documents(documents[-1:] and [Document(b"x", b"k")] * 3, 0.01)
+
+
+def test_copies_of_a_single_document_do_not_show_its_held_out_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(f"\u201cword {i}\u201d\u2026" for i in range(1000)))
+    corpus = _prepare([tmp_path / "a.txt"] * 3, tmp_path / "cache", straighten=0.5)
+    train = corpus.tokenizer.decode(corpus.train.tolist())
+    numbers = re.findall(r"word (\d+)\b", corpus.tokenizer.decode(corpus.held_out.tolist()))
+    assert len(numbers) > 30
+    assert not any(f"word {number}" in train for number in numbers)
+
+
+def test_straightened_documents_have_ascii_quotes_and_copies_differ(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text("held out " * 200)
+    for share, curly in ((0.0, 2), (0.5, 1), (1.0, 0)):
+        corpus = _prepare(
+            [tmp_path / name for name in ("a.txt", "a.txt", "b.txt")], tmp_path / "cache", straighten=share
+        )
+        copies = corpus.tokenizer.decode(corpus.train.tolist())
+        assert copies.count("\u201c") // 18 == curly
+
+
+def test_the_cache_is_used_for_the_same_input_and_not_for_another(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    cache = tmp_path / "cache"
+    first = _prepare([tmp_path / "a.txt"], cache)
+    (made,) = cache.iterdir()
+    stamp = (made / "train.bin").stat().st_mtime_ns
+    assert _prepare([tmp_path / "a.txt"], cache).digest == first.digest
+    assert (made / "train.bin").stat().st_mtime_ns == stamp
+    (tmp_path / "a.txt").write_text(TEXT + "More.")
+    assert _prepare([tmp_path / "a.txt"], cache).digest != first.digest
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_the_order_is_a_function_of_seed_and_step_and_an_epoch_sees_everything_once() -> None:
+    tokens = np.arange(1000, dtype=np.uint16)
+    order = StepOrder(tokens, length=10, windows=7, seed=1)
+    batches = [order.batch(step) for step in range(40)]
+    backwards = StepOrder(tokens, length=10, windows=7, seed=1)
+    assert all(np.array_equal(backwards.batch(step), batches[step]) for step in reversed(range(40)))
+    epoch = np.concatenate(batches)[: order.per_epoch]
+    assert len({row[0] for row in epoch}) == order.per_epoch
+    assert all(np.array_equal(np.diff(row), np.ones(10)) for row in epoch)
+    assert not np.array_equal(StepOrder(tokens, length=10, windows=7, seed=2).batch(0), batches[0])
+
+
+def test_too_little_text_for_a_window_is_refused() -> None:
+    with pytest.raises(DataError, match="too few"):
+        StepOrder(np.arange(12, dtype=np.uint16), length=10, windows=1, seed=1)
+
+
+def test_json_lines_with_line_separators_inside_stay_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False))
+    assert _documents(tmp_path) == ["a\u2028b"]
+
+
+def test_what_is_held_out_and_what_a_run_is_known_by_never_change(tmp_path: Path) -> None:
+    """Runs on a user's disk must resume with the next version."""
+    documents = [f"Document {i} says \u201chello\u201d." for i in range(400)]
+    (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
+    corpus = _prepare([tmp_path / "a.txt"], tmp_path / "cache", straighten=0.5)
+    held_out = corpus.tokenizer.decode(corpus.held_out.tolist())
+    assert [int(part.split()[0]) for part in held_out.split("Document ")[1:]] == [75, 102, 158, 378]
+    assert corpus.digest == "bd984c072f50a6b32b497627f7692f4b6feb3010eb3c00860c91e185f0cce065"
+
+
+def test_a_larger_share_holds_out_more_and_the_same_documents_too() -> None:
+    documents = [Document(text, document_key(text)) for text in (f"Document {i}.".encode() for i in range(1000))]
+    small, large = (set(split_documents(documents, share)[0]) for share in (0.01, 0.1))
+    assert small < large
+    assert 70 <= len(large) <= 130
+    few = documents[:3]
+    assert [len(split_documents(few, share)[0][0]) for share in (0.01, 0.3)] == [1, 9]
+
+
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b"\xef\xbb\xbfOne.\r\n\r\n\r\nTwo.\r\n", ["One.", "Two."]),
+        ("Uno, dos \U0001f98a.\n\n\n\n\n\n日本語".encode(), ["Uno, dos \U0001f98a.", "日本語"]),
+        (b"\n\n\n\nA\n\nB\n \n\nC", ["A\n\nB\n \n\nC"]),
+        (b"old\rMac\rends", ["old\rMac\rends"]),
+    ],
+)
+def test_line_ends_marks_and_scripts_of_all_kinds(tmp_path: Path, content: bytes, documents: list[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert _documents(tmp_path) == documents
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(content))
+    assert _documents(tmp_path) == documents
+
+
+def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp_path: Path) -> None:
+    for name in ("a.txt", ".git/b.txt", "._c.txt", "out/README.md", "deep/er/d.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+    (tmp_path / "deep/circle").symlink_to("..")
+    assert _documents(tmp_path, without=tmp_path / "deep/../out") == ["a.txt", "deep/er/d.md"]
+    assert _documents(tmp_path) == ["a.txt", "deep/er/d.md", "out/README.md"]
+
+
+def test_thousands_of_small_files_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for i in range(2000):
+        (tmp_path / f"{i:04}.txt").write_text(str(i))
+    assert _documents(tmp_path) == [str(i) for i in range(2000)]
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("One.\n\n\nTwo."))
+    writer.start()
+    assert _documents(pipe) == ["One.", "Two."]
+    writer.join()
+
+
+def test_another_key_of_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "One."}\n')
+    assert _documents(tmp_path, text_key="body") == ["One."]
+
+
+@pytest.mark.parametrize("text", [TEXT * 5, "word " * 3000, "a \n\n  b! \t c.\n" * 900, "x" * 9999, "日本語" * 3333])
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(text: str) -> None:
+    tokenizer = VOCABULARY.train([TEXT, "word " * 100])
+    parts = list(pieces(text, 5000))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= 5000 and len(parts) > 1
+    ids = [token for part in tokenizer.encode_many(parts) for token in part]
+    if " " in text:
+        assert ids == tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [lambda content: content[:-7], lambda content: bytes(len(content))])
+def test_damaged_tokens_are_made_anew(
+    tmp_path: Path, name: str, damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text(TEXT)
+    _prepare([path], cache)
+    (folder,) = cache.iterdir()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (folder / name).write_bytes(damage(before[name]))
+    _prepare([path], cache)
+    assert "not as they were written; they are made anew" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_cache_that_is_not_whole_is_made_anew_and_old_ones_go(tmp_path: Path) -> None:
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text(TEXT)
+    first = _prepare([path], cache)
+    (folder,) = cache.iterdir()
+    whole = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").unlink()
+    (cache / ".tokens-torn").mkdir()
+    (cache / "step-00000001").mkdir()
+    assert _prepare([path], cache).digest == first.digest
+    assert (folder / "train.bin").read_bytes() == whole
+    for i in range(4):
+        path.write_text(TEXT + str(i))
+        last = _prepare([path], cache)
+    names = {path.name for path in cache.iterdir()}
+    assert len(names) == 3 and {"step-00000001", last.digest[:16]} <= names
+
+
+def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 300 + "\n\n\nTHE END")
+    sources = Sources([str(tmp_path / "a.txt")])
+    unseen = Sources([str(tmp_path / "[bc].txt")])
+    corpus = prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen)
+    assert corpus.digest == _prepare([tmp_path / "a.txt"], tmp_path / "cache").digest
+    names = [str(tmp_path / "b.txt"), str(tmp_path / "c.txt")]
+    assert list(corpus.unseen) == names
+    assert corpus.tokenizer.decode(corpus.unseen[names[0]].tolist()) == "b " * 300 + "THE END"
+    assert corpus.unseen[names[0]].tolist().count(0) == 2
+    with (tmp_path / "a.txt").open("a") as file:
+        file.write("\n\n\nTHE END\n\n\n")
+    assert prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen).unseen
+    with (tmp_path / "a.txt").open("a") as file:
+        file.write("c " * 300)
+    with pytest.raises(DataError, match=r"c\.txt: 2 of its 2 documents also stand in --data"):
+        prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen)
+
+
+def test_slow_reading_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ticker = Ticker()
+    told = []
+    for now in (101.0, 102.9, 103.0, 104.0, 107.9, 108.0):
+        ticker.tick(f"at {now}")
+        told += capsys.readouterr().err.splitlines()
+    assert told == ["at 103.0", "at 108.0"]
+
+
+def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    flags = ["--data", str(tmp_path / "a.txt"), "--preset", "nano", "--context", "16", "--steps", "1"]
+    flags += ["--windows", "1", "--layers", "1", "--width", "32", "--heads", "2", "--kv-heads", "1"]
+    assert main([*flags, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    size = Tokenizer.load(tmp_path / "out").vocab_size
+    assert 257 < size < 1024
+    assert f"a vocabulary of {size}, the text supports no more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("n_tokens", [2, 9, 10, 11, 100, 101, 4097, 5000])
+def test_every_token_of_what_is_measured_is_a_target_once(n_tokens: int) -> None:
+    tokens = np.arange(n_tokens, dtype=np.uint16)
+    batches = _windows(tokens, 10)
+    pairs = torch.cat([torch.stack([b.inputs_RN, b.targets_RN]).flatten(1) for b in batches], dim=1)
+    assert torch.equal(pairs, torch.stack([torch.arange(n_tokens - 1), torch.arange(1, n_tokens)]))
+    assert max(len(batch.inputs_RN) for batch in batches) <= 204
+    assert len(batches) <= 2 + n_tokens // 2040

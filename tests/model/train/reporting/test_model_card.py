@@ -1,0 +1,165 @@
+"""The model card: what it says of a run, and a head that the hub reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from model.config import ModelConfig
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.sample import GREEDY, LIVELY, Drawing, Sample
+from model.train.data.batch import of_windows
+from model.train.reporting.model_card import RunFacts, model_card, without_places
+from model.train.reporting.report import closing, opening
+from model.train.setup.dataset import Dataset
+from model.train.step.schedule import Limits
+from tests.model.train.reporting.test_loss_plot import draw, records
+from tests.support.model.tiny_models import TEXT, tiny_config
+
+FACTS = RunFacts(
+    command="python -m model.train --data books --out out",
+    device="AMD EPYC, 2 threads",
+    start="trained from scratch",
+    seed=1,
+    steps=2860,
+    tokens=23_429_120,
+    seconds=6600.0,
+    epochs=0.8,
+    corpus="7250 documents, 29307208 training and 181836 held-out tokens",
+    sources=["books"],
+    measured="held-out",
+    bits_per_byte=1.41577,
+    unseen={"emma_*.txt": 1.48123, "kim.txt": 1.5},
+    date="2026-11-22",
+    about="",
+    exported="weights after the last step",
+    license="cc0-1.0",
+    language="en",
+)
+SAMPLES = [Sample(prompt="Once", joined="Once upon\n\n# a *time*")]
+
+
+def card(
+    facts: RunFacts = FACTS, config: ModelConfig | None = None, drawing: Drawing = LIVELY, family: str = "llama"
+) -> tuple[dict[str, Any], str]:
+    """(the head, what follows it)."""
+    text = model_card(config or tiny_config(), 4_740_352, facts, SAMPLES, drawing=drawing, sha256="f00d", family=family)
+    nothing, head, body = text.split("---\n", 2)
+    assert not nothing
+    return yaml.safe_load(head), body
+
+
+def test_the_head_says_what_the_hub_asks() -> None:
+    head, _ = card()
+    assert head == {
+        "license": "cc0-1.0",
+        "language": "en",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["inkstream", "llama"],
+    }
+
+
+def test_license_and_language_are_never_made_up() -> None:
+    head, _ = card(replace(FACTS, license=None, language=None))
+    assert "license" not in head and "language" not in head
+
+
+def test_norwegian_is_a_language_and_no_truth_value() -> None:
+    head, _ = card(replace(FACTS, language="no"))
+    assert head["language"] == "no"
+
+
+@pytest.mark.parametrize(("family", "library"), [("gpt2", "transformers"), ("inkstream", "inkstream")])
+def test_a_shape_that_transformers_does_not_have_is_not_said_to_be_its(family: str, library: str) -> None:
+    head, body = card(family=family)
+    assert head["library_name"] == library
+    assert ("from transformers" in body) == (library == "transformers")
+
+
+def test_every_figure_of_the_run_stands_there_once() -> None:
+    _, body = card()
+    for row in (
+        "| held-out bits per byte | **1.4158** |",
+        r"| never seen: emma\_\*.txt | 1.4812 bits per byte |",
+        "| never seen: kim.txt | 1.5000 bits per byte |",
+        "| corpus | books; 7250 documents, 29307208 training and 181836 held-out tokens |",
+        "| tokens seen | 23,429,120 (0.80 epochs) in 2860 steps |",
+        "| time and device | 1h 50m on AMD EPYC, 2 threads, 3,550 tokens/s |",
+        "| SHA-256 of model.safetensors | `f00d` |",
+    ):
+        assert body.count(row) == 1
+    assert "](loss.svg)" in body and "](samples.md)" in body and "4.74 M parameters" in body
+
+
+def test_samples_are_quoted_as_they_came_and_say_how_they_were_drawn() -> None:
+    _, body = card()
+    assert "> Once upon  \n>\n> \\# a \\*time\\*  \n" in body
+    assert "temperature 0.8, top_p 0.95 and repetition_penalty 1.05" in body
+    _, body = card(drawing=GREEDY)
+    assert "The likeliest token each time, not chosen" in body
+
+
+def test_the_card_says_plainly_what_the_model_cannot_do() -> None:
+    _, body = card(replace(FACTS, about="These are the books of a person."))
+    assert "These are the books of a person." in body
+    assert "knows no facts" in body and "follows no instructions" in body.replace("\n", " ")
+
+
+def test_folders_of_files_are_hidden_unless_only_they_tell_them_apart() -> None:
+    assert without_places(["/home/me/a.txt", "b/*.md", "-"]) == ["a.txt", "*.md", "standard input"]
+    assert without_places(["/one/a.txt", "/two/a.txt"]) == ["/one/a.txt", "/two/a.txt"]
+    assert without_places(["same.txt", "same.txt"]) == ["same.txt", "same.txt"]
+
+
+def test_the_last_line_is_the_command_that_serves(tmp_path: Path) -> None:
+    out = tmp_path / "my model"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"x" * 2_500_000)
+    lines = closing(out, FACTS).splitlines()
+    assert lines[0] == "held-out bits per byte 1.4158 after 2860 steps, 1h 50m"
+    assert lines[1] == "unseen emma_*.txt: 1.4812 bits per byte"
+    assert "(2.5 MB)" in lines[-2]
+    assert lines[-1].endswith(f" -m app serve --weights '{out}'")
+
+
+def test_the_picture_that_the_card_shows_is_one_that_github_may_show() -> None:
+    """As an image it may load nothing, run nothing, and must say how large it is."""
+    svg = draw(records(50))
+    assert svg.attrib["viewBox"] and not [e for e in svg.iter() if e.tag.endswith(("script", "image", "foreignObject"))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "plan"),
+    [
+        (Limits(steps=1000), "1,000 steps, 4.10 M tokens, 2.00 epochs"),
+        (Limits(epochs=0.5), "250 steps, 1.02 M tokens, 0.50 epochs"),
+        (Limits(tokens=409_600), "100 steps, 409,600 tokens, 0.20 epochs"),
+        (Limits(minutes=7.5), "7.5 minutes"),
+        (Limits(minutes=60, epochs=2, steps=9000), "60 minutes or 1,000 steps, 4.10 M tokens, 2.00 epochs"),
+    ],
+)
+def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
+    material = Dataset(
+        tokenizer=Tokenizer.train([TEXT], 300),
+        batch=lambda _: of_windows(torch.zeros(16, 257, dtype=torch.long)),
+        rows=16,
+        per_epoch=8000,
+        row_tokens=256,
+        held_out=[],
+        measured="held-out",
+        corpus="3 documents",
+        prompts=[],
+        unseen={},
+        digest="",
+    )
+    said = opening(tiny_config(), 4_740_352, material, limits, machine="a machine, bfloat16", step=0).splitlines()
+    assert said[0].startswith("model: 4.74 M parameters (2 layers x 64, context 256, vocabulary ")
+    assert said[0].endswith(" on a machine, bfloat16")
+    assert said[1:] == ["data:  3 documents", f"plan:  {plan}; 16 rows, about 4,096 tokens a step"]
+    assert opening(tiny_config(), 1, material, limits, machine="", step=9).endswith("; goes on at step 9")

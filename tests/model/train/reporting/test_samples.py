@@ -1,0 +1,184 @@
+"""samples.md, its sampling, and text that Markdown must not interpret as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import adjust
+from app.engine.sampling.sampler_io import SamplingInput
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.common.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text
+from model.train.data.batch import of_windows
+from model.train.reporting.report import Report
+from model.train.reporting.samples import STAGES, Gallery, plain, quoted, visible
+from model.train.step.objective import Objective
+from tests.model.train.reporting.test_report import OUTLINE, progress
+from tests.support.model.tiny_models import TEXT, tiny_config
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = ["Once upon", "\u201cWhere?\u201d"]
+
+
+def _draw(text: str) -> list[Sample]:
+    return [Sample(prompt=prompt, joined=f"{prompt} {text}") for prompt in PROMPTS]
+
+
+def _run(out: Path, first: int, last: int, *, seconds_a_step: float = 1000.0) -> list[int]:
+    """Steps of a run of 100. Returns those that drew."""
+    drawn: list[int] = []
+
+    def draw(step: int) -> list[Sample]:
+        drawn.append(step)
+        return _draw(f"text of {step}")
+
+    with Report(out, OUTLINE, start_step=first - 1, report_seconds=60) as report:
+        for step in range(first, last + 1):
+            report.step(progress(step, of=100, seconds=seconds_a_step * step))
+            if step % 5 == 0:
+                report.held_out(step, 2.0 - step / 100)
+            report.sample(lambda step=step: draw(step))
+        if last == 100:
+            report.finish(0.9, _draw("the end"))
+    return drawn
+
+
+def test_texts_are_drawn_at_each_stage_and_at_the_end(tmp_path: Path) -> None:
+    assert _run(tmp_path, 1, 100) == [round(100 * stage) for stage in STAGES]
+    page = (tmp_path / "samples.md").read_text()
+    assert "| 5 % | 5 | 500 | 1.4427 | 1.9500 |" in page, "2 nats are 1.4427 bits a byte of half a target"
+    assert "| 1 % | 1 | 100 | 1.4427 |  |" in page, "nothing was measured yet"
+    assert "| 100 % | 100 | 10,000 | 1.4427 | 0.9000 |" in page
+    first, second = page.split("## ")[1:]
+    assert first.startswith("Once upon\n") and second.startswith("\u201cWhere?\u201d\n")
+    places = [first.index(f"> Once upon {text}  \n") for text in ("text of 1", "text of 5", "text of 50", "the end")]
+    assert places == sorted(places)
+
+
+def test_a_run_that_went_on_has_the_samples_of_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    _run(tmp_path / "whole", 1, 100)
+    _run(tmp_path / "halves", 1, 60)
+    _run(tmp_path / "halves", 11, 12)  # the snapshot was of step 10: what came later is drawn again
+    assert "text of 5 " in (tmp_path / "halves/samples.md").read_text()
+    assert "text of 20" not in (tmp_path / "halves/samples.md").read_text()
+    _run(tmp_path / "halves", 13, 100)
+    assert (tmp_path / "halves/samples.md").read_text() == (tmp_path / "whole/samples.md").read_text()
+    _run(tmp_path / "halves", 101, 100)  # the end once more
+    assert (tmp_path / "halves/samples.md").read_text() == (tmp_path / "whole/samples.md").read_text()
+
+
+def test_another_run_forgets_the_samples(tmp_path: Path) -> None:
+    _run(tmp_path, 1, 100)
+    _run(tmp_path, 1, 1, seconds_a_step=0.001)
+    assert not (tmp_path / "samples.md").exists()
+
+
+def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each drawing takes two seconds of a run of 1,000: there is time for four, and the fifth would be too many."""
+    now = [0.0]
+    monkeypatch.setattr("model.train.reporting.samples.time.monotonic", lambda: now[0])
+    gallery = Gallery(tmp_path / "samples.md", tmp_path / "store.jsonl", title="t", start_step=0)
+
+    def draw() -> list[Sample]:
+        now[0] += 2.0
+        return _draw("text")
+
+    drawn = []
+    for step in range(1, 1000):
+        told = progress(step, of=1000, seconds=float(step))
+        if gallery.is_due(told):
+            gallery.add({"step": step, "tokens": step, "fraction": step / 1000}, {"training": 1.0}, draw)
+            drawn.append(step)
+            assert 2.0 * len(drawn) <= 0.01 * step or len(drawn) == 1, "the cost of the first is unknown"
+    assert drawn == [50, 400, 600]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Of 300 tokens."""
+    return Tokenizer.train([TEXT], 300)
+
+
+@pytest.fixture(scope="module")
+def decoder(tokenizer: Tokenizer) -> Decoder:
+    """Untrained: every token has its chance."""
+    return Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialise(1)
+
+
+class Ids(Tokenizer):
+    """Shows tokens as their numbers, and knows no end."""
+
+    eos_id = None
+
+    def __init__(self) -> None:
+        """Needs nothing."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_drawing_again_gives_the_same_texts_and_touches_no_other_chance(decoder: Decoder, tokenizer: Tokenizer) -> None:
+    prompts = [Prompt(text=text, tokens=tokenizer.encode(text)) for text in ("Once", "\u201cI")]
+    before = torch.get_rng_state()
+    once, again = (draw_samples(decoder, tokenizer, prompts, 8, LIVELY) for _ in range(2))
+    assert once == again and once[0].joined != once[1].joined
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (once[0].prompt, once[0].joined[:4]) == ("Once", "Once")
+
+
+def test_gradients_flow_after_texts_were_drawn(tokenizer: Tokenizer) -> None:
+    """Nothing that inference mode has made may stay behind in the decoder."""
+    decoder = Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialise(1)
+    draw_samples(decoder, tokenizer, [Prompt(text="Once", tokens=tokenizer.encode("Once"))], 8, LIVELY)
+    objective = Objective(decoder, torch.device("cpu"), torch.float32)
+    objective.loss_sum(of_windows(torch.arange(9)[None])).backward()
+    assert all(p.grad is not None for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("prompt", [[1], [1, 2, 2]])
+def test_a_large_enough_penalty_lets_no_token_come_twice(decoder: Decoder, prompt: list[int]) -> None:
+    drawing = Drawing(temperature=1e-4, repetition_penalty=1e4)
+    text = sample_text(decoder, Ids(), Prompt(text="", tokens=prompt), 60, seed=1, drawing=drawing)
+    ids = [int(word) for word in text.split()]
+    assert len(ids) == min(60, decoder.config.context - len(prompt))
+    assert len({*ids, *prompt}) == len(ids) + len(set(prompt))
+
+
+def test_the_penalty_is_the_service_s() -> None:
+    logits_V = torch.tensor([2.0, -2.0, 1.0, 0.0])
+    row = SamplingInput(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
+    served_SV = logits_V.clone()[None]
+    adjust(served_SV, [row])
+    ours = _penalised(logits_V, [0, 1, 1], 1.25)
+    assert ours.tolist() == pytest.approx([1.6, -2.5, 1.0, 0.0])
+    assert torch.allclose(ours, served_SV[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("*a* _b_ `c` <d> [e](f) #g", r"\*a\* \_b\_ \`c\` \<d\> \[e\](f) \#g"),
+        ("a\\b & c | d ~e~ $f$", r"a\\b \& c \| d \~e\~ \$f\$"),
+        ("- item", r"\- item"),
+        ("12. item", r"12\. item"),
+        ("3.14 is not a list, but harmless", r"3\.14 is not a list, but harmless"),
+        ("bell\x07 escape\x1b[2J", "bell\ufffd escape\ufffd\\[2J"),
+        ("\u201cWhere?\u201d", "\u201cWhere?\u201d"),
+    ],
+)
+def test_what_came_is_shown_and_not_taken_for_markup(text: str, shown: str) -> None:
+    assert plain(text) == shown
+
+
+def test_what_a_model_writes_commands_no_terminal() -> None:
+    assert visible("a\x1b[2J\x07\r\0b\tc\n\u201cd\u201d") == "a\ufffd[2J\ufffd\ufffd\ufffdb\tc\n\u201cd\u201d"
+
+
+def test_lines_of_a_quotation_stay_lines_and_stay_in_it() -> None:
+    assert quoted("\nOne,\n\n    > two\n") == "> One,  \n>\n> \\> two  "

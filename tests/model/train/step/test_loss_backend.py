@@ -1,0 +1,181 @@
+"""Loss backends: all have the same loss and the same gradients on every device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.device import choose_dtype
+from model.nn.attention import CausalAttend
+from model.nn.transformer import Decoder
+from model.presets import preset, reshaped
+from model.train.data.batch import Batch, of_windows
+from model.train.step import loss_backend
+from model.train.step.attention import FusedAttend
+from model.train.step.distributed import ProcessGroup
+from model.train.step.loss_backend import Asked, LossBackend, choose, computing_for, missing_for
+from model.train.step.objective import Objective
+from model.train.step.optimizer import ParameterUpdates
+from model.train.step.trainer import Trainer
+from tests.support.model.training_runs import TINY, train
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+_BY_HAND, _PLAIN = LossBackend(by_hand=True), LossBackend()
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "missing", "expected"),
+    [
+        ("auto", "cpu", "", _BY_HAND),
+        ("off", "cpu", "", _BY_HAND),
+        ("on", "cpu", "", LossBackend(backend="inductor")),
+        ("auto", "cuda", "", LossBackend(backend="inductor", may_fall_back=True)),
+        ("auto", "cuda", "triton", _PLAIN),
+        ("off", "cuda", "", _PLAIN),
+        ("on", "cuda", "", LossBackend(backend="inductor")),
+    ],
+)
+def test_a_gpu_compiles_and_a_cpu_has_its_gradients_by_hand(
+    asked: Asked, device: str, missing: str, expected: LossBackend
+) -> None:
+    assert choose(asked, device, missing=missing) == expected
+
+
+def test_an_encoder_is_never_compiled() -> None:
+    assert choose("auto", "cuda", has_encoder=True) == _PLAIN
+    with pytest.raises(ValueError, match="encoder is not compiled"):
+        choose("on", "cpu", has_encoder=True)
+
+
+def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    (tmp_path / "Python.h").write_text("")
+    here, nowhere = {"CXX": str(tool), "CC": str(tool)}, {"CXX": "no-such-tool", "CC": "no-such-tool"}
+    monkeypatch.setattr(loss_backend.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(loss_backend, "find_spec", lambda _: None)
+    assert missing_for("cpu", here) == ""
+    assert "C++ compiler (no-such-tool" in missing_for("cpu", nowhere)
+    assert "triton" in missing_for("cuda", here)
+    monkeypatch.setattr(loss_backend, "find_spec", lambda _: object())
+    assert missing_for("cuda", here) == ""
+    assert "a C compiler (no-such-tool" in missing_for("cuda", nowhere)
+    (tmp_path / "Python.h").unlink()
+    assert "python3-dev" in missing_for("cpu", here)
+
+
+def test_a_cpu_is_not_searched_for_a_compiler_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(loss_backend, "missing_for")
+    assert computing_for("auto", "cpu") == computing_for("off", "cpu") == _BY_HAND
+    assert computing_for("off", "cuda") == _PLAIN
+
+
+def test_compile_on_without_a_compiler_is_one_line(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-tool")
+    assert train(text, tmp_path / "out", *TINY, "--steps", "2", "--compile", "on") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--compile on needs a C++ compiler (no-such-tool" in error
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gpu_computes_in_bfloat16_where_it_has_it(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native and not including_emulation)
+    assert choose_dtype("auto", torch.device("cuda")) == (torch.bfloat16 if native else torch.float32)
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (130, None), (130, 40)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_attention_is_that_of_the_reference(
+    length: int, window: int | None, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    qkv = [torch.randn(2 * length, n, 8, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(FusedAttend(length, window)(0, *qkv), CausalAttend(length, window)(0, *qkv), **close)
+
+
+def _decoder(name: str, **sizes: Any) -> Decoder:
+    """Outputs that begin as zeros would hide what is behind them."""
+    decoder = Decoder(reshaped(preset(name), n_layers=2, width=64, n_heads=4, **sizes)).initialise(3)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in decoder.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return decoder
+
+
+def _batch(decoder: Decoder, rows: int = 2, tokens: int = 40) -> Batch:
+    generator = torch.Generator().manual_seed(rows)
+    return of_windows(torch.randint(0, decoder.config.vocab_size, (rows, tokens + 1), generator=generator))
+
+
+def _learnt(decoder: Decoder, way: LossBackend, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    objective = Objective(decoder, CPU, dtype, way)
+    with objective.at_once():
+        loss = objective.loss_sum(_batch(decoder), 0.5)
+        return [loss.detach(), *torch.autograd.grad(loss, list(decoder.parameters()))]
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [("nano", 2), ("nano", 4), ("gpt", 4), ("textbook", 4)])
+def test_plain_modules_have_the_loss_and_gradients_written_by_hand(name: str, kv_heads: int) -> None:
+    decoder = _decoder(name, n_kv_heads=kv_heads)
+    for plain, by_hand in zip(*(_learnt(decoder, way) for way in (_PLAIN, _BY_HAND)), strict=True):
+        torch.testing.assert_close(plain, by_hand, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nano", "gpt"])
+def test_what_is_compiled_has_the_loss_and_gradients_of_plain_modules(name: str) -> None:
+    """Traced and differentiated by torch's compiler; its code for a device is torch's own matter."""
+    decoder = _decoder(name)
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        ways = (LossBackend(backend="aot_eager"), _PLAIN)
+        for compiled, plain in zip(*(_learnt(decoder, way, dtype) for way in ways), strict=True):
+            torch.testing.assert_close(compiled, plain, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("way", [_PLAIN, LossBackend(backend="aot_eager")])
+def test_four_steps_are_two_and_two_more_from_their_state(way: LossBackend) -> None:
+    def learner() -> Trainer:
+        decoder = _decoder("nano")
+        optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
+        return Trainer(
+            Objective(decoder, CPU, torch.float32, way), optimiser, ema=0.9, ranks=ProcessGroup(), micro_windows=2
+        )
+
+    def learn(learner: Trainer, steps: range) -> None:
+        for step in steps:
+            learner.gradients(_batch(learner.decoder, rows=4, tokens=8 + step % 2))
+            learner.update(step, 1.0)
+
+    whole, first, second = learner(), learner(), learner()
+    learn(whole, range(4))
+    learn(first, range(2))
+    second.load_tensors({name: tensor.clone() for name, tensor in first.tensors().items()})
+    learn(second, range(2, 4))
+    state = second.tensors()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in whole.tensors().items())
+
+
+def _fails(*_: Any) -> None:
+    raise OSError("no room for a kernel")
+
+
+def test_a_compiler_that_fails_is_warned_of_once_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.register_backend(compiler_fn=_fails, name="failing")
+    decoder = _decoder("nano")
+    objective = Objective(decoder, CPU, torch.float32, LossBackend(backend="failing", may_fall_back=True))
+    losses = {float(objective.loss_sum(_batch(decoder)).detach()) for _ in range(2)}
+    assert losses == {float(Objective(decoder, CPU, torch.float32, _PLAIN).loss_sum(_batch(decoder)).detach())}
+    warned = capsys.readouterr().err
+    assert warned.count("\n") == 1 and "no room for a kernel" in warned
+    with pytest.raises(ValueError, match=r"--compile on: torch's compiler failed .*no room for a kernel"):
+        Objective(decoder, CPU, torch.float32, LossBackend(backend="failing")).loss_sum(_batch(decoder))

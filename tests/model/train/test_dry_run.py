@@ -1,0 +1,191 @@
+"""--dry-run and --preset auto: the forecast matches the run, and no files are written."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.nn.transformer import Decoder
+from model.presets import ARCHS, PRESET_NAMES, SIZES, preset
+from model.train.__main__ import main
+from model.train.run import Run
+from model.train.setup import dry_run
+from model.train.setup.dry_run import Texts, amount_of, choose, parts, read_texts, settle_size, steps_of
+from model.train.setup.options import parse, shape
+from model.train.setup.resources import Speed, measure, sizes
+from model.train.step.optimizer import ParameterUpdates
+from model.train.training_checkpoint import load_snapshot
+from tests.support.model.tiny_models import TEXT
+
+pytestmark = pytest.mark.slow
+
+TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--windows", "4", "--device", "cpu", "--dtype", "float32"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Of a small run over running text."""
+    (tmp_path / "text.txt").write_text(TEXT * 20)
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    return [*data, "--preset", "nano", "--vocab-size", "300", "--context", "32", *TINY]
+
+
+def test_a_dry_run_tells_everything_and_writes_nothing(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "--steps", "7", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    told = {line.split()[0]: line for line in printed.splitlines()}
+    assert set(told) == {"parameters", "text", "disk", "steps", "speed", "time", "memory", "it"}
+    assert "20 documents" not in told["text"] and "1 documents, 0.1 MB" in told["text"]
+    assert "7 of 128 tokens" in told["steps"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
+
+
+@pytest.mark.parametrize("arch", [*ARCHS, "toy", "cross"])
+@pytest.mark.parametrize(("optimizer", "ema"), [("muon", 0.0), ("adamw", 0.9)])
+def test_sizes_are_those_of_the_real_parts(arch: str, optimizer: str, ema: float) -> None:
+    decoder = Decoder(preset("nano", arch) if arch in ARCHS else preset(arch))  # type: ignore[arg-type]
+    assert sum(parts(decoder).values()) == decoder.n_params
+    told = sizes(decoder, optimizer, ema=ema, export_dtype="bfloat16")  # type: ignore[arg-type]
+    optimiser = ParameterUpdates(decoder, optimizer, matrix_lr=0.1, other_lr=0.1, weight_decay=0.0)  # type: ignore[arg-type]
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step(0.0)
+    numbers = [t.nbytes for t in optimiser.tensors().values() if t.ndim]
+    assert told.optimiser == sum(numbers)
+    assert told.weights == sum(p.nbytes for p in decoder.parameters()) == 2 * told.result
+    assert told.average == (told.weights if ema else 0)
+
+
+def test_the_disk_that_is_told_is_the_disk_that_is_used(flags: list[str], tmp_path: Path) -> None:
+    assert main([*flags, "--steps", "3"]) == 0
+    snapshot = load_snapshot(tmp_path / "out/.training")
+    assert snapshot
+    used = sum(tensor.nbytes for tensor in snapshot[1].values())
+    options = parse([*flags, "--steps", "3"])
+    told = sizes(Decoder(shape(options)), options.optimizer, ema=0.0, export_dtype="bfloat16")
+    assert 0.6 * told.snapshot < used <= 1.01 * told.snapshot
+    result = (tmp_path / "out/model.safetensors").stat().st_size
+    assert told.result <= result < told.result + 10_000
+    stored = sum(path.stat().st_size for path in (tmp_path / "out/.training").glob("*/*.bin"))
+    assert abs(amount_of(options, 32).stored - stored) < 0.05 * stored
+
+
+def test_activations_grow_with_the_rows_and_are_about_what_the_network_keeps() -> None:
+    config = ModelConfig(
+        vocab_size=300, width=32, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=8, mlp_width=96, context=64
+    )
+    options = parse(["--data", "x", "--out", "y", "--steps", "1", *TINY])
+    kept = []
+    for rows in (2, 4):
+        options.micro_windows = rows
+        speed = measure(config, options, CPU, 64)
+        assert speed.micro_rows == rows and speed.row_seconds > 0 and speed.update_seconds > 0
+        kept.append(speed.activations)
+    assert 1.8 < kept[1] / kept[0] < 2.2
+    # The head's logits and, in each layer, what norms, products and the gate need: 4 bytes a number.
+    numbers = 300 + 2 * (6 * 32 + 3 * 32 + 4 * 96)
+    assert 0.5 < kept[1] / (4 * 4 * 64 * numbers) < 2.0
+
+
+def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.train.setup.dry_run._SAMPLE", 100_000)
+    documents = [f"Chapter {i}. {TEXT[i % 50 : i % 50 + 900]}" for i in range(300)]
+    (tmp_path / "a.txt").write_text("\n\n\n".join(documents))
+    flags = ["--data", str(tmp_path), "--out", "out", "--vocab-size", "300", "--steps", "1"]
+    texts = read_texts(parse(flags))
+    assert (texts.n_documents, sum(map(len, texts.sample)) <= 200_000) == (300, True)
+    options = parse(["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *flags[4:], *TINY])
+    options.context = 32
+    material = Run(options, "").material
+    assert abs(amount_of(options, 32).per_epoch - material.per_epoch) < 0.03 * material.per_epoch
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        (["--steps", "9"], 9),
+        (["--tokens", "1000"], 8),
+        (["--epochs", "2"], 50),
+        (["--max-minutes", "0.5"], 60),
+        (["--max-minutes", "0.5", "--steps", "7", "--epochs", "2"], 7),
+    ],
+)
+def test_the_first_limit_reached_ends_a_run(flags: list[str], limits: list[str], steps: int) -> None:
+    amount = argparse.Namespace(row_tokens=32, per_epoch=100)
+    assert steps_of(parse([*flags, *limits]), amount, step_seconds=0.5) == steps  # type: ignore[arg-type]
+
+
+def _speed(row_seconds: float) -> Speed:
+    return Speed(row_seconds=row_seconds, update_seconds=0.0, micro_rows=2, activations=1)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "tokens_per_second", "minutes", "taken", "because"),
+    [
+        (0.1, 1e9, 1e6, "nano", "8 epochs of this text has"),
+        (20, 1e9, 1e6, "small", "base wants 72.78 M tokens or more, 8 epochs of this text"),
+        (20, 1000, 10, "nano", "nano wants 4.35 M tokens or more, this run has 600,000"),
+        (4000, 100_000, 60, "base", "medium wants 440.50 M tokens or more, this run has 360.00 M"),
+        (4000, 1e9, 60, "medium", "the largest there is"),
+    ],
+)
+def test_auto_takes_the_largest_size_that_text_and_time_feed(
+    monkeypatch: pytest.MonkeyPatch,
+    megabytes: float,
+    tokens_per_second: float,
+    minutes: float,
+    taken: str,
+    because: str,
+) -> None:
+    def speed(_shape: object, _options: object, _device: object, row_tokens: int) -> Speed:
+        return _speed(row_tokens / tokens_per_second)
+
+    monkeypatch.setattr(dry_run, "measure", speed)
+    monkeypatch.setattr(Texts, "tokenised", lambda *_: (4.0, 1000))
+    texts = Texts(n_documents=1, n_bytes=round(megabytes * 1e6), sample=[])
+    options = parse(["--data", "x", "--out", "y", "--max-minutes", str(minutes), "--preset", "auto"])
+    chosen, why = choose(options, texts)
+    assert chosen == taken
+    assert because in why
+
+
+def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--context", "32", *TINY]
+    assert main([*data, "--preset", "auto", "--steps", "1"]) == 0
+    assert "--preset auto takes nano: the smallest there is; nano wants" in capsys.readouterr().out
+    monkeypatch.setattr(dry_run, "choose", None)
+    options = parse([*data, "--preset", "auto", "--steps", "2", "--resume"])
+    settle_size(options)
+    assert options.preset == "nano"
+
+
+def test_every_size_comes_in_every_layout_with_its_own_depth_and_width() -> None:
+    for name in SIZES:
+        size = preset(name)
+        shapes = [preset(name, arch) for arch in ARCHS]
+        assert {(c.n_layers, c.width, c.n_heads, c.vocab_size, c.context) for c in shapes} == {
+            (size.n_layers, size.width, size.n_heads, size.vocab_size, size.context)
+        }
+        llama, gpt, textbook = shapes
+        assert llama == size
+        assert (gpt.norm_position, gpt.positions, gpt.activation) == ("pre", "learned", "gelu")
+        assert (textbook.norm_position, textbook.positions, textbook.activation) == ("post", "sinusoidal", "relu")
+    assert set(SIZES) < set(PRESET_NAMES)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_layout_trains(tmp_path: Path, flags: list[str], arch: str) -> None:
+    assert main([*flags, "--arch", arch, "--steps", "2"]) == 0
+    assert (tmp_path / "out/model.safetensors").exists()

@@ -1,0 +1,297 @@
+"""Fine-tuning: each family keeps its format, and other libraries read the result alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app.cli.check import main as check
+from model.checkpoint.checkpoint import load
+from model.checkpoint.manifest import manifest_file
+from model.files import write_files
+from model.nn.reference import generate, logits
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.__main__ import main
+from model.train.data.batch import StepOrder
+from model.train.data.token_cache import separator
+from model.train.setup.options import parse
+from tests.support.model import sample_tokenizers
+from tests.support.model.hub_checkpoints import family_name, their_logits, their_model
+from tests.support.model.tiny_models import TEXT, tiny_weights
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+QUICK = ["--device", "cpu", "--dtype", "float32", "--windows", "4", "--context", "32"]
+ROWS = 352
+"""More than the tokenizers have, as models are padded."""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Something to learn."""
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n\n".join(f"Tale {i}.\n{TEXT}" for i in range(4)))
+    return path
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A weights directory of our own layout's making."""
+    return tiny_weights(tmp_path / "ours")
+
+
+def _theirs(case: str, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """What a hub directory holds, shards and all."""
+    model = their_model(case, vocab_size=ROWS)
+    model.to(dtype).save_pretrained(directory, max_shard_size="50KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    sample_tokenizers.save(
+        sample_tokenizers.llama3(), directory, tokenizer_class="PreTrainedTokenizerFast", bos_token="<|begin|>"
+    )
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    (directory / "LICENSE").write_text("Do as you like.")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing them takes longer than the training here."""
+    monkeypatch.setattr("model.train.common.sample.sample_text", lambda *_, **__: "")
+
+
+def _train(init: Path, text: Path, out: Path, *flags: str) -> int:
+    return main(["--init", str(init), "--data", str(text), "--out", str(out), *QUICK, *flags])
+
+
+def _loss(model: Any, tokens: list[int]) -> float:
+    """Nats a token, computed by transformers."""
+    return float(torch.nn.functional.cross_entropy(their_logits(model, tokens)[:-1], torch.tensor(tokens[1:])))
+
+
+@pytest.mark.parametrize("case", ["gpt2-b", "llama-b", "mistral-a", "qwen2-b", "qwen3-a", "gpt_neox-c"])
+def test_a_model_of_each_family_learns_and_is_still_read_by_transformers(
+    tmp_path: Path, text: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = _theirs(case, tmp_path / "theirs"), tmp_path / "out"
+    assert _train(tmp_path / "theirs", text, out, "--steps", "12", "--lr", "0.01") == 0, capsys.readouterr().err
+    kept = [path for path in (tmp_path / "theirs").iterdir() if not path.name.startswith("model")]
+    assert len(kept) >= 6
+    for path in kept:
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    after, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert after.config.model_type == family_name(case)
+    tokens = AutoTokenizer.from_pretrained(out)(TEXT)["input_ids"][:99]
+    assert _loss(after.eval(), tokens) < 0.8 * _loss(before, tokens)
+    decoder = load(out, device=CPU, dtype=torch.float32).decoder
+    assert (logits(decoder, tokens) - their_logits(after, tokens)).abs().max() < 1e-4
+    written = after.generate(torch.tensor([tokens[:9]]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    assert generate(decoder, tokens[:9], 16) == written[0, 9:].tolist()
+    assert check([str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "golden       met" in told and "manifest     met" in told
+
+
+@pytest.mark.parametrize("switches", [{"norm_position": "post", "final_norm": False}, {"tied_head": False}])
+def test_a_model_of_ours_goes_on_with_what_it_knows(
+    tmp_path: Path, text: Path, switches: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a family describes it or only our own layout does."""
+    base = tiny_weights(tmp_path / "base", **switches)
+    assert _train(base, text, tmp_path / "first", "--steps", "40", "--lr", "0.01") == 0
+    first = _bits(capsys.readouterr().out)
+    assert _train(tmp_path / "first", text, tmp_path / "second", "--steps", "1", "--lr", "0.0001") == 0
+    printed = capsys.readouterr().out
+    before = next(line for line in printed.splitlines() if line.startswith("step 0: held-out bits per byte"))
+    assert abs(float(before.split()[6]) - first) < 0.001
+    assert abs(_bits(printed) - first) < 0.1
+    assert "fine-tuned from `first` by" in (tmp_path / "second/README.md").read_text()
+    configs = [(tmp_path / name / "config.json").read_bytes() for name in ("base", "first", "second")]
+    assert len(set(configs)) == 1
+    assert check([str(tmp_path / "second")]) == 0
+
+
+def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
+    tmp_path: Path, text: Path, ours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--steps", "6", "--save-seconds", "1000"]
+    assert _train(ours, text, tmp_path / "whole", *flags) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        batch = StepOrder.batch
+        patch.setattr(
+            StepOrder,
+            "batch",
+            lambda order, step: (step == 3 and signal.raise_signal(signal.SIGTERM), batch(order, step))[1],
+        )
+        assert _train(ours, text, tmp_path / "halves", *flags) == 143
+    shutil.rmtree(ours)
+    capsys.readouterr()
+    assert main(["--data", str(text), "--out", str(tmp_path / "halves"), *flags, "--resume"]) == 2
+    assert "began with --init: give it again" in capsys.readouterr().err
+    assert _train(tmp_path / "another", text, tmp_path / "halves", *flags, "--resume") == 2
+    assert f"had --init {ours}" in capsys.readouterr().err
+    assert _train(ours, text, tmp_path / "halves", *flags, "--resume") == 0
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+
+
+def test_a_run_from_nothing_does_not_go_on_from_weights(
+    tmp_path: Path, text: Path, ours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["--preset", "nano", "--vocab-size", "300", "--layers", "1"]
+    assert main(["--data", str(text), "--out", str(tmp_path / "out"), *shape, *QUICK, "--steps", "1"]) == 0
+    capsys.readouterr()
+    assert _train(ours, text, tmp_path / "out", "--steps", "2", "--resume") == 2
+    assert "did not begin with --init: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_weights_are_written_in_the_format_they_came_in_or_in_another_one(
+    tmp_path: Path, text: Path, stored: str
+) -> None:
+    theirs = tmp_path / "theirs"
+    _theirs("llama-b", theirs, getattr(torch, stored))
+    for name, flags in (("same", []), ("half", ["--export-dtype", "float16"])):
+        assert _train(theirs, text, tmp_path / name, "--steps", "1", *flags) == 0
+        written = {str(tensor.dtype) for tensor in load_file(tmp_path / name / "model.safetensors").values()}
+        assert written == {f"torch.{stored if name == 'same' else 'float16'}"}
+    before, same, half = (json.loads((tmp_path / n / "config.json").read_text()) for n in ("theirs", "same", "half"))
+    assert same == before
+    assert half == {**before, "dtype": "float16"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.float16
+
+
+def test_numbers_that_the_format_does_not_have_are_not_written(
+    tmp_path: Path, text: Path, ours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(ours / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, ours / "model.safetensors")
+    out = tmp_path / "out"
+    assert _train(ours, text, out, "--steps", "1", "--export-dtype", "float16") == 2
+    assert "norm.weight has numbers too large for float16" in capsys.readouterr().err
+    assert not (out / "model.safetensors").exists()
+    assert _train(ours, text, out, "--steps", "1", "--export-dtype", "bfloat16", "--resume") == 0
+
+
+def test_documents_are_parted_by_the_models_own_end_and_begun_as_its_prompts_are(tmp_path: Path) -> None:
+    theirs, out, text = tmp_path / "theirs", tmp_path / "out", tmp_path / "four.txt"
+    text.write_text("\n\n\n".join(f"{number}. {TEXT}" for number in range(4)))
+    _theirs("llama-b", theirs)
+    (theirs / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    assert _train(theirs, text, out, "--steps", "1") == 0
+    (tokens,) = out.glob(".training/*/train.bin")
+    ids = np.fromfile(tokens, dtype="uint16").tolist()
+    begin = sample_tokenizers.llama3().token_to_id("<|begin|>")
+    assert ids[:2] == [7, begin] and ids.count(begin) == 4
+    assert separator(Tokenizer.train([TEXT], 300)) == [0]
+
+
+def test_lines_too_are_ended_as_the_model_ends_a_text(tmp_path: Path, ours: Path) -> None:
+    (tmp_path / "lines.txt").write_text("the fox sang\nwho are you\n" * 30)
+    before = (ours / "tokenizer.json").read_bytes()
+    assert _train(ours, tmp_path / "lines.txt", tmp_path / "out", "--steps", "30", "--per-line", "--lr", "0.01") == 0
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == before
+    decoder, tokenizer = load(tmp_path / "out", device=CPU, dtype=torch.float32).decoder, Tokenizer.load(ours)
+    line = generate(decoder, tokenizer.encode("<|endoftext|>the fox"), 12, eos_ids=(0,))
+    assert line[-1] == 0 and tokenizer.decode(line) == " sang"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--preset", "nano"], "--preset and --init contradict"),
+        (["--layers", "3", "--vocab-size", "300"], "--layers, --vocab-size and --init contradict"),
+        (["--tokenizer", "words"], "--tokenizer and --init contradict"),
+    ],
+)
+def test_flags_that_contradict_the_model_are_named(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--init", "x", "--data", "y", "--out", "z", *flags])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and words in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--context", "257"], "from 2 to the 256 positions that the model in"),
+        (["--context", "1"], "from 2 to the 256 positions"),
+        (["--pairs", "x.tsv"], "has no encoder"),
+        (["--init", "nowhere"], "nowhere: no such directory"),
+    ],
+)
+def test_what_the_model_cannot_do_is_one_clear_line(
+    tmp_path: Path, text: Path, ours: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(ours, text, tmp_path / "out", *flags) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and words in error
+
+
+def _pickled(base: Path) -> None:
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+
+
+def _quantised(base: Path) -> None:
+    raw = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "gptq"}}))
+
+
+def _endless(base: Path) -> None:
+    raw = json.loads((base / "config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 5000}))
+    assert raw["vocab_size"] < 5000
+
+
+def _changed(base: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, base / "model.safetensors")
+    write_files(base, {"manifest.json": manifest_file({"model.safetensors": b"another"})})
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda base: (base / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
+        (lambda base: sample_tokenizers.save(sample_tokenizers.gpt2(), base), None),
+        (lambda base: shutil.copy(base / "config.json", base / "tokenizer.json"), "tokenizer.json: not a tokenizer"),
+        (_pickled, "pytorch_model.bin is not read"),
+        (_quantised, "the weights are quantised"),
+        (_endless, "eos_token_id 5000"),
+        (_changed, "is not the file that manifest.json names"),
+    ],
+)
+def test_a_directory_that_is_no_model_is_refused(
+    tmp_path: Path, text: Path, ours: Path, break_it: Any, words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_it(ours)
+    assert _train(ours, text, tmp_path / "out", "--steps", "1") == (2 if words else 0)
+    error = capsys.readouterr().err
+    assert error.count("\n") == (1 if words else 0) and (words or "") in error
+
+
+def test_defaults_are_those_of_fine_tuning() -> None:
+    options = parse(["--init", "x", "--data", "y", "--out", "z"])
+    assert (options.optimizer, options.windows, options.warm_up, options.epochs) == ("adamw", 8, 10, 3.0)
+    assert options.lr is None  # follows from the width
+    options = parse(["--init", "x", "--data", "y", "--out", "z", "--steps", "9", "--lr", "0.1"])
+    assert (options.steps, options.epochs, options.lr) == (9, None, 0.1)
+
+
+def _bits(printed: str) -> float:
+    line = next(line for line in printed.splitlines() if line.startswith("held-out bits per byte"))
+    return float(line.split()[4])

@@ -1,0 +1,227 @@
+"""Every preset of the notebooks trains by the project's own script: from text, from lines, from pairs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import load
+from model.checkpoint.model_summary import shape_lines
+from model.config import ConfigError
+from model.nn.reference import generate
+from model.presets import preset, reshaped
+from model.tokenizer.tokenizer import Tokenizer
+from model.train.__main__ import main
+from model.train.loop import Loop
+from model.train.run import Run
+from model.train.setup.options import parse, shape
+from tests.support.model.tiny_models import TEXT
+from tests.support.model.training_runs import EXACT, shorten_samples
+
+pytestmark = pytest.mark.slow
+
+STATQUEST = "what is statquest <EOS> awesome <EOS>\nstatquest is what <EOS> awesome <EOS>\n"
+TINY = ["--layers", "2", "--width", "32", "--heads", "4", "--device", "cpu"]
+WORDS = ["--tokenizer", "words", "--context", "16"]
+
+
+def _reversed_digits(n: int, *, seed: int) -> list[tuple[str, str]]:
+    chance, found = random.Random(seed), set()
+    while len(found) < n:
+        found.add(tuple(chance.choice("012345") for _ in range(chance.randint(3, 4))))
+    return [(" ".join(digits), " ".join(reversed(digits))) for digits in sorted(found)]
+
+
+def _write_pairs(path: Path, pairs: list[tuple[str, str]]) -> str:
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_samples(monkeypatch)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, list[str]]:
+    """Flags that name something to learn from, by its form."""
+    (tmp_path / "text.txt").write_text(TEXT * 3)
+    (tmp_path / "lines.txt").write_text(STATQUEST)
+    pairs = _write_pairs(tmp_path / "pairs.tsv", _reversed_digits(200, seed=1))
+    text = ["--data", str(tmp_path / "text.txt"), "--vocab-size", "300", "--context", "32", "--windows", "4"]
+    return {"text": text, "lines": ["--data", str(tmp_path / "lines.txt")], "pairs": ["--pairs", pairs, *WORDS]}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "flags"),
+    [
+        ("textbook", "text", [*TINY, "--steps", "50"]),
+        ("standalone", "text", [*TINY, "--steps", "50"]),
+        ("gpt", "text", [*TINY, "--steps", "50"]),
+        ("gpt", "text", [*TINY, "--steps", "80", "--optimizer", "adamw", "--end-token", "<END>"]),
+        ("toy", "lines", ["--steps", "60"]),
+        ("cross", "pairs", [*TINY, "--steps", "50"]),
+    ],
+)
+def test_each_preset_learns_is_saved_and_comes_back(
+    tmp_path: Path, data: dict[str, list[str]], name: str, form: str, flags: list[str]
+) -> None:
+    out = tmp_path / "out"
+    run = Run(parse(["--preset", name, "--out", str(out), *data[form], *flags, *EXACT]), "the command")
+    before, batch = run.loop.bits_per_byte(), run.material.batch(0)
+    first = float(run.objective.loss_sum(batch).detach())
+    run.train()
+    assert float(run.objective.loss_sum(batch).detach()) < 0.9 * first
+    assert run.loop.bits_per_byte() < 0.9 * before
+    decoder = load(out, device=torch.device("cpu"), dtype=torch.float32).decoder
+    assert decoder.config == run.shape
+    prompt = run.material.prompts[0]
+    told = generate(decoder, prompt.tokens[:3], 3, source=prompt.source)
+    assert told == generate(run.decoder, prompt.tokens[:3], 3, source=prompt.source)
+    assert len(told) == 3
+    card = (out / "README.md").read_text()
+    assert all(f"| {what} | {text} |" in card for what, text in shape_lines(run.shape)) and "llama" not in card
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
+    tmp_path: Path, data: dict[str, list[str]], seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run = Run(parse(["--preset", "toy", *data["lines"], "--out", str(out), "--seed", str(seed)]), "")
+    run.train()
+    tokenizer = run.material.tokenizer
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = load(out, device=torch.device("cpu"), dtype=dtype).decoder
+        for question in ("what is statquest <EOS>", "statquest is what <EOS>"):
+            answer = generate(decoder, tokenizer.encode(question), 2, eos_ids=(0,))
+            assert answer == tokenizer.encode("awesome <EOS>")
+    printed = capsys.readouterr().out
+    assert "held-out: none, 2 lines are too few; bits per byte are of the training lines" in printed
+    assert "training bits per byte 0.0" in printed
+
+
+def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
+    tmp_path: Path, data: dict[str, list[str]]
+) -> None:
+    pairs = _reversed_digits(1100, seed=2)
+    unseen = set(random.Random(3).sample(pairs, 40))
+    _write_pairs(tmp_path / "pairs.tsv", [pair for pair in pairs if pair not in unseen])
+    flags = ["--preset", "cross", *data["pairs"], *TINY, "--steps", "200", "--out", str(tmp_path / "out")]
+    run = Run(parse(flags), "")
+    run.train()
+    tokenizer, right = run.material.tokenizer, 0
+    for source, target in sorted(unseen):
+        read, told = tokenizer.encode_many([source, target])
+        right += generate(run.decoder, tokenizer.encode(""), 8, source=read, eos_ids=(0,)) == [*told, 0]
+    assert right >= 38
+
+
+def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Loop, "done", property(lambda loop: loop.step / min(loop.limits.steps, 3)))
+    path = _write_pairs(tmp_path / "translations.tsv", [("the moon", "der Mond"), ("the night", "die Nacht")])
+    flags = ["--preset", "cross", "--pairs", path, "--out", str(tmp_path / "out"), *TINY]
+    assert parse(flags).steps > 1000
+    assert main(flags) == 0
+    size = Tokenizer.load(tmp_path / "out").vocab_size
+    assert f"a vocabulary of {size}, the text supports no more; held-out: none" in capsys.readouterr().out
+    assert 257 < size < 300
+    assert main([*flags, "--overwrite", "--vocab-size", str(size)]) == 0
+    assert "supports" not in capsys.readouterr().out
+    assert main([*flags, "--overwrite", "--vocab-size", str(size + 1)]) == 2
+    assert f"supports only {size} tokens" in capsys.readouterr().err
+
+
+def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
+    path, lines = tmp_path / "lines.txt", ["the moon was bright", "the moon was bright and the night was long"]
+    path.write_text("\n".join(lines))
+    flags = ["--preset", "gpt", "--per-line", *WORDS, *TINY, "--data", str(path), "--out", str(tmp_path / "out")]
+    run = Run(parse([*flags, "--steps", "60"]), "")
+    run.train()
+    tokenizer = run.material.tokenizer
+    told = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
+    assert tokenizer.decode(told).strip() in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "content", "words"),
+    [
+        ("cross", ["--pairs"], "1 2\t2 1\n1 2 3\n", "line 2: a pair is a source, one tab and a target"),
+        ("cross", ["--pairs"], "1 2\t2 1\t\n", "line 1: a pair is"),
+        ("cross", ["--pairs"], "1 2\t2 1\n \t1\n", "line 2: the source is empty"),
+        ("cross", ["--pairs"], "1 2\t2 1\n" + "1 " * 17 + "\t1\n", "line 2: the source has 17 tokens"),
+        ("cross", ["--pairs"], "1 2\t2 1\n1\t" + "1 " * 15 + "\n", "line 2: the target with its start and end has 17"),
+        ("cross", ["--per-line", "--pairs"], "1\t1\n", "--per-line goes with --data"),
+        ("cross", ["--data"], "1\t1\n", "use --pairs FILE.tsv"),
+        ("gpt", ["--pairs"], "1\t1\n", "use --data, or --preset cross"),
+        ("toy", ["--data"], "a b\n\n" + "a " * 16 + "\n", "line 3: the line with its end has 17 tokens"),
+        ("toy", ["--data"], "a b\n<EOS>\n", "line 2: nothing stands before the end token"),
+        ("toy", ["--end-token", "a b", "--data"], "a b\n", "--end-token must be one word"),
+        ("toy", ["--vocab-size", "2", "--data"], "a b\n", "--vocab-size must be at least 3"),
+        ("gpt", ["--per-line", "--straighten", "0.5", "--data"], "a b\n", "--straighten is for running text"),
+        ("gpt", ["--width", "100", "--heads", "3", "--data"], "a b\n", "cannot be shared by 3 heads"),
+        ("small", ["--heads", "4", "--kv-heads", "3", "--data"], "a b\n", "cannot share 3 key/value heads"),
+        ("small", ["--width", "12", "--heads", "4", "--data"], "a b\n", "even share"),
+        ("gpt", ["--end-token", "The", "--vocab-size", "300", "--data"], TEXT * 2, "also a piece of the text"),
+    ],
+)
+def test_what_cannot_be_learnt_is_one_clear_line(
+    tmp_path: Path, name: str, flags: list[str], content: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "input.tsv"
+    path.write_text(content)
+    context = WORDS if name in ("cross", "toy") else []
+    assert main(["--preset", name, *context, *flags, str(path), "--out", str(tmp_path / "out"), "--steps", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_flags_override_the_recipe_of_the_preset() -> None:
+    def parsed(*flags: str) -> tuple[object, ...]:
+        options = parse(["--out", "x", "--data", "y", *flags])
+        return options.optimizer, options.lr, options.tokenizer, options.per_line, options.steps, options.windows
+
+    assert parsed() == ("muon", 0.004, "bpe", False, None, 16)
+    assert parsed("--optimizer", "adamw") == ("adamw", 0.001, "bpe", False, None, 16)
+    assert parsed("--preset", "toy") == ("adamw", 0.1, "words", True, 400, 2)
+    other = ["--optimizer", "muon", "--tokenizer", "bpe", "--no-per-line", "--epochs", "3", "--windows", "5"]
+    assert parsed("--preset", "toy", *other) == ("muon", 0.004, "bpe", False, None, 5)
+    assert parsed("--preset", "toy", "--lr", "0.5", "--steps", "7")[1::3] == (0.5, 7)
+
+
+def test_shape_flags_keep_the_proportions_of_the_preset() -> None:
+    config = shape(parse(["--preset", "textbook", "--data", "x", "--out", "y", "--steps", "1", *TINY]))
+    assert (config.n_layers, config.width, config.n_heads, config.n_kv_heads, config.head_dim) == (2, 32, 4, 4, 8)
+    assert (config.mlp_width, config.embedding_scale) == (128, 32**0.5)
+    small = preset("small")
+    assert reshaped(small) == small
+    assert reshaped(small, n_heads=8).n_kv_heads == 4
+    assert reshaped(small, n_heads=3, width=96).n_kv_heads == 3
+    assert reshaped(small, mlp_width=100).mlp_width == 100
+    assert reshaped(preset("cross"), n_layers=5).n_encoder_layers == 5
+    with pytest.raises(ConfigError, match="multiple"):
+        reshaped(small, width=250)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("small", ["5 layers x 256", "4 heads, 2 kv heads, head_dim 64", "rmsnorm", "rotary", "704, silu, gated"]),
+        ("textbook", ["position post, without final norm", "sinusoidal", "2048, relu, not gated", "times 22.6"]),
+        ("standalone", ["learned", "scale 1/sqrt(width)", "bias: output"]),
+        (
+            "toy",
+            ["1 layers x 2", "1 heads, 1 kv heads, head_dim 2", "norm none", "feed-forward none", "no output proj"],
+        ),
+        ("cross", ["3 layers x 256", "encoder of 3 layers with cross-attention"]),
+    ],
+)
+def test_a_shape_is_told_in_the_words_of_the_field(name: str, words: list[str]) -> None:
+    told = "; ".join(" ".join(line) for line in shape_lines(preset(name)))
+    assert all(part in told for part in words), told

@@ -1,0 +1,198 @@
+"""A run that goes on: the same numbers bit for bit, its own flags, its own data, the newest whole snapshot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.files import CheckpointError
+from model.train.__main__ import main
+from model.train.training_checkpoint import Position, load_snapshot, save_snapshot
+from tests.support.model.tiny_models import TEXT
+from tests.support.model.training_runs import (
+    EXACT,
+    SMALL,
+    TINY,
+    at_micro_batch,
+    same,
+    signal_after,
+    state_of,
+    train,
+    train_until,
+    weights_of,
+)
+
+pytestmark = pytest.mark.slow
+
+LINES = "".join(f"the {a} saw the {b}\n" for a in "abcd" for b in "vwxyz")
+PAIRS = "".join(f"{a} {b}\t{b} {a}\n" for a in range(5) for b in range(5))
+WORDS = ["--tokenizer", "words"]
+FORMS = {
+    "windows, muon": (["--optimizer", "muon"], ""),
+    "windows, adamw, cosine, average": (["--optimizer", "adamw", "--schedule", "cosine", "--ema", "0.9"], ""),
+    "windows in micro-batches": (["--micro-windows", "1"], ""),
+    "lines": ([*WORDS, "--per-line"], LINES),
+    "pairs": ([*WORDS, "--preset", "cross", "--pairs"], PAIRS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ten_steps_resumed_for_ten_more_equal_twenty_bit_for_bit(tmp_path: Path, text: Path, form: str) -> None:
+    """Weights, optimiser, average, best weights and position."""
+    flags, content = FORMS[form]
+    if content:
+        text.write_text(content)
+    data = [str(text)] if flags[-1] == "--pairs" else ["--data", str(text)]
+    command = [*SMALL, *TINY, *EXACT, "--steps", "20", "--warm-up", "5", *flags, *data, "--out"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        signal_after(10, patch)
+        assert main([*command, str(tmp_path / "halves")]) == 143
+    assert not (tmp_path / "halves/model.safetensors").exists()
+    assert main([*command, str(tmp_path / "halves"), "--resume"]) == 0
+    whole, halves = (load_snapshot(tmp_path / name / ".training") for name in ("whole", "halves"))
+    assert whole and halves and same(whole[1], halves[1])
+    assert {owner.partition(".")[0] for owner in whole[1]} >= {"decoder", "adamw", "best"}
+    a, b = (json.loads(found[0].as_json()) | {"seconds": 0} for found in (whole, halves))
+    assert a == b and a["step"] == 20 and a["best_step"] > 0
+    assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "halves"))
+
+
+def test_where_there_is_nothing_to_go_on_from_that_is_told(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "out", *TINY, "--steps", "1", "--resume") == 0
+    assert "note: there is no snapshot to go on from; the run begins anew" in capsys.readouterr().out
+
+
+def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    train_until(2, text, out, *TINY, "--steps", "4")
+    capsys.readouterr()
+    assert train(text, out, *TINY, "--steps", "4") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert train(text, out, *TINY, "--steps", "4", "--resume", "--context", "16") == 2
+    assert "another shape" in capsys.readouterr().err
+    text.write_text(TEXT * 4)
+    assert train(text, out, *TINY, "--steps", "4", "--resume") == 2
+    assert "other data" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_only_with_the_flags_that_it_had(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY, "--steps", "2", "--dtype", "float32", "--lr", "0.003"]
+    out = tmp_path / "out"
+    train_until(1, text, out, *flags)
+    others = ["--seed 2", "--windows 5", "--matrix-lr 0.1", "--lr 0.1", "--weight-decay 0.1", "--dtype bfloat16"]
+    for other in [*others, "--optimizer adamw", "--lr 0.1 --seed 3"]:
+        capsys.readouterr()
+        assert train(text, out, *flags, *other.split(), "--resume") == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        named = [word for word in error.split() if word.startswith("--")]
+        assert sorted(named) == sorted([*other.split()[::2], "--overwrite"])
+    assert " had --seed 1 --lr 0.003; give the same" in error
+    assert train(text, out, *flags, "--resume") == 0
+
+
+def test_overwriting_forgets_the_old_run(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    assert train(text, out, *TINY, "--steps", "6") == 0
+    train_until(2, text, out, *TINY, "--steps", "4", "--overwrite")
+    found = load_snapshot(out / ".training")
+    assert found
+    assert found[0].step == 2
+
+
+def test_a_run_may_be_made_longer_and_its_bits_differ_by_rounding_only(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, flags = tmp_path / "out", [*TINY, *EXACT]
+    assert train(text, out, "--steps", "2", *flags) == 0
+    assert "note:" not in capsys.readouterr().out
+    assert train(text, out, "--steps", "4", *flags, "--micro-windows", "1", "--resume") == 0
+    printed = capsys.readouterr().out
+    assert "note: the run had --steps 2; it ends with --steps 4 now, and its schedule follows" in printed
+    assert "note: the run had --micro-windows auto: it goes on the same up to rounding, not bit for bit" in printed
+    assert state_of(out)[0] == 4
+
+
+def test_micro_batches_change_nothing_but_rounding(tmp_path: Path, text: Path) -> None:
+    for number in ("1", "3", "4"):
+        flags = ["--optimizer", "adamw", "--steps", "5", "--micro-windows", number]
+        assert train(text, tmp_path / number, *TINY, *EXACT, *flags) == 0
+    one, three, four = (weights_of(tmp_path / number) for number in ("1", "3", "4"))
+    assert all(torch.allclose(one[name], four[name], atol=1e-4) for name in one)
+    assert all(torch.allclose(one[name], three[name], atol=1e-4) for name in one)
+
+
+def test_a_snapshot_of_a_later_version_is_named_as_such(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    train_until(2, text, out, "--steps", "4", *TINY)
+    path = out / ".training/step-00000002/position.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
+    capsys.readouterr()
+    assert train(text, out, "--steps", "4", *TINY, "--resume") == 2
+    error = capsys.readouterr().err
+    assert "has format 99" in error and "--overwrite" in error and error.count("\n") == 1
+
+
+def test_the_newest_readable_snapshot_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def position(step: int) -> Position:
+        return Position(step=step, seconds=1.0, digest="d", shape="s", flags={})
+
+    save_snapshot(tmp_path, position(1), {"x": torch.ones(1)})
+    older = tmp_path / "kept"
+    (tmp_path / "step-00000001").rename(older)
+    save_snapshot(tmp_path, position(2), {"x": torch.ones(1)})
+    older.rename(tmp_path / "step-00000001")
+    (tmp_path / "step-00000002/state.safetensors").write_bytes(b"torn")
+    (tmp_path / ".step-00000003").mkdir()
+    found = load_snapshot(tmp_path)
+    assert found
+    assert found[0].step == 1
+    assert "damaged" in capsys.readouterr().out
+    save_snapshot(tmp_path, position(2), {"x": torch.zeros(1)})
+    found = load_snapshot(tmp_path)
+    assert found
+    assert found[0].step == 2, "a damaged snapshot is replaced by a good one of the same step"
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "{}", '{"step": 1}', '{"format": 2, "steps": 1}', "{"])
+def test_a_damaged_position_is_passed_over(tmp_path: Path, content: str) -> None:
+    save_snapshot(tmp_path, Position(step=1, seconds=1.0, digest="d", shape="s", flags={}), {"x": torch.ones(1)})
+    (tmp_path / "step-00000001/position.json").write_text(content)
+    if content in ("{}", '{"step": 1}'):  # whole, but of another version
+        with pytest.raises(CheckpointError, match="has format 1"):
+            load_snapshot(tmp_path)
+    else:
+        assert load_snapshot(tmp_path) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_run_killed_with_nine_ends_as_if_it_had_not_been(tmp_path: Path, text: Path) -> None:
+    """In a fork, within step 8; the snapshot is of step 7. Kills within a save are R12's (tests/promises)."""
+    flags = [*TINY, *EXACT, "--steps", "12", "--warm-up", "5"]
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    assert train(text, tmp_path / "whole", *flags) == 0
+    child = os.fork()
+    if child == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            at_micro_batch(8, patch, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            train(text, tmp_path / "out", *flags, "--save-seconds", "0.000001")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert state_of(tmp_path / "out")[0] == 7
+    assert train(text, tmp_path / "out", *flags, "--resume") == 0
+    assert same(state_of(tmp_path / "whole")[1], state_of(tmp_path / "out")[1])
+    assert same(weights_of(tmp_path / "whole"), weights_of(tmp_path / "out"))

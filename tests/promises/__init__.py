@@ -1,0 +1,1 @@
+"""One test file or more for each promise of RELIABILITY.md: make promises."""

@@ -1,0 +1,1 @@
+"""Tests of the repository itself: docs, import rules, installation, deployment files."""

@@ -1,0 +1,178 @@
+"""What deploy/ and the compose files say agrees with the service: its settings, routes and metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from app.api.health import router
+from app.common.settings import Settings
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+KUBERNETES = ROOT / "deploy/kubernetes"
+QUEUE = "inkstream_requests_waiting"
+
+
+def _read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def _pod() -> Any:
+    return _read("deploy/kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+
+
+def _container() -> Any:
+    (container,) = _pod()["containers"]
+    return container
+
+
+def _variables(container: Any) -> dict[str, str]:
+    return {one["name"]: one.get("value", "") for one in container["env"]}
+
+
+def test_a_pod_has_time_to_drain() -> None:
+    """The pause before SIGTERM counts; a few seconds more, for the processes to end."""
+    (_, pause) = _container()["lifecycle"]["preStop"]["exec"]["command"]
+    assert _pod()["terminationGracePeriodSeconds"] > int(pause) + Settings().drain_timeout + 5
+
+
+def test_compose_gives_nginx_no_less_time_than_the_service() -> None:
+    services = _read("docker-compose.yml")["services"]
+    assert services["nginx"]["stop_grace_period"] == services["inkstream"]["stop_grace_period"]
+    assert services["nginx"]["stop_signal"] == "SIGQUIT"
+
+
+def test_a_pod_has_no_rights() -> None:
+    pod, container = _pod(), _container()
+    who = {key: pod["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
+    assert set(who.values()) == {10001} and pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod["automountServiceAccountToken"] is False
+    assert _read("deploy/kubernetes/network.yaml")["spec"]["egress"] == []
+
+
+def test_probes_ask_routes_that_need_no_key_and_liveness_does_not_ask_the_engine() -> None:
+    container = _container()
+    asked = {kind: container[kind]["httpGet"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    paths = {getattr(route, "path", "") for route in router.routes}
+    assert {probe["path"] for probe in asked.values()} <= paths
+    assert asked["livenessProbe"]["path"] == "/health/live"
+    assert asked["readinessProbe"]["path"] == asked["startupProbe"]["path"] == "/health/ready"
+    assert all(probe["port"] == "http" for probe in asked.values())
+    assert container["ports"] == [{"name": "http", "containerPort": Settings().port}]
+
+
+@pytest.mark.parametrize("file", ["deployment.yaml", "gpu/deployment.yaml"])
+def test_every_variable_of_a_pod_is_a_setting(file: str) -> None:
+    (container,) = _read(f"deploy/kubernetes/{file}")["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == _container()["name"]
+    for name in _variables(container):
+        assert name == "NAMESPACE" or name.removeprefix("INKSTREAM_").lower() in Settings.model_fields
+
+
+def test_kubernetes_sets_no_variable_of_ours() -> None:
+    """A Service called inkstream would be INKSTREAM_PORT=tcp://..., in place of a number."""
+    assert _read("deploy/kubernetes/service.yaml")["metadata"]["name"] == "inkstream"
+    assert _pod()["enableServiceLinks"] is False
+
+
+def test_the_keys_are_a_folder_with_a_file_for_the_group() -> None:
+    (mount,) = [one for one in _container()["volumeMounts"] if one["name"] == "keys"]
+    (volume,) = [one for one in _pod()["volumes"] if one["name"] == "keys"]
+    assert volume["secret"]["defaultMode"] == 0o440 and mount["readOnly"] is True and "subPath" not in mount
+    assert str(Path(_variables(_container())["INKSTREAM_KEYS_FILE"]).parent) == mount["mountPath"]
+
+
+def test_everything_selects_the_same_pods() -> None:
+    labels = {"app.kubernetes.io/name": "inkstream"}
+    deployment = _read("deploy/kubernetes/deployment.yaml")["spec"]
+    assert deployment["template"]["metadata"]["labels"] == deployment["selector"]["matchLabels"] == labels
+    assert _read("deploy/kubernetes/service.yaml")["spec"]["selector"] == labels
+    assert _read("deploy/kubernetes/disruption.yaml")["spec"]["selector"]["matchLabels"] == labels
+    assert _read("deploy/kubernetes/network.yaml")["spec"]["podSelector"]["matchLabels"] == labels
+    target = _read("deploy/kubernetes/autoscaler.yaml")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", "inkstream")
+
+
+def test_every_manifest_is_applied_and_validated() -> None:
+    files = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(_read("deploy/kubernetes/kustomization.yaml")["resources"]) == files
+    (line,) = re.findall(
+        r"^MANIFESTS := \$\(addprefix deploy/kubernetes/,(.*)\)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert set(line.split()) == files
+    assert "replicas" not in _read("deploy/kubernetes/deployment.yaml")["spec"], "they are the autoscaler's"
+
+
+def test_every_metric_that_is_looked_at_is_there(server: Server) -> None:
+    """In the dashboard, the alerts and the autoscaler; and the dashboard leaves none out."""
+    text = httpx.get(f"{server.url}/metrics").text
+    there = set(re.findall(r"^# TYPE (inkstream_\w+) ", text, re.M))
+    there = {name for name in there if not name.endswith("_created")}
+    shown = _metrics((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
+    assert shown == there
+    only_with_several_engines = {"inkstream_replica_ready"}  # tests/engine_client/test_two_engines.py asks for it
+    assert _metrics((ROOT / "deploy/prometheus/alerts.yml").read_text()) - only_with_several_engines <= there
+    (scaled,) = _read("deploy/kubernetes/autoscaler.yaml")["spec"]["metrics"]
+    assert scaled["pods"]["metric"]["name"] == QUEUE in there
+    assert f"seriesQuery: '{QUEUE}{{" in (ROOT / "docs/deploy.md").read_text()
+
+
+def _metrics(queries: str) -> set[str]:
+    return {name.removesuffix("_bucket") for name in re.findall(r"\b(inkstream_\w+)", queries)}
+
+
+def test_grafana_finds_its_dashboard_and_prometheus() -> None:
+    grafana = _read("docker-compose.yml")["services"]["grafana"]
+    (source,) = _read("deploy/grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    (provider,) = _read("deploy/grafana/provisioning/dashboards/inkstream.yaml")["providers"]
+    assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
+    board = json.loads((ROOT / "deploy/grafana/dashboards/inkstream.json").read_text())
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} == {source["uid"]}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_prometheus_and_nginx_go_where_the_service_is() -> None:
+    (job,) = _read("deploy/prometheus/prometheus.yml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"inkstream:{Settings().port}"]}]
+    nginx = (ROOT / "deploy/nginx/inkstream.conf").read_text()
+    assert f"server inkstream:{Settings().port};" in nginx
+    (kept,) = re.findall(r"keepalive_timeout (\d+)s;", nginx)
+    (silent,) = re.findall(r"proxy_read_timeout (\d+)s;", nginx)
+    assert int(kept) < Settings().keep_alive_timeout and int(silent) > Settings().request_timeout
+    assert Settings().max_body_bytes == 1 << 20 and "client_max_body_size 1m;" in nginx
+
+
+def test_the_files_with_keys_and_for_a_gpu_change_the_service_only() -> None:
+    with_keys, with_gpu = _read("compose.keys.yaml"), _read("compose.gpu.yaml")
+    assert set(with_keys["services"]) == set(with_gpu["services"]) == {"inkstream"}
+    (secret,) = with_keys["services"]["inkstream"]["secrets"]
+    said = with_keys["services"]["inkstream"]["environment"]
+    assert said["INKSTREAM_KEYS_FILE"] == f"/run/secrets/{secret}" and secret in with_keys["secrets"]
+    assert said["INKSTREAM_INSECURE_NO_AUTH"] == "false"
+    assert with_gpu["services"]["inkstream"]["build"]["args"] == {"TORCH_INDEX": "", "BASE": "python:3.12"}
+
+
+def test_what_is_compiled_for_a_gpu_outlives_the_container() -> None:
+    """In a directory that the image has made for its user, since a new volume takes over its owner."""
+    service, pod = _read("compose.gpu.yaml"), _read("deploy/kubernetes/gpu/deployment.yaml")["spec"]["template"]["spec"]
+    directory = service["services"]["inkstream"]["environment"]["INKSTREAM_CACHE_DIR"]
+    (volume,) = service["services"]["inkstream"]["volumes"]
+    assert volume == f"cache:{directory}" and "cache" in service["volumes"]
+    assert f"install -d -o 10001 -g 10001 {directory} " in (ROOT / "Dockerfile").read_text()
+    (container,) = pod["containers"]
+    assert _variables(container)["INKSTREAM_CACHE_DIR"] == directory
+    assert container["volumeMounts"] == [{"name": "cache", "mountPath": directory}]
+    assert [volume["name"] for volume in pod["volumes"]] == ["cache"]

@@ -1,0 +1,91 @@
+"""README.md and docs match the code: settings table, tree, fields, example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from app.api.native.routes import CompleteRequest
+from app.common.settings import Settings
+from model.nn.transformer import Decoder
+from model.presets import PRESET_NAMES, preset
+from tests.support.completion_client import parse_events, whole
+from tests.support.nodejs import NODE
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+README = (ROOT / "README.md").read_text()
+API = (ROOT / "docs/api.md").read_text()
+SETTINGS = (ROOT / "docs/settings.md").read_text()
+
+
+def settings_table() -> str:
+    """The table in docs/settings.md."""
+    rows = ["| flag | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        rows.append(f"| `--{name.replace('_', '-')}` | {field.default} | {field.description} |")
+    return "\n".join(rows)
+
+
+def test_the_settings_table_is_made_from_the_settings() -> None:
+    assert settings_table() in SETTINGS, settings_table()
+
+
+def test_every_path_of_the_tree_exists_and_every_folder_is_in_it() -> None:
+    tree = README[README.index("model/            the") : README.index("tests/            mirrors")]
+    for line in tree.splitlines():
+        name = line.strip().split()[0]
+        assert (ROOT / name).exists() or (ROOT / "app" / name).exists(), name
+    for path in [p for p in (ROOT / "app").iterdir() if p.is_dir() and p.name != "__pycache__"]:
+        assert f"  {path.name}/" in tree, path
+
+
+def test_every_field_of_a_request_is_explained() -> None:
+    for name in CompleteRequest.model_fields:
+        assert f"`{name}`" in API, name
+
+
+def test_the_presets_have_the_sizes_that_are_told() -> None:
+    for name in PRESET_NAMES:
+        with torch.device("meta"):
+            size = Decoder(preset(name)).n_params
+        told = f"{size / 1e6:.1f} M" if size >= 100_000 else str(size)
+        assert re.search(rf"\| `{name}` \|.*\| {told} \|", README), name
+
+
+def test_the_curl_example_works(server: Server) -> None:
+    (command,) = re.findall(r"^curl -N .*$", README, re.MULTILINE)
+    url = server.url.removeprefix("http://")
+    command = command.replace("localhost:8000", url)
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    assert parse_events(result.stdout)[-1].name == "done"
+
+
+@pytest.mark.skipif(NODE is None, reason="no Node.js to run the JavaScript of docs/api.md with")
+def test_the_javascript_example_prints_the_text(server: Server) -> None:
+    (program,) = re.findall(r"```js\n(.*?)```", API, re.DOTALL)
+    program = program.replace("http://127.0.0.1:8000", server.url)
+    command = [NODE, "--input-type=module", "-e", program]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    expected = whole(server.url, prompt="Once upon a time", max_tokens=100, seed=7)
+    assert printed.replace("\n", "") == expected["choices"][0]["text"].replace("\n", "")
+
+
+def test_every_dependency_has_its_reason() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    wanted = [line for line in lines if re.match(r'\s+"[a-z\-]+(\[\w+\])?[>=]', line)]
+    assert len(wanted) > 15
+    assert all("#" in line for line in wanted)
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pins = dict(line.split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    names = re.findall(r'^\s+"([a-z\-]+)(?:\[\w+\])?[>=]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    pinned = {name.lower().replace("_", "-") for name in pins}
+    # ray: nothing installs that extra but make ray, which names its version. triton: a torch for CUDA names its own.
+    assert {name for name in names if name not in ("setuptools", "ray", "triton")} <= pinned
+    assert pins["torch"] == "2.13.0"

@@ -1,0 +1,310 @@
+"""Import rules: which folder may import which, what each may use from outside, no cycles, readable files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.longest_files import LONGEST
+from tests.support.paths import ROOT
+from tests.tools.repository_metrics import (
+    colliding_classes,
+    folder_sizes,
+    module_of,
+    package_edges,
+    package_of,
+    two_way_pairs,
+)
+
+FILES = sorted(p for folder in ("app", "model", "benchmarks", "deploy") for p in (ROOT / folder).rglob("*.py"))
+
+# a -> b: b, and all that stands to the right of it in any line, may import a. Folders are written without "app."; a
+# name stands for the folders in it that are not named themselves, and "app" for app/main.py and app/server.py alone.
+LAYERS = """
+model -> model.tokenizer -> model.checkpoint
+model -> model.nn -> model.families -> model.checkpoint
+model.checkpoint -> model.train.common -> model.train.data -> model.train.step -> model.train.setup
+model.train.setup -> model.train.reporting -> model.train -> __main__
+
+common -> engine.cpu.toolchain
+model -> engine.cpu.toolchain -> engine.cpu -> engine
+common -> engine.sampling -> engine.scheduling -> engine.execution -> engine.checks -> engine
+model.nn -> engine.quantization -> engine.cpu
+model.nn -> engine.memory -> engine.execution
+common -> engine.memory
+model.checkpoint -> engine.checks
+engine.sampling -> engine.cpu
+engine.sampling -> engine.guided -> engine.gpu
+engine.quantization -> engine.gpu.kernels
+engine.sampling -> engine.gpu.kernels -> engine.gpu.kernels.triton
+engine.gpu.kernels -> engine.gpu
+engine.cpu.toolchain -> engine.gpu
+engine.execution -> engine.gpu -> engine
+
+common -> access -> http -> api
+model -> access -> sandbox -> tokenization -> generation
+common -> engine_client -> generation -> serving
+model.checkpoint -> chat
+model.tokenizer -> guided
+model.tokenizer -> tokenization
+sandbox -> guided -> serving
+sandbox -> chat -> serving
+engine.cpu.toolchain -> serving
+serving -> api -> api.native -> app -> cli -> __main__
+api -> api.openai -> app
+api.native -> cluster
+engine -> cli
+"""
+
+# What each folder imports that is neither ours nor in the standard library. torch is the engine's and the network's.
+OUTSIDE = {
+    "app": {"fastapi", "msgspec", "uvicorn"},
+    "app.access": {"msgspec"},
+    "app.api": {"fastapi", "prometheus_client", "pydantic", "starlette"},
+    "app.chat": {"jinja2", "msgspec"},
+    "app.cli": {"pydantic"},
+    "app.cluster": {"fastapi", "prometheus_client", "starlette"},
+    "app.common": {"msgspec", "pydantic", "pydantic_settings", "uvicorn"},
+    "app.engine": {"msgspec", "torch"},
+    "app.engine.cpu.toolchain": set[str](),
+    "app.engine.gpu.kernels.triton": {"torch", "triton"},
+    "app.engine.scheduling": set[str](),
+    "app.engine_client": {"msgspec"},
+    "app.generation": {"msgspec"},
+    "app.guided": set[str](),
+    "app.http": {"fastapi", "httptools", "msgspec", "pydantic", "starlette", "uvicorn"},
+    "app.sandbox": set[str](),
+    "app.serving": set[str](),
+    "app.tokenization": {"msgspec", "tokenizers"},
+    "app.__main__": {"benchmarks"},
+    "model": {"torch"},
+    "model.checkpoint": {"safetensors", "torch"},
+    "model.tokenizer": {"msgspec", "tokenizers"},
+    "model.train": {"numpy", "safetensors", "tokenizers", "torch"},
+}
+
+
+def _layers() -> dict[str, set[str]]:
+    """Folder -> the folders that it may import."""
+    direct: dict[str, set[str]] = {}
+    for line in filter(None, LAYERS.splitlines()):
+        names = [name if re.match(r"(app|model)\b", name) else f"app.{name}" for name in line.split(" -> ")]
+        direct.setdefault(names[0], set())
+        for below, above in pairwise(names):
+            direct.setdefault(above, set()).add(below)
+    while True:
+        wider = {name: below.union(*(direct[other] for other in below)) for name, below in direct.items()}
+        if wider == direct:
+            return direct
+        direct = wider
+
+
+def _named(package: str, names: set[str]) -> str:
+    """The name that stands for a package: its own, or that of the next folder around it; app is no folder around."""
+    found = package
+    while found and found not in names:
+        found = found.rpartition(".")[0]
+    assert found and (found != "app" or package == "app"), f"{package} has no place in the layers of this file"
+    return found
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules that a file names in its imports, as written."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}: relative import"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _tops(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in _imports(path)} - {"__future__"}
+
+
+MODULE_FILES = {module_of(ROOT, path): path for path in FILES}
+GRAPH = {name: _imports(path) for name, path in MODULE_FILES.items()}
+MODULES = set(GRAPH)
+PACKAGES = {name: package_of(name, is_package=path.stem == "__init__") for name, path in MODULE_FILES.items()}
+PRODUCT = {name: path for name, path in MODULE_FILES.items() if name.partition(".")[0] in ("app", "model")}
+
+
+def _closure(module: str) -> set[str]:
+    """`module`, every project module that it imports directly or indirectly, and the packages of these modules."""
+    found, todo = set[str](), [module]
+    while todo:
+        name = todo.pop()
+        if name in MODULES and name not in found:
+            found.add(name)
+            todo += [*GRAPH[name], name.rpartition(".")[0]]
+    return found
+
+
+def test_folders_import_only_from_layers_below() -> None:
+    layers = _layers()
+    assert [name for name, below in layers.items() if name in below] == [], "LAYERS has a cycle"
+    wrong = []
+    for (source, target), lines in package_edges(ROOT).items():
+        above, below = _named(source, set(layers)), _named(target, set(layers))
+        if above != below and below not in layers[above]:
+            wrong += lines
+    assert wrong == []
+
+
+def test_a_gateway_knows_http_and_the_service_of_the_network_only_its_files() -> None:
+    """Stricter than the layers, for what a file names itself."""
+    edges = package_edges(ROOT)
+    of_cluster = {target for source, target in edges if source == "app.cluster"}
+    assert of_cluster <= {"app.access", "app.api", "app.api.native", "app.common", "app.http"}
+    service = {source for source, _ in edges if source.startswith("app.") and not source.startswith("app.engine.")}
+    service -= {"app.engine", "app.cli", "app.__main__"}
+    of_model = {target for source, target in edges if source in service and target.split(".")[0] == "model"}
+    assert of_model <= {"model", "model.checkpoint", "model.tokenizer"}
+    of_api = {target for source, target in edges if source.startswith("app.api") and target.split(".")[0] == "model"}
+    assert of_api == {"model.tokenizer"}
+
+
+def test_no_two_packages_import_each_other() -> None:
+    assert two_way_pairs(ROOT) == []
+
+
+def test_a_package_imports_nothing_by_itself() -> None:
+    """tests/repository/test_architecture.py asks what its docstring says."""
+    folders = {path.parent for path in PRODUCT.values()}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+    for path in (folder / "__init__.py" for folder in folders):
+        assert not _imports(path), path
+
+
+def test_no_folder_is_crowded_and_no_public_class_has_a_namesake() -> None:
+    assert {name: files for name, files in folder_sizes(ROOT).items() if files > 20} == {}
+    assert colliding_classes(ROOT) == {}
+
+
+def test_folders_use_only_what_they_may_from_outside() -> None:
+    """So the API process has no torch, the scheduler is pure, and Triton, which may be missing, stays in its folder."""
+    for name, path in PRODUCT.items():
+        outside = _tops(path) - sys.stdlib_module_names - {"app", "model"}
+        assert outside <= OUTSIDE[_named(PACKAGES[name], set(OUTSIDE))], path
+        if PACKAGES[name] in ("app.engine.scheduling", "model") or name.startswith("model."):
+            assert "asyncio" not in _tops(path), path
+
+
+def test_the_product_imports_neither_its_benchmarks_nor_what_deploys_it() -> None:
+    """Except behind the verb bench."""
+    users = {name for name in PRODUCT if {n.partition(".")[0] for n in GRAPH[name]} & {"benchmarks", "deploy", "tests"}}
+    assert users == {"app.__main__"}
+
+
+def test_only_two_files_wire_the_engine() -> None:
+    users = {name for name, known in GRAPH.items() if "app.engine.startup" in known and name in PRODUCT}
+    assert users == {"app.cli.check", "app.engine.__main__"}
+
+
+def test_the_builder_of_kernels_needs_only_python_and_what_its_stage_copies() -> None:
+    """A stage of a container compiles them before anything is installed."""
+    stage = (ROOT / "Dockerfile").read_text().partition("AS kernels")[2].partition("\nFROM")[0]
+    copied = {ROOT / word for line in re.findall("^COPY (.+)", stage, re.MULTILINE) for word in line.split()[:-1]}
+    for name in _closure("app.cli.compile"):
+        path = MODULE_FILES[name]
+        assert _tops(path) <= sys.stdlib_module_names | {"app"}, path
+        assert {path, *path.parents} & copied, f"{path} is not copied by the stage that compiles kernels"
+
+
+def _loads(*modules: str) -> set[str]:
+    """Which of the heavy packages are there once these modules are imported."""
+    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(done.stdout.split()) & {"torch", "numpy", "llguidance", "triton"}
+
+
+def test_the_api_process_never_imports_torch() -> None:
+    """Not even through a package of others. The verb check runs an engine of its own."""
+    others = {"app.cli.check", "app.common.llguidance_adapter"}
+    parts = [name for name in PRODUCT if name.startswith("app.") and not name.startswith("app.engine.")]
+    parts += [name for name in PRODUCT if PACKAGES[name] == "app.engine.cpu.toolchain"]
+    assert _loads(*(n for n in parts if not n.endswith(("_worker", "__main__")) and n not in others)) == set()
+
+
+@pytest.mark.parametrize("module", ["app.engine.worker_loop", *(n for n in PRODUCT if n.endswith("_worker"))])
+def test_the_loop_of_the_engine_and_helper_processes_start_without_torch(module: str) -> None:
+    assert _loads(module) <= {"llguidance"}
+
+
+def test_llguidance_has_one_adapter() -> None:
+    """It may be missing, so only the file that asks first may name it as a module."""
+    assert not [path for path in FILES if "llguidance" in _tops(path)]
+    named = [path for path in FILES if 'import_module("llguidance")' in path.read_text()]
+    assert named == [ROOT / "app/common/llguidance_adapter.py"]
+
+
+def test_triton_and_ray_stay_in_their_folders() -> None:
+    """Triton may be missing: nothing imports a kernel, but app/engine/gpu/triton_loader.py by name once it is there."""
+    kernels = {name for name in MODULES if name.startswith("app.engine.gpu.kernels.triton.")}
+    assert not [name for name, known in GRAPH.items() if known & kernels and name not in kernels]
+    for outside, folder in (("triton", "app.engine.gpu.kernels.triton."), ("ray", "deploy.")):
+        users = {name for name, known in GRAPH.items() if any(n.split(".")[0] == outside for n in known)}
+        assert users
+        assert all(name.startswith(folder) for name in users), users
+
+
+def test_imports_have_no_cycle() -> None:
+    edges = {name: sorted((names & MODULES) - {name}) for name, names in GRAPH.items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"cycle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for target in edges[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_imports_stand_at_the_top() -> None:
+    """Except where a process starts, which handles verbs and Ctrl+C before torch is read, and for annotations."""
+    for path in FILES:
+        if path not in (ROOT / "app/__main__.py", ROOT / "app/engine/__main__.py", ROOT / "model/train/__main__.py"):
+            top = ast.parse(path.read_text()).body
+            top = [s for s in top if not (isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")]
+            inner = [n for statement in top for n in ast.walk(statement) if n is not statement]
+            assert not [n for n in inner if isinstance(n, ast.Import | ast.ImportFrom)], path
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for path in FILES:
+        source = path.read_text()
+        assert source.isascii(), path
+        assert source.count("\n") <= 600, f"{path} has {source.count(chr(10))} lines"
+        tree = ast.parse(source)
+        assert not source or ast.get_docstring(tree), f"{path} does not say what it is"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 60, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_every_public_thing_says_what_it_does() -> None:
+    """Methods that implement another library's protocol are documented there."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for path in (p for p in FILES if p.relative_to(ROOT).parts[0] != "benchmarks"):
+        tree = ast.parse(path.read_text())
+        owners = [tree, *(n for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))]
+        for node in (node for owner in owners for node in owner.body):
+            if isinstance(node, kinds) and not node.name.startswith("_") and node.name not in ("forward", "collect"):
+                assert ast.get_docstring(node), f"{path}:{node.lineno} {node.name} has no docstring"
+
+
+def test_the_files_that_are_begun_first_are_there_once() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+    assert len(set(LONGEST)) == len(LONGEST)

@@ -1,0 +1,271 @@
+"""Every path, module, flag, variable and make target that docs, comments, strings and configuration mention exists."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from app.access.rate_limiter import RateLimits
+from app.api.native.routes import CompleteRequest
+from app.common.settings import Settings
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+HERE = "tests/repository/test_mentions.py"
+FOLDERS = ("app", "model", "benchmarks", "tests", "docs", "deploy")
+SUFFIXES = "py|md|h|cpp|js|mjs|css|html|toml|yml|yaml|conf|sh|lock|txt|json"
+READ = {"", ".py", ".md", ".h", ".cpp", ".js", ".mjs", ".html", ".toml", ".yml", ".yaml", ".conf", ".sh"}
+HISTORY = {"CHANGELOG.md", "docs/train-log.md"}
+"""Tell what was. What they name as a path has to exist all the same, so that a reader can follow it."""
+
+# Mentioned, and not in the repository: made by a run, named as an example, or from another project.
+MADE = ("app/engine/cpu/built", "benchmarks/results", "keys/keys.json")
+EXAMPLES = ("export.py", "about.md", "chars.py", "compare.py", "gpt.py", "notes.md", "transformer.h")
+FOREIGN = ("c10/cuda/CUDAException.cpp", "vendor/llama.cpp", "llama.cpp", "Python.h", "malloc.h", "sitecustomize.py")
+KNOWN = {*MADE, *EXAMPLES, *FOREIGN}
+# Names of tensors and files of Hugging Face; labels of Kubernetes; our examples' local variables.
+DOTTED = (
+    "model.safetensors",
+    "model.embed_tokens",
+    "model.layers",
+    "model.norm",
+    "model.__",
+    "app.kubernetes.io",
+    "model.name",
+    "model.eval",
+)
+# Of docker, kubectl, Ray, pip, curl, uvicorn, llama-server, torchrun and node, in commands that docs tell.
+# fmt: off
+FLAGS = {
+    "--install", "--query-gpu", "--tag",
+    "--address", "--build", "--build-arg", "--cap-drop", "--close", "--constraint", "--detach", "--durations",
+    "--env", "--extra-index-url", "--file", "--find-links", "--from-file", "--head", "--help", "--http2",
+    "--index-url", "--isolation", "--local-dir", "--logdir", "--mount", "--name", "--no-index",
+    "--nproc-per-node", "--num-gpus", "--only-binary", "--parallel", "--platform", "--profile", "--publish",
+    "--python-version", "--read-only", "--require-hashes", "--requirement", "--rm", "--security-opt",
+    "--shell", "--signal", "--test", "--time", "--tmpfs", "--upgrade", "--version", "--volume", "--wait",
+    "--wheels",
+}
+# fmt: on
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    """What git tracks, and what is new and not ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    return tuple(name for name in listed if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink())
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Basenames of all files."""
+    return frozenset(Path(name).name for name in _files())
+
+
+def _texts(name: str, kind: str) -> Iterator[tuple[int, str]]:
+    """Prose of a file with the lines it stands in: comments and strings of Python, all of anything else.
+
+    Of the strings in tests the docstrings alone, but for modules, which tests patch by name: all else that a test
+    names, it makes itself or fails without.
+    """
+    text = (ROOT / name).read_text()
+    if not name.endswith(".py"):
+        yield from enumerate(text.splitlines(), start=1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        is_prose = token.string.startswith('"""') or not name.startswith("tests/") or kind == "modules"
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and is_prose):
+            yield from enumerate(token.string.splitlines(), start=token.start[0])
+
+
+@cache
+def _prose(kind: str = "") -> tuple[tuple[str, int, str], ...]:
+    """File, line and text, of all files that people read; addresses of the web are left out."""
+    files = [name for name in _files() if Path(name).suffix in READ and name != HERE]
+    return tuple((name, line, re.sub(r"\w+://\S+", " ", text)) for name in files for line, text in _texts(name, kind))
+
+
+@cache
+def _exists(path: str, folder: Path) -> bool:
+    """Seen from the repository, from `folder`, from a folder above it; or as the end of some file's path."""
+    places = [place for place in (folder, *folder.parents) if place.is_relative_to(ROOT)]
+    inner = path.rstrip("/")
+    return any(any(place.glob(path)) for place in places) or any(fnmatch(name, f"*/{inner}") for name in _files())
+
+
+def missing_paths(text: str, folder: Path) -> list[str]:
+    """Missing files among the paths in `text` that start with a folder of this repository or have a suffix it uses."""
+    found = re.findall(r"(?<![\w.$@/{}<>~*-])((?:\.\./)?(?:[\w*-][\w.*-]*/)+[\w.*-]*)(?![{<])", text)
+    paths = [path.rstrip(".") for path in found]
+    ours = [p for p in paths if p.split("/")[0] in FOLDERS or re.search(rf"\.({SUFFIXES})$", p)]
+    return [p for p in ours if p.rstrip("/") not in KNOWN and not _exists(p, folder)]
+
+
+def missing_files(text: str) -> list[str]:
+    """Names of sources and pages without a folder: one file at least has each of them."""
+    found = re.findall(r"(?<![\w./*{}<>$%+-])([\w-]+\.(?:py|md|cpp|h))\b(?![/(\w-])", text)
+    return [name for name in found if name not in _names() | KNOWN]
+
+
+@cache
+def _defined(module: str) -> frozenset[str] | None:
+    """Names that a module has at its top; None where there is no such module."""
+    path = ROOT / module.replace(".", "/")
+    if path.is_dir():
+        path = path / "__init__.py"
+        names = {entry.stem for entry in path.parent.iterdir()}
+    else:
+        path, names = path.with_suffix(".py"), set[str]()
+    if not path.is_file():
+        return frozenset(names) or None
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.alias():
+                names.add((node.asname or node.name).partition(".")[0])
+    return frozenset(names)
+
+
+def missing_modules(text: str) -> list[str]:
+    """Dotted names below app, model, benchmarks and tests: their modules exist, and have what is named of them."""
+    wrong = []
+    for name in re.findall(r"(?<![\w./-])((?:app|model|benchmarks|tests)(?:\.[A-Za-z_]\w*)+)", text):
+        parts = name.split(".")
+        n = next((n for n in range(len(parts), 1, -1) if _defined(".".join(parts[:n])) is not None), 1)
+        if n < len(parts) and not name.startswith(DOTTED) and parts[n] not in (_defined(".".join(parts[:n])) or ()):
+            wrong.append(name)
+    return wrong
+
+
+@cache
+def _flags() -> frozenset[str]:
+    """What our parsers know, and what our own code hands to others' programs."""
+    names = [*Settings.model_fields, *CompleteRequest.model_fields, *(field.name for field in fields(RateLimits))]
+    known = {f"--{name.replace('_', '-')}" for name in names}
+    for name in (name for name in _files() if name.endswith(".py") and "/test_" not in name):
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                flag = re.match(r"(--[a-z][a-z0-9-]*)(?: [A-Z][\w.]*)?$", node.value)
+                known |= {flag[1], flag[1].replace("--", "--no-", 1)} if flag else set()
+    return frozenset(known | FLAGS)
+
+
+def missing_flags(text: str) -> list[str]:
+    """Flags but for arrows of drawings (a --event--> b) and variables of CSS."""
+    text = re.sub(r"--[^`]*-->|var\(--[\w-]+\)", " ", text)
+    return [
+        flag
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*\b(?![-:])", text)
+        if flag not in _flags()
+    ]
+
+
+def missing_variables(text: str) -> list[str]:
+    """Variables of settings, or of some other name that our code or a configuration reads."""
+    known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields} | _other_variables()
+    return [name for name in re.findall(r"\bINKSTREAM_[A-Z_]*[A-Z]\b", text) if name not in known]
+
+
+@cache
+def _other_variables() -> frozenset[str]:
+    """Set or read as a whole string in Python, expanded by a shell, by compose or by the snippets of the page."""
+    found = {
+        "INKSTREAM_SERVICE",
+        "INKSTREAM_PORT",
+        "INKSTREAM_TEST_FLAGS",
+    }  # of Kubernetes; a macro of tests/support/engine/native_sampler.py
+    for name in _files():
+        if Path(name).suffix in {".py", ".yml", ".yaml", ".js"} and name != HERE:
+            found |= set(re.findall(r"[\"'{$](INKSTREAM_[A-Z_]+)(?=[\"'}:?])", (ROOT / name).read_text()))
+    return frozenset(found)
+
+
+def missing_targets(text: str) -> list[str]:
+    """Targets of make, where prose or a command calls them."""
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return [name for name in re.findall(r"(?:`|^\s*)make ([a-z][a-z-]*)(?=[` ]|$)", text) if name not in known]
+
+
+CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
+    "paths": missing_paths,
+    "files": lambda text, _: missing_files(text),
+    "modules": lambda text, _: missing_modules(text),
+    "flags": lambda text, _: missing_flags(text),
+    "variables": lambda text, _: missing_variables(text),
+    "targets": lambda text, _: missing_targets(text),
+}
+
+
+def _is_checked(kind: str, name: str) -> bool:
+    """Old names may stay in history. Flags are checked where they are ours: not in tests and containers' recipes."""
+    if name in HISTORY:
+        return kind == "paths"
+    if kind == "flags":
+        ours = ("app/", "model/", "benchmarks/", "docs/", "weights/", "README.md", "PERFORMANCE.md", "SECURITY.md")
+        return name.startswith((*ours, "RELIABILITY.md", "deploy/")) and not name.endswith((".css", ".html", ".js"))
+    return True
+
+
+def missing_imports(text: str) -> list[str]:
+    """What `from app.x import y` names, in a line of any text: programs in strings and docs are read by no linter."""
+    wrong = []
+    for module, names in re.findall(r"\bfrom ((?:app|model|benchmarks|tests)(?:\.\w+)*) import \(?([\w, ]+)", text):
+        wanted = [name.split(" as ")[0].strip() for name in names.split(",")]
+        wrong += [f"{module}.{name}" for name in wanted if name and name not in (_defined(module) or ())]
+    return wrong
+
+
+def test_what_is_imported_exists_also_in_strings_and_docs() -> None:
+    texts = {name: (ROOT / name).read_text() for name in _files() if Path(name).suffix in READ and name != HERE}
+    assert {name: missing_imports(text) for name, text in texts.items() if missing_imports(text)} == {}
+    assert missing_imports("'from app.common import logs, lugs'") == ["app.common.lugs"]
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_what_is_mentioned_exists(kind: str) -> None:
+    wrong = [
+        f"{name}:{line}: {found}"
+        for name, line, text in _prose(kind)
+        if _is_checked(kind, name)
+        for found in CHECKS[kind](text, (ROOT / name).parent)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "found"),
+    [
+        ("paths", "see app/nowhere.py, docs/ and app/engine/gone/", ["app/nowhere.py", "app/engine/gone/"]),
+        ("paths", "engine/startup.py, source/draw.h, app/*.py and engine/absent.py", ["engine/absent.py"]),
+        ("files", "startup.py, but not startap.py", ["startap.py"]),
+        ("modules", "python -m app.engine.wurker, app.engine.startup", ["app.engine.wurker"]),
+        ("modules", "app.common.types.Request, app.common.types.Nothing", ["app.common.types.Nothing"]),
+        ("flags", "`--weights` and --wights", ["--wights"]),
+        ("flags", "a --gone--> b", []),
+        ("variables", "INKSTREAM_WEIGHTS, INKSTREAM_WIGHTS", ["INKSTREAM_WIGHTS"]),
+        ("targets", "`make serve` and `make surf`", ["surf"]),
+    ],
+)
+def test_what_does_not_exist_is_found(kind: str, text: str, found: list[str]) -> None:
+    assert CHECKS[kind](text, ROOT / "app") == found
+
+
+def test_each_exception_is_mentioned() -> None:
+    """So none stays behind; a few are of other programs' flags, which come and go with examples."""
+    everything = "\n".join(text for _, _, text in _prose())
+    assert [name for name in (*KNOWN, *DOTTED, *FLAGS) if name not in everything] == []

@@ -1,0 +1,105 @@
+"""RELIABILITY.md equals what its generator makes of the recorded figures, and every promise is tested."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.promises.report import (
+    KEPT,
+    PAGE,
+    PROMISES,
+    WITHOUT_A_TEST,
+    Kept,
+    files_of_promises,
+    merge,
+    read_kept,
+    read_new,
+    render,
+    sentence,
+)
+from tests.support.paths import ROOT
+from tests.support.promise_figures import Figure, Promise
+
+FIGURE = Figure(
+    promise="R1", what="waiting at most", value=7, unit="requests", target=10, floor=12, better="low", n=500, size="ci",
+    test="tests/promises/test_r01_x.py::test_x", date="2026-01-01",
+)  # fmt: skip
+
+
+def _kept(**changes: object) -> Kept:
+    return Kept(figure=replace(FIGURE, **changes), machine="2 cores of X")  # type: ignore[arg-type]
+
+
+def test_the_page_is_what_is_made_of_the_results() -> None:
+    assert PAGE.read_text() == render(read_kept(), files_of_promises()), "run make promises ARGS=--report"
+
+
+def test_every_promise_has_a_test_that_says_it_in_a_sentence() -> None:
+    files = files_of_promises()
+    assert not files.keys() - PROMISES
+    assert not files.keys() & WITHOUT_A_TEST.keys()
+    assert [p for p in PROMISES if p not in files and p not in WITHOUT_A_TEST] == []
+    for path in [path for paths in files.values() for path in paths]:
+        assert sentence(path).endswith("."), path
+        assert "promise." in path.read_text(), f"{path} writes no figure down"
+
+
+def test_what_is_kept_comes_from_tests_that_there_are() -> None:
+    for kept in read_kept():
+        name, _, test = kept.figure.test.partition("::")
+        assert f"def {test}(" in (ROOT / name).read_text(), (
+            f"{kept.figure.test} is gone: make promises, or drop its figure"
+        )
+
+
+def test_a_figure_that_misses_is_marked() -> None:
+    rows = {
+        value: render([_kept(value=value)], {"R1": [ROOT / "tests/repository/test_reliability_page.py"]})
+        for value in (10, 11, 13)
+    }
+    assert "misses" not in rows[10] and "| 10 requests | 500 | <= 10 requests | <= 12 requests | ci |" in rows[10]
+    assert "**11 requests** (misses its target)" in rows[11] and "1 do not, 0 of these" in rows[11]
+    assert "**13 requests** (misses its floor)" in rows[13] and "1 do not, 1 of these" in rows[13]
+
+
+def test_every_promise_has_its_row_even_without_a_figure() -> None:
+    page = render([], {"S3": [ROOT / "tests/repository/test_reliability_page.py"]})
+    assert all(f"\n| {number} | " in page for number in PROMISES)
+    assert page.count("no figure was written down yet") == 1
+    assert page.count("has no test yet") == len(PROMISES) - 1 - len(WITHOUT_A_TEST)
+
+
+def test_a_figure_of_full_size_stays_until_there_is_another_one() -> None:
+    full, ci = _kept(size="full", value=1), _kept(value=2)
+    assert merge([full], [ci]) == [full]
+    assert merge([ci], [full]) == [full]
+    assert merge([full], [_kept(size="full", value=3)]) == [_kept(size="full", value=3)]
+    assert merge([ci], [_kept(value=4)]) == [_kept(value=4)]
+
+
+def test_a_test_that_ran_again_loses_the_figures_that_it_has_no_more() -> None:
+    renamed = _kept(what="another")
+    assert merge([_kept()], [renamed]) == [renamed]
+    assert merge([_kept()], [_kept(test="tests/x.py::test_other", what="b")])[0] == _kept()
+
+
+def test_what_a_test_writes_down_is_read_even_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.promise_figures.RESULTS", tmp_path)
+    with pytest.raises(AssertionError, match="the floor is 12"):
+        Promise("a.py::test_a", full=False).at_most("R1", "waiting", 13, target=10, floor=12, n=3)
+    (kept,) = read_new(tmp_path)
+    assert (kept.figure.value, kept.figure.size, kept.figure.test) == (13, "ci", "a.py::test_a")
+
+
+def test_a_promise_that_there_is_not_is_refused() -> None:
+    command = [sys.executable, "-m", "tests.promises.run", "s22"]
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no promise s22") and done.stderr.count("\n") == 1
+    assert KEPT.exists()

@@ -1,0 +1,144 @@
+"""The sandboxed worker: answers, limits, and complete cleanup."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.access.tenant_queue import Busy, WorkAccount
+from app.sandbox.sandbox import SandboxKilled, SandboxPool
+from tests.support.paths import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _find_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("INKSTREAM_SECRET", "a key")
+
+
+class Pool(SandboxPool):
+    """One tenant's questions."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        super().__init__("tests.support.sandbox_echo", seconds=seconds, most_jobs=6)
+
+    async def put(self, question: bytes, tenant: str = "", **options: Any) -> bytes:
+        """The answer for this tenant."""
+        return await self.ask(question, WorkAccount(tenant), **options)
+
+    def allow(self, seconds: float) -> None:
+        """For the next questions alone: others may be late on a machine that is busy."""
+        for child in self._children:
+            child._seconds = seconds
+
+
+def _with(use: Callable[[Pool], Awaitable[None]], seconds: float = 60.0) -> None:
+    async def run() -> None:
+        pool = Pool(seconds)
+        try:
+            await use(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
+
+
+def test_one_child_answers_question_after_question_of_any_size() -> None:
+    async def use(pool: Pool) -> None:
+        assert not pool.pids
+        for question in (b"", b"a", b"b" * 300_000):
+            assert await pool.put(question) == question
+        first = pool.pids[0]
+        assert await asyncio.gather(*(pool.put(bytes([i])) for i in range(3))) == [b"\0", b"\1", b"\2"]
+        assert await pool.put(b"print") == b"print", "what the child prints is no answer"
+        assert pool.pids[0] == first
+        assert b"INKSTREAM" not in await pool.put(b"environment")
+
+    _with(use)
+
+
+def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> None:
+    async def use(pool: Pool) -> None:
+        await pool.put(b"hello")
+        first = pool.pids[0]
+        pool.allow(0.5)
+        with pytest.raises(SandboxKilled, match=r"more than 0\.5 seconds"):
+            await pool.put(b"spin")
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        pool.allow(60.0)
+        assert await pool.put(b"hello") == b"hello"
+        assert first not in pool.pids
+
+    _with(use)
+
+
+@pytest.mark.parametrize("question", [b"exit 3", b"grow 100001"])
+def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: bytes) -> None:
+    async def use(pool: Pool) -> None:
+        with pytest.raises(SandboxKilled):
+            await pool.put(question, most_bytes=100_000)
+        assert await pool.put(b"grow 100000", most_bytes=100_000) == b"x" * 100_000
+
+    _with(use)
+
+
+def test_a_child_gets_no_more_memory_and_writes_no_files(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        assert await pool.put(b"hold 50000000") == b"50000000"
+        assert await pool.put(b"hold 300000000") == b"MemoryError"
+        assert await pool.put(f"write {tmp_path}/x".encode()) == b"OSError"
+
+    _with(use)
+
+
+def test_an_abandoned_answer_is_not_taken_for_the_next_one() -> None:
+    async def use(pool: Pool) -> None:
+        await pool.put(b"hello")
+        asking = asyncio.create_task(pool.put(b"sleep 10"))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        assert await pool.put(b"next") == b"next"
+
+    _with(use)
+
+
+def test_no_more_questions_wait_than_may() -> None:
+    async def use(pool: Pool) -> None:
+        open_ones = [asyncio.create_task(pool.put(b"sleep 0.2")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            await pool.put(b"hello")
+        await asyncio.gather(*open_ones)
+        assert await pool.put(b"hello") == b"hello"
+
+    _with(use)
+
+
+def test_a_child_ends_with_its_parent_or_shortly_after() -> None:
+    """The pipe's end is enough for a child that waits; one that spins has its alarm."""
+
+    async def pid_of_a_child(question: bytes) -> int:
+        pool = Pool(seconds=0.2)
+        pool.allow(60.0)  # the child knows the shorter one
+        await pool.put(b"hello")
+        child = pool._children[0]
+        pid, process = child.pid, child._process
+        assert pid and process and process.stdin
+        process.stdin.write(len(question).to_bytes(4, "little") + question)
+        process.stdin.close()  # all that is left of a parent that was killed
+        async with asyncio.timeout(60):
+            code = await process.wait()
+        assert code == (0 if question == b"hello" else -signal.SIGALRM)
+        await pool.close()
+        return pid
+
+    for question in (b"hello", b"spin"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(asyncio.run(pid_of_a_child(question)), 0)

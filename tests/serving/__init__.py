@@ -1,0 +1,1 @@
+"""Tests of app/serving and of the whole service's processes."""

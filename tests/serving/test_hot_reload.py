@@ -1,0 +1,481 @@
+"""Hot reload with scripted engines: which instance serves, which is closed, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from app.api import response_schemas
+from app.api.native.routes import ResumableStream
+from app.api.resume_store import ResumeStore
+from app.common.errors import EngineError, NotReady
+from app.common.settings import Settings
+from app.engine_client.supervisor import EngineGone
+from app.http.errors import ApiError
+from app.serving.hot_reload import HotReload
+from app.serving.model_instance import ModelInstance
+from app.serving.service import Service
+from app.serving.weights_snapshot import look, what_is_missing, without_links
+from app.tokenization.text_encoder import TokenizerPool
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
+from model.files import write_files
+from tests.support.completion_client import chunks, whole
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+
+class FakeEngine:
+    """Loads when the test lets it."""
+
+    def __init__(self) -> None:
+        self.ready: Any = None
+        self.phase = "starting"
+        self.restarts = 0
+        self.is_running = False
+        self.failed_with: EngineError | None = None
+        self._ready = asyncio.Event()
+        self._gone: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+
+    def start(self, _files: object) -> None:
+        self.is_running = True
+
+    async def stop(self) -> None:
+        self.is_running = False
+
+    def fail_all(self, error: EngineError) -> None:
+        self.failed_with = error
+
+    async def wait_ready(self) -> Any:
+        await self._ready.wait()
+        return self._facts
+
+    async def wait_gone(self) -> EngineGone:
+        return await asyncio.shield(self._gone)
+
+    def finish(self, vocab_size: int = 320) -> None:
+        self._facts = SimpleNamespace(vocab_size=vocab_size, weights_version="v" * 64)
+        self.ready, self.phase = self._facts, "ready"
+        self._ready.set()
+
+    def end(self) -> None:
+        """A crash that is not counted yet."""
+        self.ready, self.phase = None, "restarting"
+
+    def give_up(self, message: str) -> None:
+        self._gone.set_result(EngineGone(message, 2))
+
+
+class House:
+    """A service with its reloader, whose engines are at the test's hand."""
+
+    def __init__(self, weights: Path, *, watch: float = 0.0, drain: float = 60.0) -> None:
+        self.weights = weights
+        self.engines: list[FakeEngine] = []
+        self.noted: list[str] = []
+        first = self._make()
+        settings = Settings(weights=weights, watch=watch, request_timeout=drain, resume_seconds=0)
+        self.service = Service(settings, first, TokenizerPool())
+        self.reloader = HotReload(self.service, self._make_later, self.noted.append)
+
+    def _make(self) -> ModelInstance:
+        self.engines.append(FakeEngine())
+        return ModelInstance(
+            without_links(self.weights),
+            look(self.weights),
+            self.engines[-1],
+            None,
+            guide_seconds=1.0,  # type: ignore[arg-type]
+        )
+
+    async def _make_later(self) -> ModelInstance:
+        return self._make()
+
+    @property
+    def running(self) -> list[int]:
+        return [place for place, engine in enumerate(self.engines) if engine.is_running]
+
+
+@asynccontextmanager
+async def _house(weights: Path, **options: float) -> AsyncIterator[House]:
+    async with _serving(House(weights, **options)) as house:
+        yield house
+
+
+@asynccontextmanager
+async def _serving(house: House) -> AsyncIterator[House]:
+    """Serves its first weights; its tasks end with it, and so does every engine."""
+    house.service.served.start()
+    tasks = [asyncio.create_task(house.service.load()), asyncio.create_task(house.reloader.run())]
+    house.engines[0].finish()
+    await house.service.wait_loaded()
+    try:
+        yield house
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await house.service.close()
+        assert not house.running
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen within a minute")
+
+
+async def _new_engine(house: House) -> FakeEngine:
+    """Asks for new weights; the engine that loads them."""
+    count = len(house.engines)
+    house.reloader.ask()
+    await _until(lambda: len(house.engines) > count and house.engines[-1].is_running)
+    return house.engines[-1]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, weights: Path) -> Path:
+    """The tiny weights, which a test may change."""
+    return Path(shutil.copytree(weights, tmp_path / "mine"))
+
+
+def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_answer(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            old = house.service.served
+            old.hold()
+            engine = await _new_engine(house)
+            assert house.service.served is old and house.running == [0, 1]
+            engine.finish()
+            await _until(lambda: house.service.served is not old)
+            assert house.noted == ["switched"] and house.service.engine is engine  # type: ignore[comparison-overlap]
+            await asyncio.sleep(0.2)
+            assert house.running == [0, 1]
+            old.release()
+            await _until(lambda: house.running == [1])
+            assert old.is_closed
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda engine: engine.give_up("config.json: asks for the moon"), "config.json: asks for the moon"),
+        (lambda engine: setattr(engine, "restarts", 1), "their engine ended while it was loading (starting)"),
+        (lambda engine: (engine.finish(), engine.end()), "their engine ended while it was loading (restarting)"),
+        (lambda engine: engine.finish(vocab_size=319), "tokenizer.json: has 320 tokens, the model only 319"),
+    ],
+)
+def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
+    directory: Path, fault: Callable[[FakeEngine], None], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            old = house.service.served
+            fault(await _new_engine(house))
+            await _until(lambda: house.running == [0])
+            assert house.service.served is old and house.noted == ["refused"]
+            (await _new_engine(house)).finish()
+            await _until(lambda: house.running == [2])
+
+    asyncio.run(scenario())
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(lines) == 1 and words in lines[0] and "the old ones stay" in lines[0]
+
+
+def test_an_unexpected_error_refuses_one_load_and_no_later_one(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> ModelInstance:
+        raise RuntimeError("of a kind that no check of weights raises")
+
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            house._make, make = broken, house._make  # type: ignore[method-assign]
+            house.reloader.ask()
+            await _until(lambda: house.noted == ["refused"])
+            house._make = make  # type: ignore[method-assign]
+            (await _new_engine(house)).finish()
+            await _until(lambda: house.running == [1])
+
+    asyncio.run(scenario())
+    assert "the old ones stay: RuntimeError on our side" in caplog.text
+
+
+def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            engine = await _new_engine(house)
+            (directory / "generation_config.json").write_text('{"temperature": 0.5}')
+            engine.finish()
+            await _until(lambda: house.noted == ["refused"])
+            assert house.running == [0]
+
+    asyncio.run(scenario())
+
+
+def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            engine = await _new_engine(house)
+            for _ in range(5):
+                house.reloader.ask()
+            engine.finish()
+            await _until(lambda: len(house.engines) == 3)
+            house.engines[2].finish()
+            await _until(lambda: house.running == [2])
+            await asyncio.sleep(0.2)
+            assert len(house.engines) == 3
+
+    asyncio.run(scenario())
+
+
+def test_there_are_never_more_than_two_engines(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            old = house.service.served
+            old.hold()
+            (await _new_engine(house)).finish()
+            await _until(lambda: house.service.served is not old)
+            house.reloader.ask()
+            await asyncio.sleep(0.2)
+            assert house.running == [0, 1]
+            old.release()
+            await _until(lambda: house.running == [1, 2])
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory, drain=0.1) as house:
+            old = house.service.served
+            old.hold()
+            (await _new_engine(house)).finish()
+            await _until(lambda: house.running == [1])
+            error = house.engines[0].failed_with
+            assert isinstance(error, NotReady) and "no longer served" in str(error)
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_an_old_engine_is_not_the_end_of_the_service_and_that_of_the_new_one_is(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            gone = asyncio.create_task(house.service.wait_gone())
+            house.service.served.hold()
+            (await _new_engine(house)).finish()
+            await _until(lambda: house.noted == ["switched"])
+            house.engines[0].give_up("it crashed three times")
+            await asyncio.sleep(0.1)
+            assert not gone.done()
+            house.engines[1].give_up("so did this one")
+            assert str(await gone) == "so did this one"
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_ends_while_it_loads_leaves_no_engine(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            await _new_engine(house)
+            assert house.running == [0, 1]
+        # _house asserts that none runs
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_service_gives_a_load_up(directory: Path) -> None:
+    async def scenario() -> None:
+        async with _house(directory) as house:
+            await _new_engine(house)
+            house.service.draining = True
+            await _until(lambda: house.running == [0])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("watch", [0.0, 0.05])
+def test_first_weights_that_changed_while_they_were_loaded_are_loaded_again_or_told_of(
+    directory: Path, watch: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        house = House(directory, watch=watch)
+        (directory / "generation_config.json").write_text("{}")
+        async with _serving(house):
+            await _until(lambda: len(house.engines) == (2 if watch else 1))
+            await asyncio.sleep(0.2)
+
+    asyncio.run(scenario())
+    assert ("changed while they were loaded" in caplog.text) == (not watch)
+
+
+def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> None:
+    async def scenario() -> None:
+        house = House(directory)
+        run = asyncio.create_task(house.reloader.run())
+        house.reloader.ask()
+        await asyncio.sleep(0.1)
+        assert len(house.engines) == 1
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_set_that_stays_unfinished_is_read_and_told_of_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "inkstream")
+
+    async def scenario() -> None:
+        async with _house(directory, watch=0.05) as house:
+            write_files(directory, {MANIFEST_FILE: manifest_file({"config.json": b"another one"})})
+            await _until(lambda: "not complete yet" in caplog.text)
+            await asyncio.sleep(0.5)
+            whole = {"config.json": (directory / "config.json").read_bytes()}
+            write_files(directory, {MANIFEST_FILE: manifest_file(whole)})
+            await _until(lambda: len(house.engines) == 2)
+
+    asyncio.run(scenario())
+    assert caplog.text.count("not complete yet") == 1
+
+
+def test_a_watched_directory_is_loaded_when_it_is_whole_and_quiet(directory: Path) -> None:
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    write_files(directory, {MANIFEST_FILE: manifest_file(files)})
+
+    async def scenario() -> None:
+        async with _house(directory, watch=0.05) as house:
+            changed = {**files, "generation_config.json": b"{}"}
+            (directory / "generation_config.json").write_bytes(b"{}")
+            await asyncio.sleep(0.5)
+            assert len(house.engines) == 1, "half of a set was loaded"
+            write_files(directory, {MANIFEST_FILE: manifest_file(changed)})
+            await _until(lambda: len(house.engines) == 2)
+            house.engines[1].give_up("they are bad")
+            await _until(lambda: house.noted == ["refused"])
+            await asyncio.sleep(0.5)
+            assert len(house.engines) == 2, "what was refused is tried again"
+
+    asyncio.run(scenario())
+
+
+def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_place(directory: Path) -> None:
+    other = Path(shutil.copytree(directory, directory.with_name("other")))
+    link = directory.with_name("current")
+    link.symlink_to(directory.name)
+
+    async def scenario() -> None:
+        async with _house(link, watch=0.05) as house:
+            old = house.service.served
+            assert (old.weights, old.model_name) == (directory, "mine")
+            new = link.with_name("next")
+            new.symlink_to(other.name)
+            new.replace(link)
+            await _until(lambda: len(house.engines) == 2)
+            house.engines[1].finish()
+            await _until(lambda: house.noted == ["switched"])
+            assert (house.service.served.weights, house.service.model_name) == (other, "other")
+            assert old.weights == directory
+            assert house.service.is_called("mine") and house.service.is_called("other")
+            assert not house.service.is_called("current")
+
+    asyncio.run(scenario())
+
+
+def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) -> None:
+    before = look(directory)
+    (directory / ".model.safetensors.1.tmp").write_bytes(b"half")
+    (directory / "README.md").write_text("a card")
+    assert look(directory) == before
+    config = (directory / "config.json").read_bytes()
+    write_files(directory, {"config.json": config})
+    assert look(directory) != before
+    assert look(directory / "nothing").files == ()
+
+
+def test_what_is_missing_is_told(directory: Path) -> None:
+    assert what_is_missing(directory) == ""
+    (directory / MANIFEST_FILE).write_text(json.dumps({"sha256": {"config.json": "0" * 64}}))
+    assert "is not the file that manifest.json names" in what_is_missing(directory)
+    (directory / "tokenizer.json").unlink()
+    assert "tokenizer.json: no such file" in what_is_missing(directory)
+    assert "no such directory" in what_is_missing(directory / "nothing")
+
+
+def test_a_path_without_links_stays_as_it_was_given(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory.parent)
+    assert without_links(Path("mine")) == Path("mine")
+    Path("link").symlink_to("mine")
+    assert without_links(Path("link")) == directory.resolve()
+
+
+def test_a_process_in_its_own_session_has_no_terminal() -> None:
+    program = "import sys; from app.common.operating_system import has_terminal; sys.exit(has_terminal())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, start_new_session=True, check=False)
+    assert done.returncode == 0
+
+
+def test_every_answer_names_its_weights(server: Server) -> None:
+    version = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weights_version"]
+    asked: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("POST", "/complete", {"prompt": "fox", "max_tokens": 2}),
+        ("POST", "/complete", {"prompt": "fox", "max_tokens": 2, "stream": False}),
+        ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2}),
+        ("POST", "/v1/completions", {"prompt": "fox", "max_tokens": 2, "stream": True}),
+        ("POST", "/score", {"prompt": "fox"}),
+        ("POST", "/tokenize", {"prompt": "fox"}),
+        ("POST", "/detokenize", {"tokens": [70]}),
+        ("GET", "/tokenizer_info", None),
+    ]
+    for method, path, body in asked:
+        answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=60)
+        assert (answer.status_code, answer.headers["X-Weights-Version"]) == (200, version), path
+    assert whole(server.url, prompt="fox", max_tokens=1)["receipt"]["weights_version"] == version
+    for chunk in chunks(server.url, prompt="fox", max_tokens=2):
+        assert chunk["system_fingerprint"] == f"{version[:16]}-torch-float32"
+
+
+def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_schemas, "receipt", lambda _admitted: {})
+    served = SimpleNamespace(is_closed=False)
+    stream = SimpleNamespace(is_open=True, wake=lambda: None)
+    went_on: list[bool] = []
+    job: Any = SimpleNamespace(
+        name="req-1",
+        headers={},
+        admitted=SimpleNamespace(served=served),
+        completion=SimpleNamespace(stream=stream),
+        service=SimpleNamespace(require_open=lambda: None),
+        pause=lambda: None,
+        go_on=lambda: went_on.append(True),
+        close=lambda: None,
+    )
+
+    async def scenario() -> None:
+        shelf = ResumeStore(60.0)
+        parked = ResumableStream(job, shelf, owner="", extra={}, journal_bytes=1000)
+        parked.detach(parked.attach())
+        parked.detach(parked.attach())
+        assert went_on == [True]
+        served.is_closed = True
+        with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
+            parked.attach()
+        assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
+        shelf.clear()
+
+    asyncio.run(scenario())

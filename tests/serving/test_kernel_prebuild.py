@@ -1,0 +1,170 @@
+"""Native kernels in the real service: selected once, built in the background, named in every receipt, ended with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.engine.cpu.toolchain.cpu_target import this_level
+from app.engine.cpu.toolchain.library_cache import BuildRecipe
+from tests.support.completion_client import whole
+from tests.support.fake_compiler import FakeCompiler, fake_compiler
+from tests.support.servers import Server, start_server, stop_server
+
+pytestmark = pytest.mark.slow
+
+BUILDING = "native kernels are being built for the next start"
+BUILT = "native kernels are built: restart to use them"
+
+
+@pytest.fixture
+def slow(tmp_path: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """Goes on when there is a file called `go`."""
+    fake = fake_compiler(tmp_path, stub_library, before=f'while [ ! -e "{tmp_path / "go"}" ]; do sleep 0.1; done')
+    monkeypatch.setenv("CXX", str(fake.path))
+    return fake
+
+
+def _wait_for(condition: Callable[[], object], server: Server) -> None:
+    """For minutes: what builds has the lowest priority, and others may have both cores."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.05)
+
+
+def _said(server: Server, words: str) -> None:
+    _wait_for(lambda: words in server.log.read_text(), server)
+
+
+def _numerics(server: Server) -> set[str]:
+    receipt = whole(server.url, prompt="a", max_tokens=2)["receipt"]["numerics"]
+    told = re.findall(r"numerics (\S+)", server.log.read_text())
+    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    return {receipt, model["numerics"], *told}
+
+
+def _engine_pid(server: Server) -> int:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == server.process.pid and b"app.engine" in (path.parent / "cmdline").read_bytes():
+                return int(path.parent.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    raise AssertionError("no engine process")
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _left(shelf: Path) -> list[str]:
+    return [path.name for path in shelf.iterdir() if path.name != ".lock"]
+
+
+def test_a_service_without_kernels_builds_them_for_the_next_and_computes_with_torch_to_its_end(
+    tmp_path: Path, weights: Path, slow: FakeCompiler
+) -> None:
+    shelf = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
+    try:
+        _said(server, BUILDING)
+        _wait_for(lambda: slow.pids, server)
+        (compiler,) = slow.pids
+        assert os.sched_getscheduler(compiler) == os.SCHED_IDLE and os.getpriority(os.PRIO_PROCESS, compiler) == 19
+        (tmp_path / "go").write_text("")
+        _said(server, BUILT)
+        assert (shelf / BuildRecipe(level=this_level()).name).exists()
+        os.kill(_engine_pid(server), signal.SIGKILL)
+        _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
+        assert _numerics(server) == {"torch-bfloat16"}, "an engine that comes back computes as the one before it"
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_a_build_ends_with_the_service_and_leaves_nothing(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
+    shelf = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
+    _wait_for(lambda: slow.pids, server)
+    assert stop_server(server) == 0
+    _wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [], server)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_build_ends_with_a_service_that_is_killed(tmp_path: Path, weights: Path, slow: FakeCompiler) -> None:
+    shelf = tmp_path / "cache"
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(shelf))
+    _wait_for(lambda: slow.pids, server)
+    server.process.kill()
+    server.process.wait()
+    _wait_for(lambda: all(map(_is_gone, slow.pids)) and _left(shelf) == [], server)
+
+
+def test_a_failed_build_is_one_line_in_the_log(
+    tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
+    monkeypatch.setenv("CXX", str(fake.path))
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
+    try:
+        _said(server, f'native kernels could not be built, torch computes: {fake.path} failed: a.h:1: error: bad"}}\n')
+        assert _numerics(server) == {"torch-bfloat16"}
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_without_a_compiler_the_log_says_what_would_help(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
+    try:
+        _said(server, "native kernels would be faster: CXX names '/nonexistent'")
+    finally:
+        assert stop_server(server) == 0
+
+
+def test_kernels_that_are_there_compute_and_nothing_is_built(
+    tmp_path: Path, weights: Path, native_library: Path, slow: FakeCompiler
+) -> None:
+    server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(native_library.parent))
+    try:
+        assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
+        os.kill(_engine_pid(server), signal.SIGKILL)
+        _wait_for(lambda: server.log.read_text().count("ready: ") == 2, server)
+        assert _numerics(server) == {f"native-{this_level().name}-bfloat16"}
+    finally:
+        assert stop_server(server) == 0
+    assert BUILDING not in server.log.read_text() and not slow.pids
+
+
+def test_native_kernels_that_are_asked_for_in_vain_end_the_start_at_once(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    with pytest.raises(AssertionError, match="error: --kernels native cannot be: CXX names '/nonexistent'"):
+        start_server(tmp_path, weights, "--kernels", "native", "--cache-dir", str(tmp_path / "cache"))
+
+
+def test_native_kernels_that_cannot_be_built_end_the_service(
+    tmp_path: Path, weights: Path, stub_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = fake_compiler(tmp_path, stub_library, before='echo "a.h:1: error: bad" >&2; exit 1')
+    monkeypatch.setenv("CXX", str(fake.path))
+    flags = ("--kernels", "native", "--cache-dir", str(tmp_path / "cache"))
+    server = start_server(tmp_path, weights, *flags, wait=False)
+    assert server.process.wait(300) == 2
+    last = server.log.read_text().strip().splitlines()[-1]
+    assert last.startswith("error: --kernels native cannot be: ") and "a.h:1: error: bad" in last
+    assert "Traceback" not in server.log.read_text()

@@ -1,0 +1,208 @@
+"""A snapshot of opened weights stays readable when the directory changes: in this process and in others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from app.serving.weights_snapshot import WeightsSnapshot
+from model.checkpoint.checkpoint import load_config
+from model.checkpoint.tensor_index import check_layout, find_tensors
+from model.files import CheckpointError, is_there, read_json, reading_from, regular_file, sha256
+from model.tokenizer.tokenizer import Tokenizer
+from tests.support.armed_faults import arm_this_process
+
+
+@pytest.fixture
+def directory(tmp_path: Path, weights: Path) -> Path:
+    """Weights that a test may spoil."""
+    return Path(shutil.copytree(weights, tmp_path / "weights"))
+
+
+@pytest.fixture
+def snapshot(directory: Path, tmp_path: Path) -> Iterator[WeightsSnapshot]:
+    """Of these weights, copied."""
+    snapshot = WeightsSnapshot.open(directory)
+    snapshot.copy([tmp_path])
+    yield snapshot
+    snapshot.close()
+
+
+def _hashes(directory: Path) -> dict[str, str]:
+    check_layout(directory)
+    load_config(directory)
+    Tokenizer.load(directory)
+    return {path.name: digest for path, digest in find_tensors(directory).hashes().items()}
+
+
+def _overwrite(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.write_text("{}")
+
+
+def _truncate(directory: Path) -> None:
+    for path in directory.iterdir():
+        os.truncate(path, 10)
+
+
+def _rename_over(directory: Path) -> None:
+    for path in list(directory.iterdir()):
+        path.with_suffix(".new").write_text("{}")
+        path.with_suffix(".new").replace(path)
+
+
+def _unlink(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def _move_away(directory: Path) -> None:
+    directory.rename(directory.with_name("old"))
+    directory.mkdir()
+
+
+def _switch_link(directory: Path) -> None:
+    directory.rename(directory.with_name("old"))
+    directory.symlink_to("/usr")
+
+
+SPOILED: list[Callable[[Path], None]] = [_overwrite, _truncate, _rename_over, _unlink, _move_away, _switch_link]
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_what_was_opened_is_read_whatever_becomes_of_the_directory(
+    directory: Path, snapshot: WeightsSnapshot, spoil: Callable[[Path], None]
+) -> None:
+    before = _hashes(directory)
+    spoil(directory)
+    with snapshot.reading():
+        assert _hashes(directory) == before
+    with pytest.raises(ValueError, match=re.escape(str(directory))):
+        _hashes(directory)
+
+
+@pytest.mark.parametrize("spoil", SPOILED[2:])
+def test_descriptors_alone_outlive_all_but_writes_to_the_same_file(
+    directory: Path, spoil: Callable[[Path], None]
+) -> None:
+    snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
+    spoil(directory)
+    with snapshot.reading():
+        assert _hashes(directory) == before
+    snapshot.close()
+
+
+def test_another_process_reads_the_snapshot_and_names_the_users_directory(
+    directory: Path, snapshot: WeightsSnapshot
+) -> None:
+    program = (
+        "import json, sys; from pathlib import Path; from model.files import reading_from; "
+        "from model.files import read_json\n"
+        "with reading_from(Path(sys.argv[1]), json.loads(sys.argv[2])): read_json(Path(sys.argv[1]) / sys.argv[3])"
+    )
+    _overwrite(directory)
+
+    def read(name: str) -> str:
+        command = [sys.executable, "-c", program, str(directory), json.dumps(dict(snapshot.files)), name]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    assert read("config.json") == ""
+    assert f"{directory}/nothing.json: cannot be read (No such file or directory)" in read("nothing.json")
+    assert f"{directory}/model.safetensors: not JSON" in read("model.safetensors")
+
+
+def test_a_file_that_came_later_is_not_there(directory: Path, snapshot: WeightsSnapshot) -> None:
+    (directory / "golden.json").write_text("{}")
+    with snapshot.reading():
+        assert not is_there(directory / "golden.json") and is_there(directory / "config.json")
+        assert read_json(directory / "golden.json", optional=True) == {}
+        with pytest.raises(CheckpointError, match=r"golden\.json: cannot be read"):
+            regular_file(directory / "golden.json")
+    assert is_there(directory / "golden.json")
+
+
+def test_what_the_loader_refuses_is_still_refused(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside.json").write_text("{}")
+    (directory / "golden.json").symlink_to(tmp_path / "outside.json")
+    os.mkfifo(directory / "chat_template.jinja")
+    snapshot = WeightsSnapshot.open(directory)
+    snapshot.copy([tmp_path])
+    with snapshot.reading():
+        with pytest.raises(CheckpointError, match=r"golden\.json: leads out of the directory"):
+            read_json(directory / "golden.json")
+        with pytest.raises(CheckpointError, match=r"chat_template\.jinja: is not a regular file"):
+            regular_file(directory / "chat_template.jinja")
+    snapshot.close()
+
+
+def test_other_directories_are_read_as_they_are(directory: Path, snapshot: WeightsSnapshot, weights: Path) -> None:
+    _overwrite(directory)
+    with snapshot.reading():
+        assert sha256(weights / "config.json") == sha256(directory / "config.json")
+        assert regular_file(weights / "config.json") == weights / "config.json"
+
+
+def test_copies_leave_no_name_and_no_descriptor_behind(directory: Path, tmp_path: Path) -> None:
+    names, before = sorted(tmp_path.rglob("*")), len(list(Path("/proc/self/fd").iterdir()))
+    snapshot = WeightsSnapshot.open(directory)
+    snapshot.copy([tmp_path])
+    assert sorted(tmp_path.rglob("*")) == names
+    snapshot.close()
+    snapshot.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_full_disk_is_told_and_the_originals_stay(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = arm_this_process(tmp_path / "faults", monkeypatch)
+    faults.arm("weights.copy", "disk full", after=2)
+    snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
+    snapshot.copy([tmp_path])
+    assert "no private copy of" in caplog.text and "model.safetensors (No space left on device)" in caplog.text
+    _rename_over(directory)
+    with snapshot.reading():
+        assert _hashes(directory) == before
+    snapshot.close()
+
+
+@pytest.mark.parametrize("folders", [[], ["missing"], ["missing", "."]])
+def test_a_folder_that_cannot_take_copies_is_passed_over(
+    directory: Path, tmp_path: Path, folders: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot, before = WeightsSnapshot.open(directory), _hashes(directory)
+    snapshot.copy([tmp_path / folder for folder in folders])
+    assert ("no private copy" in caplog.text) == ("." not in folders)
+    with snapshot.reading():
+        assert _hashes(directory) == before
+    snapshot.close()
+
+
+def test_memory_takes_less_than_a_disk(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        pytest.skip("there is no file system in memory")
+    (directory / "large.safetensors").touch()
+    os.truncate(directory / "large.safetensors", 25 << 20)
+    for folders, refused in (([memory], True), ([memory, tmp_path], False)):
+        caplog.clear()
+        snapshot = WeightsSnapshot.open(directory)
+        snapshot.copy(folders)
+        assert ("large.safetensors (more than 24 MiB for /dev/shm)" in caplog.text) == refused
+        snapshot.close()
+
+
+def test_a_snapshot_that_cannot_be_read_gives_way_to_the_directory(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with reading_from(directory, {"config.json": "/proc/1/fd/9999"}):
+        assert is_there(directory / "model.safetensors") and read_json(directory / "config.json")
+    assert "cannot be read here" in caplog.text

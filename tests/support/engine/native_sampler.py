@@ -1,0 +1,61 @@
+"""The native sampler for tests: compiled once from its sources as they are, without the rest of the library."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from ctypes import CDLL
+from functools import cache
+from pathlib import Path
+
+from torch import Tensor
+
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.sampling.sampler_io import SampledToken, SamplingInput
+from tests.support.paths import ROOT
+
+Sample = Callable[[Tensor, Items[SamplingInput]], list[SampledToken]]
+
+_SOURCE = ROOT / "app/engine/cpu/source"
+_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+_WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+# With entry points for tests.
+_UNIT = """
+#include "draw.h"
+extern "C" {
+void probe_exp(const float* x, float* y, int64_t n) {
+    for (int64_t i = 0; i < n; i += draw::LANES) draw::store(y + i, draw::exp_of(draw::load(x + i)));
+}
+double probe_uniform(int64_t seed, int64_t choice, int64_t position) { return draw::uniform(seed, choice, position); }
+void probe_philox(uint32_t* counter, const uint32_t* key) {
+    const draw::Words4 words = draw::philox({counter[0], counter[1], counter[2], counter[3]}, key[0], key[1]);
+    std::copy(words.begin(), words.end(), counter);
+}
+}
+"""
+
+
+def compiled(folder: Path) -> CDLL:
+    """The kernels of draw.h. INKSTREAM_TEST_FLAGS say for which processor, and more, such as -fsanitize=address."""
+    unit, library = folder / "draw.cpp", folder / "draw.so"
+    unit.write_text(_UNIT)
+    flags = os.environ.get("INKSTREAM_TEST_FLAGS", _level()).split()
+    subprocess.run(["g++", *_FLAGS, *_WARNINGS, *flags, f"-I{_SOURCE}", str(unit), "-o", str(library)], check=True)
+    return CDLL(str(library))
+
+
+def native_sample(library: CDLL) -> Sample:
+    """The native sampler with the interface of its reference: for any vocabulary."""
+    sampler = cache(lambda vocab: NativeSampler(library, vocab))
+    return lambda logits_SV, rows: sampler(logits_SV.shape[1]).sample(logits_SV, rows)
+
+
+def _level() -> str:
+    """The best that this processor can run."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    wide = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags
+    return "-march=x86-64-v4" if wide and platform.machine() == "x86_64" else "-march=native"

@@ -1,0 +1,130 @@
+"""FE: the real loop, scheduler and blocks around a model that is a hash of its tokens. No torch; a step takes STEP_MS.
+
+`python -m tests.support.fake_engine STEP_MS FD`, started by fake_service.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from app.common.fault_injection import fault, is_armed
+from app.common.ipc import Ready, WorkerConfig
+from app.common.types import BatchPlan, Request, TokenScore
+from app.engine.execution.engine import Engine
+from app.engine.guided.grammar_workers import GrammarWorkers, Job
+from app.engine.sampling.sampler_io import SampledToken, StepResult
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from app.engine.worker_loop import Assembled, run
+from model.files import regular_file, sha256
+
+BLOCK_SIZE, CONTEXT = 16, 8192
+_PRINTABLE = range(33, 256)
+"""Tokens of the tiny tokenizer that are letters or parts of words: what is drawn is text."""
+
+
+class FakeRunner:
+    """Draws by a hash of weights, tokens and seed: deterministic whatever else is in the batch."""
+
+    def __init__(self, step_seconds: float, version: str) -> None:
+        self._step_seconds = step_seconds
+        self._version = version
+
+    def run(self, plan: BatchPlan) -> StepResult:
+        """Takes as long as a step takes."""
+        fault("engine.forward", plan)
+        time.sleep(self._step_seconds)
+        drawn, scores = {}, {}
+        for chunk in plan.chunks:
+            request = chunk.sequence.request
+            if chunk.samples:
+                drawn[request.id] = self._draw(request, chunk.sequence.tokens)
+            if places := chunk.scores:
+                asked = request.prompt_logprobs or 0
+                scores[request.id] = tuple(_score(request.prompt[place], asked) for place in places)
+        return StepResult(drawn, scores)
+
+    def _draw(self, request: Request, tokens: list[int]) -> SampledToken:
+        drawing = f"{self._version}/{request.params.seed}/{request.params.choice}"
+        seen = drawing.encode() + array("q", tokens)
+        number = int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "big")
+        token = _PRINTABLE[number % len(_PRINTABLE)]
+        if is_armed("fake.not_finite", request):
+            return SampledToken(None)
+        asked = request.params.logprobs
+        return SampledToken(token) if asked is None else SampledToken(token, *_score(token, asked))
+
+
+def _score(token: int, count: int) -> TokenScore:
+    """A token's log-probability, and of as many others."""
+    others = range(_PRINTABLE.start, _PRINTABLE.start + count)
+    return -1.0 - token / 512, tuple((other, -1.0 - other / 512) for other in others)
+
+
+class NoGuides:
+    """Guides need a model's vocabulary."""
+
+    n_prepared = 0
+
+    def __init__(self) -> None:
+        self._workers = GrammarWorkers()
+
+    def prepare(self, request: Request) -> Job:
+        """Nothing to do but to fail where a test wants it."""
+        job = Job(request.salt, lambda: fault("engine.guide", request), is_long=True)
+        self._workers.submit(job)
+        return job
+
+    def forget(self, request_id: str) -> None:
+        """Nothing to do."""
+
+    def take_work(self) -> tuple[tuple[str, float], ...]:
+        """Nothing took time."""
+        return ()
+
+
+def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], None]], Assembled]:
+    """An assembly as the loop asks for it."""
+
+    def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> Assembled:
+        tokens_per_step = config.tokens_per_step or max(config.max_running, 256)  # as on a CPU
+        limits = StepLimits(tokens_per_step=tokens_per_step, max_running=config.max_running)
+        blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
+        scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
+        fault("fake.load", config)
+        ready = _ready(config, blocks)
+        return Assembled(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGuides(), ready)
+
+    return assemble_fake
+
+
+def _ready(config: WorkerConfig, blocks: int) -> Ready:
+    weights = Path(config.weights)
+    shape = json.loads(regular_file(weights / "config.json").read_bytes())
+    return Ready(
+        context=config.max_context or CONTEXT,
+        vocab_size=shape["vocab_size"],
+        n_params=0,
+        dtype="none",
+        device="none",
+        weights_version=sha256(weights / "model.safetensors"),
+        eos_ids=(),
+        start_id=0,
+        sampling_defaults={},
+        blocks_total=blocks,
+        block_size=BLOCK_SIZE,
+        has_encoder=False,
+        numerics="fake",
+        numerics_reason="the engine is a fake one",
+        waits_for_build=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[2]), assemble(float(sys.argv[1]) / 1e3)))

@@ -1,0 +1,50 @@
+"""The service with the fake engine: `python -m tests.support.fake_service STEP_MS serve FLAGS...`.
+
+CALLERS in the environment tells callers apart by the header `X-Caller`, without keys: JSON, quota fields by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from app import main as wiring
+from app import server
+from app.__main__ import main
+from app.access.rate_limiter import EVERYBODY, RateLimits, Tenant
+from app.api.dependencies import CallerDep
+from app.engine_client import client
+
+
+def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitable[Tenant]]:
+    callers = {
+        name: Tenant(name=name, salt=f"salt of {name}", quota=RateLimits(**quota)) for name, quota in quotas.items()
+    }
+
+    async def caller(request: Request) -> Tenant:
+        return callers.get(request.headers.get("x-caller", ""), EVERYBODY)
+
+    return caller
+
+
+def _with_callers(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
+    def create_app(*arguments: Any) -> FastAPI:
+        app = wiring.create_app(*arguments)
+        app.dependency_overrides[CallerDep.__metadata__[0].dependency] = _by_header(quotas)
+        return app
+
+    return create_app
+
+
+if __name__ == "__main__":
+    command = (sys.executable, "-P", "-m", "tests.support.fake_engine", sys.argv[1])
+    client.EngineClient.__init__.__kwdefaults__["command"] = command
+    assert wiring.EngineClient is client.EngineClient
+    if "CALLERS" in os.environ:
+        server.create_app = _with_callers(json.loads(os.environ["CALLERS"]))
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,43 @@
+"""Where kernels are tested, and at which sizes: on a GPU where there is one, else in Triton's interpreter, in small.
+
+The interpreter of Triton 3.7 and 3.8 takes a product of bfloat16 for one of integers, and truncates where it should
+round: that format is for GPUs, and for tests/support/gpu/compile_kernels.py.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from app.engine.gpu.kernels.interface import Kernels
+from app.engine.gpu.kernels.reference_operations import ReferenceKernels
+from benchmarks.gpu.conformance.attention import Shape
+from benchmarks.gpu.conformance.harness import triton_kernels
+from tests.support.gpu.triton_interpreter import repair
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INSTALLED = find_spec("triton") is not None
+if INSTALLED:
+    repair()
+needs_triton = pytest.mark.skipif(not INSTALLED, reason="Triton is not installed: pip install -e .[gpu]")
+
+BOTH = ["torch", pytest.param("triton", marks=[needs_triton, pytest.mark.slow])]
+"""Kernels under test."""
+FORMATS = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.float16, torch.bfloat16]
+
+SHAPES = {
+    "prefill": Shape(n_heads=6, n_kv_heads=2, head_dim=32, block_size=16, lengths=(21, 40, 1)),
+    "shared": Shape(n_heads=2, n_kv_heads=2, head_dim=64, block_size=48, lengths=(100, 60), shared_blocks=1),
+    "window": Shape(n_heads=4, n_kv_heads=1, head_dim=80, block_size=32, lengths=(130, 12), window=33),
+    "cap": Shape(n_heads=8, n_kv_heads=1, head_dim=96, block_size=64, lengths=(516,), soft_cap=3.0),
+    "long": Shape(n_heads=3, n_kv_heads=1, head_dim=256, block_size=128, lengths=(1100, 512, 513, 1)),
+    "late": Shape(n_heads=2, n_kv_heads=1, head_dim=24, block_size=64, lengths=(1111, 1112, 30), window=600),
+}
+"""Groups of 1 to 8, odd head sizes and blocks, and sequences that end at, before and behind the end of a split."""
+
+
+def kernels(kind: str, **options: int) -> Kernels:
+    """torch or triton."""
+    return ReferenceKernels() if kind == "torch" else triton_kernels(**options)

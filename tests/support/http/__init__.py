@@ -1,0 +1,1 @@
+"""Helpers that speak or check HTTP byte by byte."""

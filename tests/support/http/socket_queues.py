@@ -1,0 +1,23 @@
+"""Whether the service has taken all that was sent to it: the kernel knows, and no question disturbs it. Linux, no HTTP.
+
+Who comes next is then really next. Without it a service that got no core for a moment accepts all who came meanwhile
+before it reads from any of them, and to its limits those who have sent a request are as silent as the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.servers import Server
+
+_ESTABLISHED, _LISTENING = "01", "0A"
+
+
+def has_taken_all(server: Server) -> bool:
+    """Whether no connection waits to be accepted, and none has bytes that were not read."""
+    port = f"{int(server.url.rpartition(':')[2]):04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    own = [row for row in rows if row[1].endswith(f":{port}") and row[3] in (_ESTABLISHED, _LISTENING)]
+    assert own, "no process listens there"
+    # Of one that listens it is how many wait to be accepted, of all others how many bytes wait to be read.
+    return not any(int(row[4].partition(":")[2], 16) for row in own)

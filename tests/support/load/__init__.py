@@ -1,0 +1,1 @@
+"""Concurrent clients and load generators."""

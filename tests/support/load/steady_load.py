@@ -1,0 +1,103 @@
+"""Closed-loop clients that send requests to three endpoints and record the answers."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import httpx
+
+from tests.support.completion_client import parse_events, text_of
+
+PROMPTS = ("Once upon a time", "The moon", "fox", "who sang to")
+
+
+class Answer(NamedTuple):
+    """What one request came to."""
+
+    version: str
+    """The beginning of the weights' SHA-256 that the answer names."""
+    prompt: str
+    text: str
+
+
+class SteadyLoad:
+    """`with SteadyLoad(url, clients=6) as load:` and look at `load.answers` and `load.failures` behind it.
+
+    pause: seconds that each client takes between two requests, for engines that load at the same time on few cores.
+    """
+
+    def __init__(self, url: str, *, clients: int, max_tokens: int, pause: float = 0.0) -> None:
+        self._url, self._pause = url, pause
+        self._body = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "seed": 1}
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(place,)) for place in range(clients)]
+        self._threads.append(threading.Thread(target=self._watch_health))
+        self.answers: list[Answer] = []
+        self.failures: list[str] = []
+        self.health_checks = 0
+
+    def __enter__(self) -> SteadyLoad:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(timeout=60)
+
+    def _work(self, place: int) -> None:
+        ask = (self._native_stream, self._native_whole, self._openai_whole)[place % 3]
+        prompt = PROMPTS[place % len(PROMPTS)]
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._over.is_set():
+                try:
+                    version, text = ask(client, {**self._body, "prompt": prompt})
+                    self.answers.append(Answer(version[:16], prompt, text))
+                    self._over.wait(self._pause)
+                except Exception as error:
+                    self.failures.append(f"{type(error).__name__}: {error}")
+                    self._over.wait(0.05)
+
+    def _native_stream(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
+        response = client.post("/complete", json=body).raise_for_status()
+        events = parse_events(response.text)
+        begun = next(event for event in events if event.name == "start").data["weights_version"]
+        assert events[-1].name == "done", events[-1]
+        assert events[-1].data["receipt"]["weights_version"] == begun
+        return begun, text_of(events)
+
+    def _native_whole(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
+        answer = client.post("/complete", json={**body, "stream": False}).raise_for_status().json()
+        return answer["receipt"]["weights_version"], answer["choices"][0]["text"]
+
+    def _openai_whole(self, client: httpx.Client, body: dict[str, Any]) -> tuple[str, str]:
+        answer = client.post("/v1/completions", json=body).raise_for_status().json()
+        return answer["system_fingerprint"], answer["choices"][0]["text"]
+
+    def _watch_health(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as client:
+            while not self._over.wait(0.05):
+                self.health_checks += 1
+                if (status := client.get("/health/ready").status_code) != 200:
+                    self.failures.append(f"/health/ready: {status}")
+
+
+def mixed(answers: list[Answer]) -> list[Answer]:
+    """Answers that are not what their weights say: the text of a prompt is one for each version, and never the same."""
+    texts: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for answer in answers:
+        texts[answer.version, answer.prompt].add(answer.text)
+    versions_of: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for answer in answers:
+        versions_of[answer.prompt, answer.text].add(answer.version)
+    return [
+        answer
+        for answer in answers
+        if len(texts[answer.version, answer.prompt]) > 1 or len(versions_of[answer.prompt, answer.text]) > 1
+    ]

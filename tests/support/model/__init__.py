@@ -1,0 +1,1 @@
+"""Models, weights directories and tokenizers made for tests."""

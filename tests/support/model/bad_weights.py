@@ -1,0 +1,154 @@
+"""Weights with one defect each that a reload must refuse, and the expected error messages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import GOLDEN_FILE, golden_file
+from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
+from model.files import write_files
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder
+
+_PROMPT = [5, 9, 200, 31, 7, 64, 100, 18]
+
+
+def good_weights(directory: Path, seed: int) -> Path:
+    """A tiny model with all its proofs."""
+    tokenizer, decoder = Tokenizer.train([TEXT], VOCAB), tiny_decoder(seed=seed)
+    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
+    files |= {name: text.encode() for name, text in tokenizer.files().items()}
+    files[GOLDEN_FILE] = golden_file(decoder, _PROMPT)
+    write_files(directory, {**files, MANIFEST_FILE: manifest_file(files)})
+    return directory
+
+
+def _missing(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def _truncated(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _shape(path: Path) -> None:
+    _change_config(path, intermediate_size=160)
+
+
+def _dtype(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"F32"', b'"I32"', 1))
+
+
+def _not_finite(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[7] = float("nan")
+    save_file(tensors, path / "model.safetensors")
+
+
+def _half_a_set(path: Path) -> None:
+    shutil.copyfile(path / "generation_config.json", path / "tokenizer_config.json")
+    (path / "generation_config.json").write_text('{"temperature": 0.5}')
+    (path / MANIFEST_FILE).write_bytes(manifest_file({"generation_config.json": b"{}"}))
+
+
+def _another_model(path: Path) -> None:
+    (path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(seed=9), _PROMPT))
+
+
+def _large_tokenizer(path: Path) -> None:
+    decoder = tiny_decoder(tiny_config(vocab_size=VOCAB - 1))
+    files = weights_files(decoder, dtype=torch.float32, eos_id=0, generation={})
+    write_files(path, {**files, GOLDEN_FILE: golden_file(decoder, _PROMPT)})
+
+
+def _broken_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}}}')
+
+
+def _broken_config(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "llama", ')
+
+
+def _unknown_architecture(path: Path) -> None:
+    _change_config(path, model_type="mamba", architectures=["MambaForCausalLM"])
+
+
+def _long_context(path: Path) -> None:
+    decoder = tiny_decoder(tiny_config(context=8192))
+    write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
+
+
+def _exploding(path: Path, decoder: Decoder | None = None) -> None:
+    """Every number is finite, and no golden.json says what the model should say: a directory of Hugging Face."""
+    decoder = decoder or tiny_decoder()
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.mul_(1e25 if "mlp" in name else 1)
+    write_files(path, weights_files(decoder, dtype=torch.float32, eos_id=0, generation={}))
+    (path / GOLDEN_FILE).unlink()
+
+
+def _loud_norms(path: Path) -> None:
+    """One kind of tensor alone makes infinities, and NaN of their differences."""
+    tensors = load_file(path / "model.safetensors")
+    loud = {name: tensor.fill_(1e30) if "norm" in name else tensor for name, tensor in tensors.items()}
+    save_file(loud, path / "model.safetensors")
+    (path / GOLDEN_FILE).unlink()
+
+
+def _exploding_encoder(path: Path) -> None:
+    _exploding(path, tiny_decoder(tiny_config(n_encoder_layers=1)))
+
+
+def _removed(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def _broken_template(path: Path) -> None:
+    (path / "chat_template.jinja").write_bytes(b"\xff")
+
+
+def _change_config(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+KV_BLOCKS = 64
+"""What the service must be started with: more than a context of 256 needs, less than one of 8192."""
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a missing file": (_missing, "model.safetensors: no such file"),
+    "a truncated file": (_truncated, "the file is cut short"),
+    "a wrong shape": (_shape, "config.json asks for"),
+    "a wrong dtype": (_dtype, "has dtype I32"),
+    "numbers that are not finite": (_not_finite, "not finite"),
+    "half a set of files": (_half_a_set, "is not the file that manifest.json names"),
+    "log-probabilities of another model": (_another_model, "the log-probabilities differ by"),
+    "a tokenizer larger than the model": (_large_tokenizer, "tokenizer.json: has 320 tokens, the model only 319"),
+    "a broken tokenizer.json": (_broken_tokenizer, "tokenizer.json"),
+    "a broken config.json": (_broken_config, "config.json: not JSON"),
+    "an unknown architecture": (_unknown_architecture, "mamba"),
+    "a model that does not fit": (_long_context, "does not fit"),
+    "numbers that explode": (_exploding, "the engine's logits are not finite in float32"),
+    "norms of 1e30": (_loud_norms, "the engine's logits are not finite in float32"),
+    "an encoder that explodes": (_exploding_encoder, "the engine's logits are not finite in float32"),
+    "a directory that is gone": (_removed, "no such directory"),
+    "a broken chat template": (_broken_template, "chat_template.jinja: is not UTF-8"),
+}
+
+
+def bad_weights(directory: Path, good: Path, kind: str) -> Path:
+    """A copy of good weights with one thing wrong; without a manifest, which would find all of them."""
+    shutil.copytree(good, directory)
+    (directory / MANIFEST_FILE).unlink()
+    BAD[kind][0](directory)
+    return directory

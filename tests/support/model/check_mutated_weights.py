@@ -1,0 +1,297 @@
+"""Checks mutated weights directories in this process, one after another: -m MODULE FOLDER --count N.
+
+A program of its own, so that what a test process cannot survive or undo (a signal, an audit hook, descriptor 2, a
+peak of memory) is seen. Its last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load, save
+
+from app.cli import check
+from model.checkpoint import tensor_index
+from model.checkpoint.checkpoint import weights_files
+from model.checkpoint.golden import golden_file
+from model.checkpoint.tensor_index import Entry
+from model.config import ModelConfig
+from model.tokenizer.tokenizer import Tokenizer
+from tests.support.model.tiny_models import TEXT, VOCAB, tiny_config, tiny_decoder
+from tests.support.model.weights_mutations import Files, mutate
+
+SECONDS = 5.0
+GROWTH_MIB = 256
+_SMALL = {"vocab_size": VOCAB, "width": 16, "n_layers": 2, "n_heads": 4, "head_dim": 4, "mlp_width": 24, "context": 64}
+_CLASSIC = {
+    "norm": "layernorm",
+    "norm_bias": True,
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+}
+_SHAPES = {
+    "llama": tiny_config(**_SMALL, n_kv_heads=2),
+    "gpt2": ModelConfig(**_SMALL, n_kv_heads=4, **_CLASSIC, positions="learned", activation="gelu_tanh"),
+    "own": ModelConfig(
+        **_SMALL, n_kv_heads=4, **_CLASSIC, positions="sinusoidal", activation="relu", norm_position="post",
+        final_norm=False, tied_head=False, head_bias=True, n_encoder_layers=1,
+    ),
+}  # fmt: skip
+# What a check may do beyond reading the files of its directory: throw away what a Rust panic prints.
+_MAY_WRITE = {os.devnull}
+_SANDBOX = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker"]
+"""Regular expressions that are not known to be linear are timed there."""
+# What an engine asks of the machine that it starts on.
+_MAY_READ = {"/proc/meminfo", "/proc/cpuinfo"}
+# open and listing events are looked at one by one; these report no more than a look.
+_HARMLESS = ("object.__", "os.scandir", "os.listdir", "code.__new__", "builtins.id", "sys._getframe", "gc.", "array.")
+
+
+def valid_directories() -> dict[str, Files]:
+    """One of each kind, small enough for a thousand checks in seconds."""
+    tokenizer = Tokenizer.train([TEXT], VOCAB)
+    made: dict[str, Files] = {}
+    for name, config in _SHAPES.items():
+        decoder = tiny_decoder(config)
+        files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={"temperature": 0.8})
+        files["golden.json"] = golden_file(decoder, [5, 9, 200, 31, 7])
+        made[name] = {**files, **{name: text.encode() for name, text in tokenizer.files().items()}}
+    made["sharded"] = _sharded(made["llama"])
+    return made
+
+
+def _sharded(files: Files) -> Files:
+    whole = files["model.safetensors"]
+    assert isinstance(whole, bytes)
+    tensors = load(whole)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    weight_map = {tensor: names[i % 2] for i, tensor in enumerate(sorted(tensors))}
+    parts = {name: save({t: tensors[t] for t, shard in weight_map.items() if shard == name}) for name in names}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    kept = {name: content for name, content in files.items() if name != "model.safetensors"}
+    return {**kept, **parts, "model.safetensors.index.json": index}
+
+
+def write(directory: Path, files: Files) -> None:
+    """Replaces the directory."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (directory / name).write_bytes(content)
+        elif content.kind == "fifo":
+            os.mkfifo(directory / name)
+        elif content.kind == "directory":
+            (directory / name).mkdir()
+        else:
+            (directory / name).symlink_to(content.target)
+
+
+class Watch:
+    """Remembers what a check does that it must not: an audit hook, armed only while a check runs."""
+
+    def __init__(self) -> None:
+        self.directory = ""
+        self.seen: list[str] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.directory or event.startswith(_HARMLESS):
+            return
+        if event == "subprocess.Popen" and arguments[1][: len(_SANDBOX)] == _SANDBOX:
+            return
+        if event == "os.kill" and self._is_child(arguments[0]):
+            return
+        if event == "open":
+            path, mode, flags = arguments
+            if isinstance(path, int):  # a pipe to the sandbox
+                return
+            reads_own = os.path.realpath(path).startswith(self.directory) and not flags & (os.O_WRONLY | os.O_RDWR)
+            if reads_own or path in _MAY_WRITE or (path in _MAY_READ and mode == "r"):
+                return
+        self.seen.append(f"{event} {str(arguments)[:200]}")
+
+    def _is_child(self, pid: int) -> bool:
+        """Whether this process started it; one that has ended is there until it was waited for."""
+        directory, self.directory = self.directory, ""
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
+        finally:
+            self.directory = directory
+
+
+def _with_unproven_regex(files: Files) -> Files:
+    """Loads what a check needs only where a regular expression has to be timed."""
+    raw = json.loads(files["tokenizer.json"])
+    split = {"type": "Split", "pattern": {"Regex": "[b-y]+|[^b-y]"}, "behavior": "Isolated", "invert": False}
+    raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, raw["pre_tokenizer"]]}
+    return files | {"tokenizer.json": json.dumps(raw).encode()}
+
+
+@contextlib.contextmanager
+def _captured(log: Path) -> Iterator[None]:
+    """Descriptors 1 and 2 into files: Rust knows nothing of sys.stderr."""
+    kept = os.dup(1), os.dup(2)
+    out = [os.open(log.with_suffix(suffix), os.O_RDWR | os.O_CREAT | os.O_TRUNC) for suffix in (".out", ".err")]
+    for number in (1, 2):
+        os.dup2(out[number - 1], number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number in (1, 2):
+            os.dup2(kept[number - 1], number)
+        for descriptor in (*kept, *out):
+            os.close(descriptor)
+
+
+def judge(directory: Path, log: Path, watch: Watch) -> tuple[int | None, str]:
+    """The check's exit code and what is wrong with how it went, or nothing."""
+    started = time.monotonic()
+    code: int | None = None
+    with _captured(log):
+        watch.seen, watch.directory = [], str(directory)
+        try:
+            code = check.main([str(directory)])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            watch.directory = ""
+    seconds, lines = time.monotonic() - started, log.with_suffix(".err").read_text(errors="replace").splitlines()
+    named = any(word in " ".join(lines) for word in (".json", ".safetensors"))
+    if code not in (0, 2) or (code == 2 and (len(lines) != 1 or not named)) or (code == 0 and len(lines) > 1):
+        return code, f"exit code {code}, {len(lines)} lines: {' | '.join(lines[-4:])[:600]}"
+    if seconds > SECONDS:
+        return code, f"took {seconds:.1f} s"
+    return code, f"did {watch.seen}" if watch.seen else ""
+
+
+def _status_mib(key: str) -> float:
+    # Not getrusage: its peak begins with that of the process that started this one.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+class Harness:
+    """Valid directories, the place where they are broken, and what watches the checker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.directory = folder.resolve() / "weights"
+        self.log = folder / "log"
+        self.watch = Watch()
+        self.valid = valid_directories()
+        tried = [*self.valid.values(), _with_unproven_regex(self.valid["gpt2"])]
+        for files in [*tried, *tried]:  # twice: what is loaded late is loaded then
+            write(self.directory, files)
+            outcome = judge(self.directory, self.log, self.watch)
+        assert outcome == (0, ""), outcome
+        write(folder / "outside", self.valid["llama"])
+        self.rss_mib = _status_mib("VmRSS")
+
+    def run(self, seed: int, numbers: range) -> dict[str, Any]:
+        """Counts, the worst time and memory, and every failure with the number that repeats it."""
+        failures, kinds, slowest, most_growth = [], Counter[str](), 0.0, 0.0
+        for number in numbers:
+            rng = Random(f"{seed}/{number}")
+            base = rng.choice(sorted(self.valid))
+            files = dict(self.valid[base])
+            told = f"{number}: {base}, {mutate(rng, files)}"
+            (self.folder / "current").write_text(told, errors="replace")
+            write(self.directory, files)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            faulthandler.dump_traceback_later(60, exit=True)
+            started = time.monotonic()
+            code, wrong = judge(self.directory, self.log, self.watch)
+            slowest = max(slowest, time.monotonic() - started)
+            growth = _status_mib("VmHWM") - self.rss_mib
+            most_growth = max(most_growth, growth)
+            kinds["refused" if code == 2 else "harmless"] += 1
+            size = sum(len(content) for content in files.values() if isinstance(content, bytes)) >> 20
+            if wrong or growth > GROWTH_MIB + size:
+                failures.append(f"{told}: {wrong or f'{growth:.0f} MiB more'}")
+        faulthandler.cancel_dump_traceback_later()
+        return {**kinds, "slowest_s": round(slowest, 2), "growth_mib": round(most_growth), "failures": failures}
+
+
+def _believing_header(path: Path) -> dict[str, Entry]:
+    """What reading a header is without checks."""
+    with path.open("rb") as file:
+        raw = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in raw.items() if name != "__metadata__"}
+
+
+def _raise(*_arguments: Any) -> Any:
+    raise Exception("a bare one")
+
+
+def _run_code(text: str) -> str:
+    return str(eval(repr(text)))
+
+
+def _take_memory(text: str) -> str:
+    return text if bytearray(300 << 20) else ""
+
+
+def _take_time(text: str) -> str:
+    time.sleep(SECONDS)
+    return text
+
+
+# A checker that ... and must be found out within so many mutations.
+SABOTAGE: dict[str, tuple[Any, str, Any, int]] = {
+    "believes the header": (tensor_index, "read_header", _believing_header, 40),
+    "raises a bare exception": (check, "one_line", _raise, 1),
+    "names no file": (check, "one_line", lambda _: "", 5),
+    "runs code": (check, "one_line", _run_code, 1),
+    "takes memory": (check, "one_line", _take_memory, 1),
+    "takes time": (check, "one_line", _take_time, 1),
+}
+
+
+def run_controls(harness: Harness, seed: int) -> dict[str, int]:
+    """How many failures each sabotage led to."""
+    found = {}
+    for name, (owner, attribute, value, count) in SABOTAGE.items():
+        with mock.patch.object(owner, attribute, value):
+            found[name] = len(harness.run(seed, range(count))["failures"])
+    return found
+
+
+def main() -> int:
+    """Exit code 0 whatever was found."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--controls", action="store_true", help="break the checker instead")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    harness = Harness(options.folder)
+    numbers = range(options.first, options.first + options.count)
+    found = run_controls(harness, options.seed) if options.controls else harness.run(options.seed, numbers)
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Tiny random models for the tests: a few kilobytes, made in milliseconds, as awkward as real ones (grouped heads)."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.common.types import Request, SampledEvent
+from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.library import Library
+from app.engine.cpu.program import BLOCK
+from app.engine.cpu.sampler import NativeSampler
+from app.engine.cpu.toolchain.builder import find_or_build
+from app.engine.execution.engine import Engine
+from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
+from app.engine.guided.grammar_tracker import GrammarTracker
+from app.engine.memory.encoder_cache import EncoderCache
+from app.engine.memory.kv_cache import KVCache
+from app.engine.quantization.int8_weights import round_weights
+from app.engine.sampling.sampler import TorchSampler
+from app.engine.scheduling.block_allocator import BlockPool
+from app.engine.scheduling.scheduler import Scheduler, StepLimits
+from model.checkpoint.checkpoint import weights_files
+from model.config import ModelConfig
+from model.files import write_files
+from model.nn.transformer import Decoder
+from model.tokenizer.tokenizer import Tokenizer
+
+TEXT = (
+    "Once upon a time there was a fox who sang to the moon. The moon answered him, and the night was long.\n"
+    "\u201cWho are you?\u201d asked the owl, caf\u00e9 in claw \U0001f98a\U0001f989. \u2018I,\u2019 said the fox.\n"
+) * 20
+VOCAB = 320
+WAY: ContextVar[str] = ContextVar("WAY", default="torch")
+"""How tiny_engine() computes: torch, native or int8."""
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """2 layers, width 64, 4 query and 2 kv heads of 16, context 256."""
+    shape = {"vocab_size": VOCAB, "width": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+    return ModelConfig(**{**shape, "mlp_width": 176, "context": 256, **changes})
+
+
+def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Random weights that are loud enough for lively text."""
+    decoder = Decoder(config or tiny_config())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3, generator=generator)
+            elif parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0.0, 2.5 * parameter.shape[1] ** -0.5, generator=generator)
+    return decoder.to(dtype).requires_grad_(False).eval()
+
+
+def tiny_weights(directory: Path, **changes: Any) -> Path:
+    """A weights directory in float32, with a tokenizer of VOCAB tokens trained on TEXT."""
+    tokenizer = Tokenizer.train([TEXT], VOCAB)
+    decoder = tiny_decoder(tiny_config(**changes))
+    files = weights_files(decoder, dtype=torch.float32, eos_id=tokenizer.eos_id, generation={})
+    write_files(directory, {**files, **{name: text.encode() for name, text in tokenizer.files().items()}})
+    return directory
+
+
+def tiny_engine(
+    decoder: Decoder,
+    *,
+    blocks: int = 64,
+    block_size: int = 16,
+    tokens_per_step: int = 128,
+    max_running: int = 32,
+    guides: GrammarTracker | None = None,
+) -> Engine:
+    """An engine around `decoder`, in this process, that computes as the fixture `way` says."""
+    limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
+    scheduler = Scheduler(limits, BlockPool(blocks, block_size))
+    if WAY.get() != "torch" and can_be_native(decoder):
+        assert block_size == BLOCK
+        compute: StepExecutor = native_compute(decoder, blocks, int8=WAY.get() == "int8")
+        sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
+        return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides), masks=guides)
+    dtype, device = decoder.embedding.dtype, decoder.embedding.device
+    cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+    sources = None
+    if decoder.config.n_encoder_layers:
+        context = decoder.config.context
+        sources = EncoderCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
+    return Engine(
+        scheduler, Runner(TorchExecutor(decoder, cache, sources), sampler=TorchSampler(), guides=guides), masks=guides
+    )
+
+
+def can_be_native(decoder: Decoder) -> bool:
+    """As app/engine/cpu/toolchain/backend_selection.py says."""
+    return not decoder.config.n_encoder_layers and decoder.config.n_heads * decoder.config.head_dim % 2 == 0
+
+
+def round_weights_for(way: str, decoder: Decoder) -> None:
+    """What an oracle must compute with, to be held against an engine of this way."""
+    if way == "int8":
+        round_weights(decoder)
+
+
+def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:
+    """`decoder` in the kernels of this machine."""
+    return NativeCompute(kernels(), decoder, Threads(kernels(), threads), blocks=blocks, int8=int8)
+
+
+@cache
+def kernels() -> Library:
+    """The library for this machine, built where it is not there; raises BuildError where it cannot be."""
+    return Library(find_or_build())
+
+
+def run_all(engine: Engine, requests: list[Request], *, max_steps: int = 20_000) -> dict[str, list[SampledEvent]]:
+    """Runs requests that arrive together to their end, with the block invariant checked after every step."""
+    for request in requests:
+        engine.add(request)
+    events: dict[str, list[SampledEvent]] = {request.id: [] for request in requests}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return events
+        report = engine.step()
+        assert not engine.scheduler.violations()
+        assert not report.failed
+        for event in report.events:
+            events[event.request_id].append(event)
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,88 @@
+"""Tokens with their alternatives, as a server sends them, and the inspect view that shows them."""
+
+import math
+
+from tests.support.page.browser import DONE, generate, play
+
+WORDS = [
+    "the",
+    "old",
+    "ship",
+    "sailed",
+    "over",
+    "a",
+    "calm",
+    "sea",
+    "and",
+    "few",
+    "knew",
+    "what",
+    "wind",
+    "would",
+    "come",
+]
+
+
+def inspect(page):
+    page.locator("#view-inspect").click()
+    page.locator(".token").first.wait_for()
+
+
+def token(page, content):
+    return page.locator(".token").filter(has_text=content).first
+
+
+def played(words, first_id=1000):
+    """Token events with their details: each word was the second of three."""
+    return [("token", {"text": word, "tokens": [detail(word, first_id + i)]}) for i, word in enumerate(words)]
+
+
+def detail(word, token_id, shares=(0.5, 0.25, 0.125)):
+    others = [(token_id + 1, " other"), (token_id, word), (token_id + 2, " third")]
+    top = [piece(word, one, share) for (one, word), share in zip(others, shares, strict=True)]
+    return {**piece(word, token_id, shares[1]), "top": top}
+
+
+def piece(word, token_id, share):
+    data = word if isinstance(word, bytes) else word.encode()
+    return {
+        "id": token_id,
+        "text": data.decode("utf-8", "replace"),
+        "bytes": list(data),
+        "logprob": math.log(share),
+    }
+
+
+def stream(page, words, prompt="It is"):
+    """The inspect view of a text whose end was streamed with these tokens."""
+    page.locator("#document").fill(prompt)
+    page.locator("#view-inspect").click()
+    if prompt:
+        page.locator(".token").first.wait_for()
+    play(page, ("start", {"seed": 1}), *played(words), DONE)
+    generate(page)
+    page.locator(".token").nth(len(words) - (prompt == "")).wait_for()
+
+
+def trickle(page, count, frames=1):
+    """From now on so many events of an answer come with each so many frames; with each one when `window.hurries`."""
+    page.evaluate(
+        """([count, frames]) => {
+        const fetch = window.fetch;
+        window.fetch = async (...request) => {
+            const events = (await (await fetch(...request)).text()).split(/(?<=\\n\\n)/);
+            const pull = async (controller) => {
+                for (let i = 0; i < (window.hurries ? 1 : frames); i += 1) await new Promise(requestAnimationFrame);
+                if (!events.length) return controller.close();
+                controller.enqueue(new TextEncoder().encode(events.splice(0, count).join("")));
+            };
+            return new Response(new ReadableStream({ pull }));
+        };
+    }""",
+        [count, frames],
+    )
+
+
+def shows(page, words):
+    """Waits until the inspect view shows this text and no other: it draws a frame later."""
+    page.wait_for_function("(words) => document.querySelector('.tokens').textContent === words", arg=words)

@@ -1,0 +1,193 @@
+"""The service as a process on a real socket: started, watched, and ended with its test."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.support.paths import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running service."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def metric(self, name: str) -> float:
+        """A gauge or counter; labels belong to the name."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        found = re.search(rf"^inkstream_{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found.group(1))
+
+    def told(self) -> str:
+        """The whole lines of the log: the last one may be half written."""
+        return _whole_lines(self.log)
+
+    def tells(self, *words: str, since: int = 0) -> bool:
+        """Whether all these words come to the log behind so many characters: a thread of its own writes it, later."""
+        return self.wait_for(lambda: all(word in self.told()[since:] for word in words))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+        """Polls until `condition` holds or the time is over."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return condition()
+
+
+_STARTED: list[subprocess.Popen[str]] = []
+"""Every service that start_server() has started and no test has stopped yet."""
+
+
+_REASONS_AGAINST: list[str] = []
+"""Why start_server() must not be called in this run of pytest."""
+
+
+def forbid_servers(reason: str) -> None:
+    """From now on start_server() fails."""
+    _REASONS_AGAINST.append(reason)
+
+
+@contextlib.contextmanager
+def own_servers() -> Iterator[None]:
+    """Ends, at the end of the block, the services that were started in it and still run."""
+    before = list(_STARTED)
+    yield
+    for process in [process for process in _STARTED if process not in before]:
+        _kill(process)
+
+
+def start_server(
+    folder: Path,
+    weights: Path,
+    *flags: str,
+    wait: bool = True,
+    sabotage: str = "pass",
+    environment: Mapping[str, str] | None = None,
+    fake_ms: float | None = None,
+    terminal: int | None = None,
+) -> Server:
+    """`python -m app serve` on a free port; ready when this returns. `sabotage` is Python that runs first.
+
+    `fake_ms`: around the fake engine, whose steps take so long. `terminal`: a descriptor of the one that it hangs on.
+    """
+    assert not _REASONS_AGAINST, _REASONS_AGAINST[0]
+    program = f"import sys; from app.__main__ import main; exec({sabotage!r}); sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program]
+    if fake_ms is not None:
+        assert sabotage == "pass", "the fake service takes faults"
+        command = [sys.executable, "-m", "tests.support.fake_service", str(fake_ms)]
+    log = folder / f"server-{time.monotonic_ns()}.log"
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("INKSTREAM_")} | dict(environment or {})
+    # What computes must not depend on what this machine has built before, and no test pays for a build by the way.
+    variables["INKSTREAM_KERNELS"] = "torch"
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [variables.get("PYTHONPATH")])])
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "serve", "--weights", str(weights), "--port", "0", *flags],
+            cwd=ROOT,
+            env=variables,
+            stderr=file,
+            stdout=file,
+            text=True,
+            preexec_fn=None if terminal is None else lambda: _hang_on(terminal),
+        )
+    _STARTED.append(process)
+    try:
+        return _ready_server(process, log, wait=wait)
+    except BaseException:
+        _kill(process)
+        raise
+
+
+def _ready_server(process: subprocess.Popen[str], log: Path, *, wait: bool) -> Server:
+    """As soon as it listens; with `wait`, as soon as it completes texts."""
+    deadline = time.monotonic() + 120
+    while True:
+        has_ended = process.poll() is not None  # looked at first: all that it has said before is in the log
+        if found := re.search(r"listening on (http://[^\s\"]+)", _whole_lines(log)):
+            break
+        assert not has_ended and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    server = Server(found.group(1), process, log)
+    asked_next = 0.0
+    while wait:
+        # Reading the log costs next to nothing; a question each time would cost both sides a tenth of the start.
+        if "ready: " in log.read_text() or time.monotonic() >= asked_next:
+            asked_next = time.monotonic() + 0.5  # for services that log no such thing
+            if _status(server.url) == 200:
+                break
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return server
+
+
+def _whole_lines(log: Path) -> str:
+    whole, newline, _ = log.read_bytes().rpartition(b"\n")
+    return (whole + newline).decode()
+
+
+def _hang_on(terminal: int) -> None:
+    """In the child: this is the terminal that it hangs on."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
+def stop_server(server: Server) -> int:
+    """SIGTERM, and the exit code."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    try:
+        return server.process.wait(timeout=120)
+    except subprocess.TimeoutExpired:
+        _kill(server.process)
+        raise
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With its engines, of which one may be stopped."""
+    if process.poll() is None:
+        children = [child for task in Path(f"/proc/{process.pid}/task").iterdir() for child in _children_of(task)]
+        process.kill()
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+    process.wait()
+    _STARTED.remove(process)
+
+
+def _children_of(task: Path) -> list[int]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while we look
+        return [int(child) for child in (task / "children").read_text().split()]
+    return []
+
+
+def is_clean(server: Server, seconds: float = 60.0) -> bool:
+    """Whether within this time nothing runs, nothing waits, and no cache block is in use."""
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+    return server.wait_for(lambda: not any(server.metric(name) for name in names), seconds)
+
+
+def _status(url: str) -> int:
+    try:
+        return httpx.get(f"{url}/health/ready").status_code
+    except httpx.TransportError:
+        return 0

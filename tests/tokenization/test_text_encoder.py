@@ -1,0 +1,159 @@
+"""Tokenizers with unusual regular expressions: detected, timed before they are served, run in a killable process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from app.common.errors import EngineFailed, InvalidRequest
+from app.tokenization.text_encoder import TextEncoder
+from app.tokenization.tokenizer_sandbox import TokenizerSandbox
+from app.tokenization.tokenizer_trial import check_regexes
+from model.tokenizer.regexes import find_unproven
+from model.tokenizer.token_spans import result_of
+from model.tokenizer.tokenizer import Tokenizer, TokenizerError
+from tests.support.model.sample_tokenizers import KINDS, gpt2, save
+from tests.support.model.tiny_models import TEXT
+
+pytestmark = pytest.mark.slow
+
+QUADRATIC = r"\s+$"
+CATASTROPHIC = (
+    r"(?:\w+\s?)+!",
+    r"([a-z]+)*\d",
+    r"(?:a|aa)+$",
+    r"(?:\p{L}+\p{M}*)+(?!\p{L}|\s)",
+    r"x(?:yz|yzyz)+[^q]w",
+    r"(?:[a-c]+[b-d]+)+E",
+    r"(.*?,){12}P",
+    r"^(([a-z])+.)+[A-Z]([a-z])+$",
+    r"\w*\w*\w*;",
+    r"(?i:it|is|\s*)*\u2019",
+)
+
+
+def with_pattern(directory: Path, pattern: str) -> Path:
+    """A byte-level BPE that splits texts by `pattern`."""
+    directory.mkdir(exist_ok=True)
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    rust = gpt2()
+    rust.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])
+    return save(rust, directory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_people_bring_is_proven(kind: str, tmp_path: Path) -> None:
+    assert not Tokenizer.load(save(KINDS[kind][0](), tmp_path)).unproven
+
+
+@pytest.mark.parametrize("pattern", CATASTROPHIC)
+def test_a_catastrophic_pattern_is_refused_in_one_line(pattern: str, tmp_path: Path) -> None:
+    directory = with_pattern(tmp_path, pattern)
+    began = time.monotonic()
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: the regular expression .*adversarial") as refused:
+        check_regexes(directory)
+    message = str(refused.value)
+    assert json.dumps(pattern) in message and "\n" not in message
+    assert time.monotonic() - began < 40
+
+
+def test_a_pattern_of_a_normalizer_is_tried_too(tmp_path: Path) -> None:
+    rust = gpt2()
+    rust.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(Regex(CATASTROPHIC[0]), "!")])
+    with pytest.raises(TokenizerError, match="the regular expression"):
+        check_regexes(save(rust, tmp_path))
+
+
+def test_an_unusual_pattern_that_is_fast_enough_is_served_from_the_sandbox(tmp_path: Path) -> None:
+    directory = with_pattern(tmp_path, QUADRATIC)
+    assert check_regexes(directory).patterns == (QUADRATIC,)
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.unproven.patterns == (QUADRATIC,)
+    with_box(directory, lambda box: _gives_the_same(tokenizer, TextEncoder(tokenizer, box)))
+
+
+def with_box(directory: Path, use: Callable[[TokenizerSandbox], None]) -> None:
+    box = TokenizerSandbox(directory)
+    try:
+        use(box)
+    finally:
+        box.close()
+    assert not box.pids
+    with pytest.raises(EngineFailed):
+        box.encode("a", seconds=1)
+
+
+def _gives_the_same(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
+    for text in ("", "a", TEXT, "\U0001f98a\x00", TEXT * 40):
+        assert encoder.encode(text) == tokenizer.encode(text)
+        assert encoder.encode_plain(text) == tokenizer.encode_many([text])[0]
+        for special in (True, False):
+            expected = tokenizer.encode_spans(text, add_special_tokens=special)
+            assert list(result_of(encoder.span_slices(text, add_special_tokens=special))) == list(expected)
+
+
+def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_path: Path) -> None:
+    directory = with_pattern(tmp_path, r"(?:\w\w?){1,4}\w*\w*;")
+    tokenizer = Tokenizer.load(directory)
+
+    def use(box: TokenizerSandbox) -> None:
+        encoder = TextEncoder(tokenizer, box)
+        assert encoder.encode("abc") == tokenizer.encode("abc")
+        (pid,) = box.pids
+        began = time.monotonic()
+        with pytest.raises(InvalidRequest, match=r"the model's tokenizer takes more than [12]\.\d s for this text"):
+            encoder.encode("a" * 4000 + "!;")
+        assert time.monotonic() - began < 20
+        with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s"):  # what is left to the same request
+            encoder.encode("a" * 4000 + "!;")
+        assert TextEncoder(tokenizer, box).encode("abc") == tokenizer.encode("abc")
+        assert pid not in box.pids
+
+    with_box(directory, use)
+
+
+def test_a_pattern_beyond_the_limit_of_retries_is_the_text_s_fault(tmp_path: Path) -> None:
+    directory = with_pattern(tmp_path, CATASTROPHIC[0])
+    tokenizer = Tokenizer.load(directory)
+
+    def use(box: TokenizerSandbox) -> None:
+        with pytest.raises(InvalidRequest, match="the model's tokenizer gives up for this text"):
+            TextEncoder(tokenizer, box).encode("a" * 60 + ";!")
+
+    with_box(directory, use)
+
+
+def test_a_panic_in_this_process_is_an_error_of_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.load(with_pattern(tmp_path, CATASTROPHIC[0]))
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineFailed, match="the model's tokenizer failed on this text"):
+        TextEncoder(tokenizer).encode("a" * 60 + ";!")
+    (record,) = caplog.records
+    assert "retry-limit" in record.getMessage() and "/" not in record.getMessage().partition("text: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"pre_tokenizer": {"type": "Novel"}}, "unknown type"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"String": "a" * 65}}}, "more than 64"),
+        ({"pre_tokenizer": {"type": "Split", "pattern": "a"}}, "unknown type"),
+        ({"normalizer": ["NFC"]}, "unknown type"),
+        ({"model": {"type": "WordPiece", "max_input_chars_per_word": 10**6}}, "words of more than 256"),
+    ],
+)
+def test_other_unproven_parts_are_named(content: dict[str, Any], words: str) -> None:
+    assert words in find_unproven(content).others[0]
+
+
+def test_a_broken_pattern_is_refused(tmp_path: Path) -> None:
+    raw = {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}}
+    with pytest.raises(TokenizerError, match="fails"):
+        check_regexes(save(gpt2(), tmp_path, raw))

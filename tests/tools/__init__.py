@@ -1,0 +1,1 @@
+"""Programs for maintainers, run as modules from the repository root."""

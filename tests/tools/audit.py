@@ -1,0 +1,65 @@
+"""Known holes in the packages of constraints.txt, as pip-audit finds them: python -m tests.tools.audit (in make lint).
+
+Exit status 1 where a service for such notices answers and knows of a hole. Where none answers (a machine without the
+internet, an index that mirrors packages alone) it says in a line that nothing was audited, and exits with 0: that is no
+reason to stop work, and no proof either. pip-audit itself ends with 0 where the index knows no notices at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.paths import ROOT
+
+_SECONDS = 60
+
+
+def main() -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pins", type=Path, default=ROOT / "constraints.txt", help="what to audit (constraints.txt)")
+    parser.add_argument("--osv-url", help="ask this OSV service alone")
+    options = parser.parse_args()
+    services = [["osv", "--osv-url", options.osv_url]] if options.osv_url else [["pypi"], ["osv"]]
+    for service in services:
+        packages = _ask(options.pins, service)
+        answered = [package for package in packages if "skip_reason" not in package]
+        if answered:
+            return _tell(answered, len(packages), service[0])
+    print("warning: pip-audit: no service that knows of holes can be reached: nothing was audited", file=sys.stderr)
+    return 0
+
+
+def _ask(pins: Path, service: list[str]) -> list[dict[str, Any]]:
+    """What the service says of each package; nothing where it does not answer."""
+    command = [sys.executable, "-m", "pip_audit", "--requirement", str(pins), "--no-deps", "--disable-pip"]
+    command += ["--progress-spinner", "off", "--format", "json", "--timeout", "5", "-s", *service]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    if done.returncode not in (0, 1):  # 1: holes, or no answer
+        sys.exit(f"error: pip-audit does not run: {done.stderr.strip()[-300:]}")
+    try:
+        packages: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
+    except ValueError:
+        return []
+    return packages
+
+
+def _tell(answered: list[dict[str, Any]], count: int, service: str) -> int:
+    holes = [(package, hole) for package in answered for hole in package["vulns"]]
+    for package, hole in holes:
+        fixed = f"fixed in {', '.join(hole['fix_versions'])}" if hole["fix_versions"] else "not fixed yet"
+        print(f"error: {package['name']} {package['version']} has {hole['id']}, {fixed}", file=sys.stderr)
+    print(f"pip-audit: {len(holes)} known holes in {len(answered)} of {count} packages, says {service}")
+    return 1 if holes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

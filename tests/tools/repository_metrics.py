@@ -1,0 +1,109 @@
+"""How easy it is to find the way in this repository, in numbers: python -m tests.tools.repository_metrics [ROOT].
+
+Counts product files (app and model), the largest flat folder, pairs of packages that import each other in both
+directions, and public classes that share their name. ROOT may be another checkout, so that two states can be compared.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+PRODUCT = ("app", "model")
+
+
+def product_files(root: Path) -> list[Path]:
+    """All Python files of the product, sorted."""
+    return sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.py"))
+
+
+def module_of(root: Path, path: Path) -> str:
+    """app/engine/__init__.py -> app.engine."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_of(module: str, *, is_package: bool) -> str:
+    """The package that a module belongs to; __main__ starts a package and stands above it."""
+    return module if is_package or module.endswith(".__main__") else module.rpartition(".")[0]
+
+
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """Modules of the product that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
+            found |= {full if full in known else module for full, module in names}
+    return found & known
+
+
+def package_edges(root: Path) -> dict[tuple[str, str], list[str]]:
+    """(importing package, imported package) -> the imports that make this edge, as text.
+
+    What a file imports from the __init__ of a package that it lies in is no edge: Python has read it by then.
+    """
+    files = {module_of(root, path): path for path in product_files(root)}
+    packages = {name: package_of(name, is_package=path.stem == "__init__") for name, path in files.items()}
+    edges: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, path in files.items():
+        for target in sorted(imported_modules(path, set(files))):
+            is_above = files[target].stem == "__init__" and name.startswith(f"{target}.")
+            if packages[name] != packages[target] and not is_above:
+                edges[packages[name], packages[target]].append(f"{name} -> {target}")
+    return edges
+
+
+def two_way_pairs(root: Path) -> list[tuple[str, str]]:
+    """Packages that import each other."""
+    edges = package_edges(root)
+    return sorted(pair for pair in edges if pair[::-1] in edges and pair < pair[::-1])
+
+
+def colliding_classes(root: Path) -> dict[str, list[str]]:
+    """Name of a public class -> the files that define one of that name, where there are several."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in product_files(root):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(root)))
+    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def colliding_files(root: Path) -> dict[str, int]:
+    """File name -> how many files have it, where there are several."""
+    names = Counter(path.stem for path in product_files(root) if not path.stem.startswith("__"))
+    return {name: times for name, times in sorted(names.items()) if times > 1}
+
+
+def folder_sizes(root: Path) -> Counter[str]:
+    """Folder -> its modules, without __init__.py and __main__.py."""
+    return Counter(str(path.parent.relative_to(root)) for path in product_files(root) if not path.stem.startswith("__"))
+
+
+def report(root: Path) -> Iterator[str]:
+    """The lines to print."""
+    files = product_files(root)
+    lines = [path.read_text().count("\n") for path in files]
+    yield f"product files: {len(files)} ({sum(lines)} lines, median {statistics.median(lines):g})"
+    yield f"product files without __init__ and __main__: {sum(folder_sizes(root).values())}"
+    short = [path for path, n in zip(files, lines, strict=True) if n < 30 and not path.stem.startswith("__")]
+    yield f"product files under 30 lines: {len(short)}"
+    yield "largest flat folders: " + ", ".join(f"{name} {n}" for name, n in folder_sizes(root).most_common(5))
+    pairs = two_way_pairs(root)
+    yield f"two-way package pairs: {len(pairs)}" + "".join(f"\n  {a} <-> {b}" for a, b in pairs)
+    classes = colliding_classes(root)
+    yield f"colliding public class names: {len(classes)}"
+    yield from (f"  {name}: {', '.join(found)}" for name, found in classes.items())
+    yield f"colliding file names: {len(colliding_files(root))} ({', '.join(colliding_files(root))})"
+
+
+if __name__ == "__main__":
+    print(*report(Path(sys.argv[1]) if sys.argv[1:] else ROOT), sep="\n")

@@ -1,0 +1,20 @@
+"""The page's pure modules, each by its tests in tests/web, run by node: no browser, no server."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.nodejs import NODE
+
+TESTS = sorted(Path(__file__).parent.glob("*.test.mjs"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name.removesuffix(".test.mjs"))
+def test_a_module_of_the_page(path: Path) -> None:
+    node = NODE or pytest.skip("no node: make install brings playwright's")
+    run = subprocess.run([node, "--test", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "# tests 0" not in run.stdout, "a file without a test"

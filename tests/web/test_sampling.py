@@ -1,0 +1,79 @@
+"""The page's sampling arithmetic against the server's sampler, where the page knows the whole distribution."""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.common.types import SamplingParams
+from app.engine.sampling.logits_processors import weights
+from tests.support.nodejs import NODE
+
+_SCRIPT = Path(__file__).with_name("sampled.mjs")
+_VOCABULARY = 16
+_GRID: dict[str, list[float]] = {
+    "temperature": [0.3, 0.8, 1.0, 1.7],
+    "top_k": [0, 2, 5, 16, 40],
+    "typical_p": [0.2, 0.6, 0.9, 1.0],
+    "top_p": [0.3, 0.7, 0.95, 1.0],
+    "min_p": [0.0, 0.05, 0.4, 1.0],
+}
+if NODE is None:
+    pytest.skip("no node: make install brings playwright's", allow_module_level=True)
+
+
+def test_the_page_leaves_what_the_server_leaves() -> None:
+    chance = random.Random(9)
+    rows = [[chance.gauss(0, 2) for _ in range(_VOCABULARY)] for _ in range(400)]
+    for row in rows[::4]:
+        row[3] = row[7] = row[11]  # equals
+    settings = [{name: chance.choice(values) for name, values in _GRID.items()} for _ in rows]
+    answers = _in_node([_case(row, one) for row, one in zip(rows, settings, strict=True)])
+    for row, one, answer in zip(rows, settings, answers, strict=True):
+        assert answer["exact"]
+        assert answer["rest"] == {"share": 0, "count": 0}
+        order = sorted(range(_VOCABULARY), key=lambda token: (-row[token], token))
+        expected = _served(row, one)
+        assert answer["shares"] == pytest.approx([expected[token] for token in order], abs=1e-6), one
+
+
+def test_what_it_calls_exact_is_exact_although_it_knows_the_best_alone() -> None:
+    chance = random.Random(10)
+    rows = [[chance.gauss(0, 3) for _ in range(_VOCABULARY)] for _ in range(400)]
+    settings = [{name: chance.choice(values) for name, values in _GRID.items()} for _ in rows]
+    answers = _in_node([_case(row, one, known=6) for row, one in zip(rows, settings, strict=True)])
+    exact = 0
+    for row, one, answer in zip(rows, settings, answers, strict=True):
+        if not answer["exact"]:
+            continue
+        exact += 1
+        order = sorted(range(_VOCABULARY), key=lambda token: (-row[token], token))[:6]
+        expected = _served(row, one)
+        assert answer["shares"] == pytest.approx([expected[token] for token in order], abs=1e-6), one
+    assert 40 < exact < 360
+
+
+def _case(row: list[float], settings: dict[str, float], known: int = _VOCABULARY) -> dict[str, Any]:
+    logprobs = torch.tensor(row, dtype=torch.float64).log_softmax(-1).tolist()
+    order = sorted(range(_VOCABULARY), key=lambda token: (-row[token], token))[:known]
+    top = [{"id": token, "logprob": logprobs[token]} for token in order]
+    return {"top": top, "vocabulary": _VOCABULARY, "settings": settings}
+
+
+def _served(row: list[float], settings: dict[str, Any]) -> list[float]:
+    logits_1X = torch.tensor([row], dtype=torch.float64)
+    left_X = weights(logits_1X, logits_1X.amax(-1, keepdim=True), [SamplingParams(seed=0, **settings)])[0]
+    shares: list[float] = (left_X / left_X.sum()).tolist()
+    return shares
+
+
+def _in_node(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    assert NODE
+    done = subprocess.run([NODE, str(_SCRIPT)], input=json.dumps(cases), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers

@@ -1,0 +1,197 @@
+"""The page's programs (app/web/request/snippets.js), run: curl, Python and node send the request to the letter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.nodejs import NODE
+from tests.support.paths import ROOT
+from tests.support.servers import Server
+
+if NODE is None or shutil.which("curl") is None:
+    pytest.skip("no node (make install brings playwright's), or no curl on PATH", allow_module_level=True)
+
+NASTY = (
+    "it's \"quoted\" $HOME ${HOME} `id` $(id) \\ \\n \\u0041 %s !! #{x} ${'x'}\n\r\n\tJSON\n\nJSON\n"
+    "EOF\u2028\u2029\x7f\x01\x00 \U0001f600 \u4e2d \u202e {{x}} f'{x}' \"\"\" ''' </script> \ufeff*/ // '''#"
+)
+LANGUAGES = {"curl": ["bash"], "python": [sys.executable], "node": [NODE, "--input-type=module"]}
+PARAMETERS = [
+    {"name": "stop", "kind": "texts"},
+    {"name": "logit_bias", "kind": "json"},
+    {"name": "regex", "kind": "text"},
+]
+EVENTS = (
+    'event: start\ndata: {"seed": 1}\n\n',
+    'event: token\ndata: {"index": 0, "text": "caf\\u00e9"}\n\n: ping\n\n',
+    'event: token\ndata: {"index": 0, "text": " \\ud83d\\ude00\\n"}\n\n',
+    'event: done\ndata: {"receipt": {}}\n\n',
+)
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A service that keeps what it was sent, and answers each time the same."""
+
+    url: str = ""
+    status: int = 200
+    answer: str = "".join(EVENTS)
+    bodies: list[bytes] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def recording() -> Iterator[Recorder]:
+    """On a socket of this machine."""
+    recorder = Recorder()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            recorder.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            recorder.keys.append(self.headers["Authorization"])
+            assert self.headers["Content-Type"] == "application/json"
+            self.send_response(recorder.status)
+            self.end_headers()
+            self.wfile.write(recorder.answer.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Logs nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        recorder.url = f"http://127.0.0.1:{server.server_port}/it's/complete"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield recorder
+        server.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def fresh(recording: Recorder) -> None:
+    """Each test plays its own answer."""
+    recording.status, recording.answer = 200, "".join(EVENTS)
+
+
+def written(url: str, prompt: str, typed: Mapping[str, str], *, keyed: bool = False) -> dict[str, str]:
+    """The program in each language, as the page writes it."""
+    script = f"""
+        import {{ readFileSync }} from "node:fs";
+        import {{ snippet }} from "{ROOT}/app/web/request/snippets.js";
+        import {{ requestFields }} from "{ROOT}/app/web/request/body.js";
+        const {{ url, prompt, typed, keyed, parameters, languages }} = JSON.parse(readFileSync(0));
+        const fields = requestFields(prompt, typed, parameters);
+        const programs = languages.map((name) => [name, snippet(name, {{ url, fields, keyed }})]);
+        console.log(JSON.stringify(Object.fromEntries(programs)));
+    """
+    given: dict[str, object] = {"url": url, "prompt": prompt, "typed": typed, "keyed": keyed, "parameters": PARAMETERS}
+    given["languages"] = list(LANGUAGES)
+    command = [NODE, "--input-type=module", "-e", script]
+    done = subprocess.run(command, input=json.dumps(given), check=True, capture_output=True, text=True)
+    programs: dict[str, str] = json.loads(done.stdout)
+    return programs
+
+
+def run(language: str, program: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONIOENCODING": "utf-8", "NO_PROXY": "*", **environment}
+    return subprocess.run(
+        LANGUAGES[language], input=program, capture_output=True, text=True, cwd=folder, env=variables, timeout=60
+    )
+
+
+def test_any_text_arrives_to_the_letter_and_no_program_runs_a_part_of_it(recording: Recorder, tmp_path: Path) -> None:
+    typed = {
+        "temperature": "0.7",
+        "seed": "9223372036854775807",
+        "stop": "\\n\n'$x'",
+        "logit_bias": '{"5": -100,\n "6": 1e1}',
+        "regex": NASTY.replace("\x00", ""),
+    }
+    expected = {
+        "prompt": NASTY,
+        "stream": True,
+        "temperature": 0.7,
+        "seed": 9223372036854775807,
+        "stop": ["\n", "'$x'"],
+        "logit_bias": {"5": -100, "6": 10.0},
+        "regex": typed["regex"],
+    }
+    for language, program in written(recording.url, NASTY, typed, keyed=True).items():
+        done = run(language, program, tmp_path, INKSTREAM_KEY="ink-secret", HOME="/nowhere")
+        assert done.returncode == 0, f"{language}: {done.stderr}\n{program}"
+        assert json.loads(recording.bodies[-1]) == expected, language
+        assert recording.keys[-1] == "Bearer ink-secret", language
+        assert "INKSTREAM_KEY" in program
+        shown = "".join(EVENTS) if language == "curl" else "caf\u00e9 \U0001f600\n"
+        assert done.stdout == shown, language
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_service_without_keys_is_sent_none(recording: Recorder, tmp_path: Path) -> None:
+    for language, program in written(recording.url, "Once", {}).items():
+        assert "KEY" not in program and run(language, program, tmp_path).returncode == 0
+        assert recording.keys[-1] is None
+        assert json.loads(recording.bodies[-1]) == {"prompt": "Once", "stream": True}
+
+
+def test_names_and_words_of_other_languages_stay_data(recording: Recorder, tmp_path: Path) -> None:
+    bias = '{"__proto__": {"a": null}, "true": true, "x": [false, "null", -0.5e-3]}'
+    for language, program in written(recording.url, "Once", {"logit_bias": bias}).items():
+        assert run(language, program, tmp_path).returncode == 0, program
+        assert json.loads(recording.bodies[-1])["logit_bias"] == json.loads(bias), language
+
+
+def test_a_refusal_is_shown_and_nothing_else(recording: Recorder, tmp_path: Path) -> None:
+    recording.answer = json.dumps({"error": {"message": "temperature: too hot"}})
+    for status, answer in [(400, recording.answer), (200, f"event: error\ndata: {recording.answer}\n\n")]:
+        recording.status, recording.answer = status, answer
+        for language, program in written(recording.url, "Once", {}).items():
+            done = run(language, program, tmp_path)
+            assert "temperature: too hot" in done.stdout + done.stderr, language
+            assert language == "curl" or done.returncode != 0
+
+
+def test_a_long_text_is_no_argument_of_a_program(recording: Recorder, tmp_path: Path) -> None:
+    """Linux takes 128 KiB in one."""
+    prompt = "all work and no play " * 10_000
+    for language, program in written(recording.url, prompt, {}).items():
+        assert run(language, program, tmp_path).returncode == 0
+        assert json.loads(recording.bodies[-1])["prompt"] == prompt, language
+
+
+def test_the_real_service_writes_the_same_text_for_each(server: Server, tmp_path: Path) -> None:
+    settings = {"seed": 5, "max_tokens": 12}
+    url = f"{server.url}/complete"
+    body = {"prompt": "It's \"on", "stream": False, **settings}
+    text = httpx.post(url, json=body, timeout=60).json()["choices"][0]["text"]
+    programs = written(url, "It's \"on", {name: str(value) for name, value in settings.items()})
+    for language in ("python", "node"):
+        assert plain(run(language, programs[language], tmp_path).stdout) == plain(text), language
+    events = run("curl", programs["curl"], tmp_path).stdout.splitlines()
+    tokens = [json.loads(line.removeprefix("data: ")) for line in events if line.startswith("data: ")]
+    assert "".join(token.get("text", "") for token in tokens) == text
+
+
+def test_several_continuations_come_apart(server: Server, tmp_path: Path) -> None:
+    url, body = f"{server.url}/complete", {"prompt": "Once", "stream": False, "seed": 5, "max_tokens": 4, "n": 2}
+    texts = [choice["text"] for choice in httpx.post(url, json=body, timeout=60).json()["choices"]]
+    programs = written(url, "Once", {"seed": "5", "max_tokens": "4", "n": "2"})
+    for language in ("python", "node"):
+        shown = run(language, programs[language], tmp_path).stdout
+        assert plain(shown) == plain("".join(f"[{i}] {text}\n" for i, text in enumerate(texts))), language
+    answer = json.loads(run("curl", programs["curl"], tmp_path).stdout)
+    assert [choice["text"] for choice in answer["choices"]] == texts
+
+
+def plain(text: str) -> str:
+    """subprocess reads any line end as one."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
