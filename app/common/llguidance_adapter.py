@@ -66,8 +66,8 @@ class _Tokens:
 def _limits(vocab_size: int) -> Any:
     """What one mask may cost: about 5 ms where the vocabulary is small, 12 ms at worst; and 40 MB of memory.
 
-    The most that 42 grammars of real use need (tests/grammar_corpus.py) is 200 items in a row, 10,000 units of fuel and
-    5,000 lexer states; of items in a step 400 with 4,096 tokens, and 0.06 for each token with 100,000.
+    The most that 42 grammars of real use need (tests/support/engine/grammar_corpus.py) is 200 items in a row, 10,000
+    units of fuel and 5,000 lexer states; of items in a step 400 with 4,096 tokens, 0.06 for each token with 100,000.
     """
     return _llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,
