@@ -39,7 +39,7 @@ from app.serving.hot_reload import HotReload
 from app.serving.kernel_prebuild import build_for_next_start, libraries_at_start
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_snapshot import WeightsSnapshot, look, without_links
+from app.serving.weights_snapshot import WeightsSnapshot, take_fingerprint, without_links
 from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.tensor_index import check_layout
 
@@ -79,7 +79,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
             await service.close()
 
     app = DescribedApp(
-        longest_deadline_ms=settings.longest_deadline_ms,
+        longest_deadline_ms=settings.max_deadline_ms,
         title="inkstream",
         version=VERSION,
         description=_DESCRIPTION,
@@ -115,7 +115,7 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Engi
 
     Raises CheckpointError.
     """
-    seen = await asyncio.to_thread(look, settings.weights)
+    seen = await asyncio.to_thread(take_fingerprint, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
     snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
     try:
@@ -129,7 +129,7 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Engi
         seen,
         engine,
         chat_template,
-        guide_seconds=settings.guide_seconds,
+        grammar_seconds=settings.guide_seconds,
         snapshot=snapshot,
         copies=_folders_for_copies(settings),
     )
@@ -204,7 +204,7 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
         # The same number of threads for each: a request may start on one engine and finish on another.
         threads=max(1, (settings.threads or cores) // settings.replicas),
         replicas=settings.replicas,
-        loading_beside=settings.replicas - 1,
+        concurrent_loaders=settings.replicas - 1,
         kv_blocks=settings.kv_blocks,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_context=settings.max_context,
@@ -212,6 +212,6 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
         prompt_tokens_beside=settings.prompt_tokens_beside,
         max_running=settings.max_running,
         log_level=settings.log_level,
-        log_format=logs.chosen(settings.log_format),
+        log_format=logs.resolve_format(settings.log_format),
     )
     return [replace(config, replica=place) for place in range(settings.replicas)]

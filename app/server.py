@@ -25,7 +25,7 @@ from app.common.operating_system import has_terminal
 from app.common.settings import Settings
 from app.engine.cpu.toolchain.backend_selection import check_possible
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.supervisor import EngineGone
+from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits, possible_connections
 from app.http.http_protocol import HttpProtocol
 from app.main import create_app
@@ -46,7 +46,7 @@ class StartError(ValueError):
 class _Server(uvicorn.Server):
     """uvicorn with a graceful drain: the listener stays open until all streams have ended or the timeout expires."""
 
-    gone: EngineGone | None = None
+    gone: EngineStopped | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class _Server(uvicorn.Server):
 
     async def _watch(self) -> None:
         """Stops the service once the engine has failed permanently."""
-        self.gone = await self._service.wait_gone()
+        self.gone = await self._service.wait_stopped()
         self.begin_drain()
 
     async def _drain(self) -> None:
@@ -141,7 +141,7 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
 
     Benchmarks pass `engine` to substitute a fake engine.
     """
-    logs.set_up(settings.log_level, logs.chosen(settings.log_format))
+    logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
     os.environ["RUST_BACKTRACE"] = (
         "0"  # a panic in the tokenizers library is one log line of app/tokenization/text_encoder.py
     )
@@ -155,13 +155,13 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
         gone = event_loop.run(_serve(settings, listener, engine))
     if gone is None:
         return 0
-    logs.tell(f"error: {gone}")
+    logs.write_line(f"error: {gone}")
     return gone.exit_code
 
 
 async def _serve(
     settings: Settings, listener: socket.socket, engine: Callable[[Settings], EnginePool] | None
-) -> EngineGone | None:
+) -> EngineStopped | None:
     app = create_app(settings, engine)
     # Objects that exist now are permanent: a full collection that scans them stalls every stream for tens of ms.
     gc.freeze()
@@ -218,7 +218,7 @@ def _on_hangup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
     if had_terminal and not has_terminal():
         _on_signal(server)
     elif reloader := getattr(app.state, "reloader", None):
-        reloader.ask()
+        reloader.request_reload()
 
 
 def _on_signal(server: _Server) -> None:

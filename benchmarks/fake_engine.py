@@ -60,7 +60,7 @@ def _run_service(weights: str, step_ms: str) -> int:
     try:
         return serve(Settings(**settings), fake_pool)
     except StartError as error:
-        logs.tell(one_line(f"error: {error}"))
+        logs.write_line(one_line(f"error: {error}"))
     return 2
 
 

@@ -24,7 +24,7 @@ from app.common.types import Sequence as EngineSequence
 from app.engine.execution.engine import Engine
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.sampling.sampler_io import SampledToken
-from app.guided.grammar import guide_of
+from app.guided.grammar import grammar_from
 from benchmarks.in_process_engine import KERNELS, blocks_for, build_in_process_engine
 from benchmarks.machine_info import Machine, this_machine
 from model.checkpoint.checkpoint import load
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(weights: Path, *, kernels: str, streams: int, max_tokens: int, repeats: int) -> GuidedResult:
     """Measures and prints each pair of runs."""
     tokenizer = Tokenizer.load(weights)
-    guide = guide_of("json_schema", _SCHEMA)
+    guide = grammar_from("json_schema", _SCHEMA)
     assert guide
     tracker = _TimedGrammarTracker(tokenizer, streams)
     engine = _engine(weights, tracker, streams, max_tokens, kernels)
@@ -106,7 +106,7 @@ def measure(weights: Path, *, kernels: str, streams: int, max_tokens: int, repea
     print(f"{'free':>10}  {'guided':>10}  tokens/s")
     for number in range(1 + repeats):
         unguided = _tokens_per_second(engine, _requests(prompt, "", streams, max_tokens))
-        requests = _requests(prompt, guide.grammar, streams, max_tokens)
+        requests = _requests(prompt, guide.lark, streams, max_tokens)
         started = time.perf_counter()
         for compilation in [tracker.prepare(request) for request in requests]:
             while not compilation.done:
@@ -172,7 +172,8 @@ def _engine(weights: Path, tracker: GrammarTracker, streams: int, max_tokens: in
 def _requests(prompt: tuple[int, ...], guide: str, streams: int, max_tokens: int) -> list[Request]:
     params = [SamplingParams(temperature=0.8, seed=i) for i in range(streams)]
     return [
-        Request(id=f"{i}", prompt=prompt, max_tokens=max_tokens, params=params[i], guide=guide) for i in range(streams)
+        Request(id=f"{i}", prompt=prompt, max_tokens=max_tokens, params=params[i], grammar=guide)
+        for i in range(streams)
     ]
 
 

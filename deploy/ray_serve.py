@@ -65,12 +65,12 @@ class EngineReplica:
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
         """Loads the model; Ray sends requests once this returns."""
-        logs.set_up(settings.log_level, logs.chosen(settings.log_format))
+        logs.set_up(settings.log_level, logs.resolve_format(settings.log_format))
         self._app = create_app(settings)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
-        self._gone = asyncio.ensure_future(self._app.state.service.wait_gone())
+        self._gone = asyncio.ensure_future(self._app.state.service.wait_stopped())
         while not self._is_ready():
             self._check()
             await asyncio.sleep(0.1)

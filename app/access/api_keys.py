@@ -1,4 +1,4 @@
-"""API keys: the key file, adding and revoking keys, and the lookup that notices changes of the file."""
+"""API keys: the keys file, adding and revoking keys, and the lookup, which reloads a changed file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from msgspec import Meta, Struct
 from app.access.rate_limiter import RateLimits, Tenant
 from model.files import one_line, sync_directory
 
-# The file is JSON, belongs to one user (mode 0600) and holds no key, only the SHA-256 of each. A plain hash is right
-# here: a key is 256 random bits and cannot be guessed from a dictionary, which is what slow, salted hashes protect
+# The file is JSON, is private to one user (mode 0600) and contains only the SHA-256 of each key. A plain hash is
+# enough: a key is 256 random bits and cannot be guessed from a dictionary, which is what slow, salted hashes protect
 # against.
 #
 # Container secrets look different: another user owns the file, mostly root, and the process's group may read it
@@ -32,9 +32,9 @@ from model.files import one_line, sync_directory
 
 PREFIX = "ink-"
 """Prefix of every key, so that secret scanners can find one that was published by mistake."""
-MOST_KEYS = 1000
+MAX_KEYS = 1000
 """Each request's key is compared with all stored keys."""
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 _Count = Annotated[int, Meta(ge=0, le=10**12)]
 
@@ -78,7 +78,7 @@ def stored(
 ) -> StoredKey:
     """The entry for a new key. Raises KeyFileError for an invalid name or number."""
     now = datetime.now(UTC).replace(microsecond=0)
-    made = StoredKey(
+    entry = StoredKey(
         name=name,
         sha256=hashlib.sha256(key.encode()).hexdigest(),
         created=now,
@@ -88,7 +88,7 @@ def stored(
         concurrency=concurrency,
     )
     try:
-        return msgspec.json.decode(msgspec.json.encode(made), type=StoredKey)
+        return msgspec.json.decode(msgspec.json.encode(entry), type=StoredKey)
     except msgspec.ValidationError as error:
         if str(error).endswith("$.name`"):
             raise KeyFileError("a name has 1 to 64 letters, digits, _ and -") from None
@@ -100,23 +100,23 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        how = f"make it with: inkstream keys add NAME --keys-file {path}"
-        raise KeyFileError(f"the keys file {path} is not there; {how}") from None
+        remedy = f"create it with: inkstream keys add NAME --keys-file {path}"
+        raise KeyFileError(f"the keys file {path} does not exist; {remedy}") from None
     except OSError as error:
         raise KeyFileError(f"the keys file {path} cannot be read ({error.strerror})") from None
     try:
         _check_mode(path, os.fstat(descriptor))
-        content = os.read(descriptor, _MOST_BYTES + 1)
+        content = os.read(descriptor, _MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-    if len(content) > _MOST_BYTES:
-        raise KeyFileError(f"the keys file {path} has more than {_MOST_BYTES} bytes")
+    if len(content) > _MAX_BYTES:
+        raise KeyFileError(f"the keys file {path} has more than {_MAX_BYTES} bytes")
     try:
         keys = msgspec.json.decode(content, type=_File).keys
     except (msgspec.MsgspecError, RecursionError) as error:
         raise KeyFileError(f"the keys file {path} is damaged: {error}") from None
-    if len(keys) > MOST_KEYS:
-        raise KeyFileError(f"the keys file {path} has more than {MOST_KEYS} keys")
+    if len(keys) > MAX_KEYS:
+        raise KeyFileError(f"the keys file {path} has more than {MAX_KEYS} keys")
     if len({key.name for key in keys}) < len(keys):
         raise KeyFileError(f"the keys file {path} has two keys with the same name")
     return tuple(keys)
@@ -128,8 +128,8 @@ def add_key(path: Path, key: StoredKey) -> None:
     def added(keys: tuple[StoredKey, ...]) -> tuple[StoredKey, ...]:
         if any(other.name == key.name for other in keys):
             raise KeyFileError(f"there is a key called {key.name} already: revoke it first, or take another name")
-        if len(keys) >= MOST_KEYS:
-            raise KeyFileError(f"there are {MOST_KEYS} keys already: revoke one first")
+        if len(keys) >= MAX_KEYS:
+            raise KeyFileError(f"there are {MAX_KEYS} keys already: revoke one first")
         return (*keys, key)
 
     _change(path, added, may_be_new=True)
@@ -150,7 +150,7 @@ def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKe
     """Reads, changes and replaces the file under an exclusive lock."""
     path = path.resolve()
     try:
-        with _alone_in(path.parent):
+        with _locked(path.parent):
             is_new = may_be_new and not path.exists()
             _replace(path, change(() if is_new else read_keys(path)))
     except OSError as error:
@@ -158,7 +158,7 @@ def _change(path: Path, change: Callable[[tuple[StoredKey, ...]], tuple[StoredKe
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Locks the folder, because the file itself is replaced: concurrent changes must not lose one another."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -177,7 +177,7 @@ def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             if path.exists():
-                _hand_over(descriptor, path.stat())
+                _copy_ownership(descriptor, path.stat())
             file.flush()
             os.fsync(descriptor)
         temporary.replace(path)
@@ -187,41 +187,42 @@ def _replace(path: Path, keys: tuple[StoredKey, ...]) -> None:
     sync_directory(path.parent)
 
 
-def _hand_over(descriptor: int, old: os.stat_result) -> None:
-    for_a_group = old.st_mode & stat.S_IRGRP
-    os.fchmod(descriptor, 0o600 | for_a_group)
-    if old.st_uid != os.geteuid() or for_a_group:
+def _copy_ownership(descriptor: int, old: os.stat_result) -> None:
+    group_read = old.st_mode & stat.S_IRGRP
+    os.fchmod(descriptor, 0o600 | group_read)
+    if old.st_uid != os.geteuid() or group_read:
         os.fchown(descriptor, old.st_uid, old.st_gid)
 
 
 def _check_mode(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"the keys file {path} is not a regular file")
-    others = status.st_mode & 0o077
-    if others and not (others == stat.S_IRGRP and _is_handed_to_a_group(status)):
+    shared = status.st_mode & 0o077
+    if shared and not (shared == stat.S_IRGRP and _is_container_secret(status)):
         raise KeyFileError(f"the keys file {path} can be read by others: chmod 600 {path}")
 
 
-def _is_handed_to_a_group(status: os.stat_result) -> bool:
-    """Whether this is a container secret: another user owns it and our group may read it.
+def _is_container_secret(status: os.stat_result) -> bool:
+    """Whether this is a container secret: another user owns it and this process's group may read it.
 
-    A file that we own must be private (mode 0600), because its group may have other members. Root may use any.
+    A file that this process owns must be private (mode 0600), because its group may have other members. Root may use
+    any.
     """
-    mine = os.geteuid()
-    return mine == 0 or (status.st_uid != mine and status.st_gid in {os.getegid(), *os.getgroups()})
+    own_id = os.geteuid()
+    return own_id == 0 or (status.st_uid != own_id and status.st_gid in {os.getegid(), *os.getgroups()})
 
 
-_LOOK_SECONDS = 1.0
-_SALT = b"inkstream: salt of the prefix cache"
+_CHECK_SECONDS = 1.0
+_NAMESPACE_LABEL = b"inkstream: salt of the prefix cache"
 _log = logging.getLogger("inkstream")
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _LoadedKey:
     digest: bytes
     expires: float
     """In seconds since 1970."""
-    caller: Tenant
+    tenant: Tenant
 
 
 class ApiKeys:
@@ -234,40 +235,40 @@ class ApiKeys:
     def __init__(self, path: Path) -> None:
         """Raises KeyFileError."""
         self._path = path
-        self._seen = self._look()
-        self._looked_at = time.monotonic()
-        self._held = tuple(map(_held, read_keys(path)))
+        self._last_fingerprint = self._fingerprint()
+        self._checked_at = time.monotonic()
+        self._keys = tuple(map(_load_key, read_keys(path)))
 
     @property
     def count(self) -> int:
         """Number of keys, expired ones included."""
-        return len(self._held)
+        return len(self._keys)
 
-    def caller_of(self, key: bytes) -> Tenant | None:
+    def tenant_of(self, key: bytes) -> Tenant | None:
         """The tenant of this key; None if it is invalid, revoked or expired."""
         self._refresh()
-        digest, found = hashlib.sha256(key).digest(), None
-        for held in self._held:  # always compares with all keys, so that timing does not reveal a match
-            if hmac.compare_digest(held.digest, digest):
-                found = held
-        return found.caller if found and time.time() < found.expires else None
+        digest, match = hashlib.sha256(key).digest(), None
+        for loaded in self._keys:  # always compares with all keys, so that timing does not reveal a match
+            if hmac.compare_digest(loaded.digest, digest):
+                match = loaded
+        return match.tenant if match and time.time() < match.expires else None
 
     def _refresh(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_SECONDS:
+        if now - self._checked_at < _CHECK_SECONDS:
             return
-        self._looked_at = now
-        if (seen := self._look()) == self._seen:
+        self._checked_at = now
+        if (fingerprint := self._fingerprint()) == self._last_fingerprint:
             return
-        self._seen = seen
+        self._last_fingerprint = fingerprint
         try:
-            self._held = tuple(map(_held, read_keys(self._path)))
+            self._keys = tuple(map(_load_key, read_keys(self._path)))
         except KeyFileError as error:
-            _log.error("the keys stay what they were: %s", error)
+            _log.error("the keys file is invalid, the previous keys stay in force: %s", error)
         else:
-            _log.info("the keys file has changed: %d keys", len(self._held))
+            _log.info("the keys file has changed: %d keys", len(self._keys))
 
-    def _look(self) -> tuple[int, ...] | None:
+    def _fingerprint(self) -> tuple[int, ...] | None:
         """A fingerprint that changes when the file does."""
         try:
             status = self._path.stat()
@@ -276,16 +277,16 @@ class ApiKeys:
         return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_mode
 
 
-def _held(key: StoredKey) -> _Held:
+def _load_key(key: StoredKey) -> _LoadedKey:
     digest = bytes.fromhex(key.sha256)
-    caller = Tenant(
+    tenant = Tenant(
         name=key.name,
         # Derived from the stored hash, stable across restarts: no client can choose another tenant's namespace.
-        salt=hmac.new(digest, _SALT, hashlib.sha256).hexdigest(),
-        quota=RateLimits(
+        cache_namespace=hmac.new(digest, _NAMESPACE_LABEL, hashlib.sha256).hexdigest(),
+        limits=RateLimits(
             requests_per_minute=key.requests_per_minute,
             tokens_per_minute=key.tokens_per_minute,
             concurrency=key.concurrency,
         ),
     )
-    return _Held(digest, key.expires.timestamp() if key.expires else float("inf"), caller)
+    return _LoadedKey(digest, key.expires.timestamp() if key.expires else float("inf"), tenant)

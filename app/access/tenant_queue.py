@@ -1,6 +1,6 @@
 """Fair queue by tenant in front of shared workers: text threads, grammar and template processes, the event loop.
 
-Every job that may take long waits here for a turn. Three rules keep one tenant's jobs from delaying another's:
+Every job that may take long waits for a turn. Three rules keep one tenant's jobs from delaying another's:
 
 * Order: the next turn goes to the tenant with the least recent worker time, counting the estimate of its next job, so
   that small jobs overtake large ones; inside a tenant, first come, first served.
@@ -20,13 +20,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from app.access.rate_limiter import FREE, Reservation
+from app.access.rate_limiter import UNLIMITED, Reservation
 from app.common.errors import Unavailable
 from app.common.fault_injection import is_armed
 
 _HALF_LIFE = 10.0
 """Seconds after which worker time counts half."""
-_FADING = 0.9
+_DECAY = 0.9
 
 
 class Busy(Unavailable):
@@ -39,7 +39,7 @@ class WorkAccount:
 
     tenant: str = ""
     """The cache namespace of its key; all requests share one where the service has no keys."""
-    lease: Reservation = FREE
+    reservation: Reservation = UNLIMITED
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +71,10 @@ class _Tenant:
 class Turn:
     """Exclusive use of one worker until end() is called; as a context manager, until the block ends."""
 
-    def __init__(self, worker: int, begun: float, end: Callable[[float], None]) -> None:
+    def __init__(self, worker: int, started: float, end: Callable[[float], None]) -> None:
         self.worker = worker
         """Its index; the lowest free one."""
-        self._begun = begun
+        self._started = started
         self._end: Callable[[float], None] | None = end
 
     def __enter__(self) -> Turn:
@@ -87,25 +87,25 @@ class Turn:
         """Frees the worker and charges `seconds` of work, or the time since the turn began; any number of times."""
         if end := self._end:
             self._end = None
-            end(time.monotonic() - self._begun if seconds is None else seconds)
+            end(time.monotonic() - self._started if seconds is None else seconds)
 
 
 class TenantQueue:
     """Admits jobs and grants turns. Owned by the event loop."""
 
-    def __init__(self, workers: int, *, most_jobs: int, most_size: int, most_busy: float = 1.0) -> None:
-        """`most_size` bounds the sum of the admitted jobs' sizes, in the caller's unit (characters, bytes).
+    def __init__(self, workers: int, *, max_jobs: int, max_size: int, max_busy_share: float = 1.0) -> None:
+        """`max_size` bounds the sum of the admitted jobs' sizes, in any unit (characters, bytes).
 
-        `most_busy` is the share of time that a worker may work: it rests after each turn in proportion.
+        `max_busy_share` is the share of time that a worker may work: it rests after each turn in proportion.
         """
-        self._most_jobs, self._most_size = most_jobs, most_size
-        self._rest = 1 / most_busy - 1
-        self._most_running = max(1, workers - 1)
+        self._max_jobs, self._max_size = max_jobs, max_size
+        self._rest_ratio = 1 / max_busy_share - 1
+        self._max_running = max(1, workers - 1)
         self._idle = set(range(workers))
-        self._tenants: dict[str, _Tenant] = {}  # as many as there are keys
+        self._tenants: dict[str, _Tenant] = {}  # at most one per key
         self._arrivals = itertools.count()
         self._seconds, self._cost = 0.0, 1.0
-        """Of recent jobs: what they took, and what they were expected to cost."""
+        """Of recent jobs, decayed: worker time, and estimated cost."""
 
     @contextmanager
     def admitted(self, account: WorkAccount, size: int) -> Iterator[None]:
@@ -145,8 +145,8 @@ class TenantQueue:
         jobs = sum(other.jobs for other in self._tenants.values())
         total = sum(other.size for other in self._tenants.values())
         if _is_fifo():
-            tenant = _Tenant(jobs=1)  # as it was: one bound for all
-        fits = tenant.jobs < self._most_jobs - jobs and tenant.size + size <= self._most_size - total
+            tenant = _Tenant(jobs=1)  # for comparison: one limit for all tenants together
+        fits = tenant.jobs < self._max_jobs - jobs and tenant.size + size <= self._max_size - total
         if tenant.jobs and not fits:
             wait = min(60, 1 + round(self._expected_seconds(tenant.size)))
             raise Busy(f"too many requests of this kind wait already: try again in {wait} s", wait)
@@ -156,7 +156,7 @@ class TenantQueue:
             self._grant(tenant)
 
     def _next_tenant(self) -> _Tenant | None:
-        if _is_fifo():  # as it was: one worker, first come, first served
+        if _is_fifo():  # for comparison: one worker, first come, first served
             waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
             is_busy = any(tenant.running for tenant in self._tenants.values())
             return None if is_busy else min(waiting, key=lambda one: one.waiting[0].arrival, default=None)
@@ -166,7 +166,7 @@ class TenantQueue:
             job = tenant.waiting[0]
             return tenant.recent_seconds(now) + self._expected_seconds(job.cost), job.arrival
 
-        ready = [one for one in self._tenants.values() if one.waiting and one.running < self._most_running]
+        ready = [one for one in self._tenants.values() if one.waiting and one.running < self._max_running]
         return min(ready, key=rank, default=None)
 
     def _grant(self, tenant: _Tenant) -> None:
@@ -181,9 +181,9 @@ class TenantQueue:
             now = time.monotonic()
             tenant.running -= 1
             tenant.add(seconds, now)
-            job.account.lease.charge_work(seconds, now)
-            self._seconds, self._cost = self._seconds * _FADING + seconds, self._cost * _FADING + job.cost
-            if rest := seconds * self._rest:
+            job.account.reservation.charge_work(seconds, now)
+            self._seconds, self._cost = self._seconds * _DECAY + seconds, self._cost * _DECAY + job.cost
+            if rest := seconds * self._rest_ratio:
                 asyncio.get_running_loop().call_later(rest, self._free, worker)
             else:
                 self._free(worker)
@@ -202,25 +202,24 @@ def _is_fifo() -> bool:
     return is_armed("tenant_queue.fifo")
 
 
-# A parser of a megabyte holds the interpreter for up to 50 ms, in whichever thread it runs. One turn at a time, and a
-# rest of the same length after each, leave at least half of the loop to everything else: streams, health checks, short
-# requests.
+# Parsing a megabyte holds the GIL for up to 50 ms, in any thread. One turn at a time, each followed by a rest of the
+# same length, leaves at least half of the event loop's time to everything else: streams, health checks, short requests.
 
-_MOST_BUSY = 0.5
-_MOST_BODIES, _MOST_BYTES = 1024, 64 << 20
+_MAX_BUSY_SHARE = 0.5
+_MAX_BODIES, _MAX_BYTES = 1024, 64 << 20
 _SMALL_BODY = 16 << 10
 _SLICE_SECONDS = 0.001
 
 
 class LoopShare:
-    """The queue in front of the event loop's longer work."""
+    """Limits the share of the event loop's time that longer work takes."""
 
     def __init__(self) -> None:
-        self._queue = TenantQueue(1, most_jobs=_MOST_BODIES, most_size=_MOST_BYTES, most_busy=_MOST_BUSY)
+        self._queue = TenantQueue(1, max_jobs=_MAX_BODIES, max_size=_MAX_BYTES, max_busy_share=_MAX_BUSY_SHARE)
 
     @asynccontextmanager
     async def parsing(self, body: bytes | bytearray, account: WorkAccount) -> AsyncIterator[None]:
-        """A block that parses `body` and does not await; a small one waits for no turn. Raises Busy."""
+        """Grants a turn to a block that parses `body` and does not await; small bodies skip the queue. Raises Busy."""
         if len(body) <= _SMALL_BODY or _is_unlimited():
             yield
             return
@@ -228,7 +227,7 @@ class LoopShare:
             yield
 
     async def pause(self, account: WorkAccount) -> None:
-        """Returns when the caller may work for another millisecond or so."""
+        """Waits for a turn of about a millisecond."""
         if _is_unlimited():
             await asyncio.sleep(0)
             return

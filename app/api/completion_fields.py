@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from app.generation.request import GenerationRequest, one_by_one
+from app.generation.request import GenerationRequest, prompt_list
 
 MAX_IDS, MAX_PROMPTS = 1 << 20, 1024
 SAMPLING = (
@@ -142,7 +142,7 @@ class SamplingFields(BaseModel):
 
     def to_wish(self, prompt: Prompts, *, max_tokens: int, **others: Any) -> GenerationRequest:
         """The generation request, with the endpoint's own default of max_tokens and its own fields."""
-        prompts, is_batch = one_by_one(prompt)
+        prompts, is_batch = prompt_list(prompt)
         stops = self.stop or []
         return GenerationRequest(
             prompts=prompts,
@@ -156,7 +156,7 @@ class SamplingFields(BaseModel):
             stops=(stops,) if isinstance(stops, str) else tuple(stops),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            guide=self.guide,
+            grammar=self.guide,
             deadline_ms=self.deadline_ms,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             **others,

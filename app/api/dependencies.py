@@ -11,7 +11,7 @@ from fastapi import Depends, Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from app.access.rate_limiter import EVERYBODY, Tenant
+from app.access.rate_limiter import ANONYMOUS, Tenant
 from app.access.tenant_queue import WorkAccount
 from app.api.metrics import Metrics
 from app.api.resume_store import ResumeStore
@@ -58,8 +58,8 @@ async def _caller(request: Request) -> Tenant:
 def owner_of(request: Request) -> str:
     """The owner of streams that this request starts: its tenant or, without configured keys, its credentials."""
     caller = caller_of(request)
-    if caller is not EVERYBODY:
-        return caller.salt  # not the name, which a new key may reuse after this one is revoked
+    if caller is not ANONYMOUS:
+        return caller.cache_namespace  # not the name, which a new key may reuse after this one is revoked
     return hashlib.sha256(request.headers.get("authorization", "").encode("latin-1")).hexdigest()
 
 
@@ -72,7 +72,7 @@ CallerDep = Annotated[Tenant, Depends(_caller)]
 
 def check_model(name: str | None, service: Service) -> None:
     """Raises ApiError 404 for an unknown model."""
-    if name and not service.is_called(name):
+    if name and not service.is_model_name(name):
         message = f"there is no model {name[:100]!r} here; the one that is served is {service.model_name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -115,7 +115,7 @@ async def _read_body(request: Request, model: type[_Body], limit: int) -> _Body:
         message = f"the body holds more than {MOST_PARTS} lists and objects: send the request in several"
         raise ApiError(400, message, code="too_many_parts")
     service: Service = request.app.state.service
-    async with service.loop_share.parsing(body, WorkAccount(caller_of(request).salt)):
+    async with service.loop_share.parsing(body, WorkAccount(caller_of(request).cache_namespace)):
         try:
             return model.model_validate_json(bytes(body))
         except ValidationError as error:

@@ -42,7 +42,7 @@ class EngineState(Collector):
 
 def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
     """Ages are the largest among engines that have not failed permanently; everything else is a sum."""
-    watched = [e.supervisor for e in engines if not e.supervisor.is_gone] or [e.supervisor for e in engines]
+    watched = [e.supervisor for e in engines if not e.supervisor.is_stopped] or [e.supervisor for e in engines]
     yield _gauge(
         "engine_report_age_seconds", "Since the engine was heard of last.", max(one.report_age for one in watched)
     )
@@ -53,10 +53,10 @@ def _health(engines: Sequence[EngineClient]) -> Iterator[Metric]:
     )
     yield _gauge("requests_suspect", "In flight in a crash, and not gone on since.", sum(e.n_suspects for e in engines))
     yield _counter("replayed_requests", "Requests that went on with the next engine.", sum(e.replayed for e in engines))
-    yield _counter("held_streams", "Times that a stream waited for its reader.", sum(e.n_holds for e in engines))
-    lasting = [engine.lasting for engine in engines]
-    yield _counter("preemptions", "Sequences that gave way.", sum(c.preemptions for c in lasting))
-    violations = sum(c.block_violations for c in lasting)
+    yield _counter("held_streams", "Times that a stream waited for its reader.", sum(e.n_suspensions for e in engines))
+    cumulative = [engine.cumulative_counters for engine in engines]
+    yield _counter("preemptions", "Sequences that gave way.", sum(c.preemptions for c in cumulative))
+    violations = sum(c.block_violations for c in cumulative)
     yield _counter("block_violations", "Looks at the cache's blocks that found one amiss.", violations)
     yield _starts(engines)
     yield _counter("engine_restarts", "Engine processes that ended.", sum(e.supervisor.restarts for e in engines))
@@ -166,14 +166,14 @@ class Metrics:
 
     def progressed(self, completion: GenerationSession) -> None:
         """Records inter-token latencies, so that long streams are visible while they run."""
-        if completion.gaps:
-            self._gaps.add(completion.gaps)
-            completion.gaps.clear()
+        if completion.inter_token_latencies:
+            self._gaps.add(completion.inter_token_latencies)
+            completion.inter_token_latencies.clear()
 
     def ended(self, completion: GenerationSession, finish_reason: str, duration: float) -> None:
         """Records a finished request; `finish_reason` is one of a few fixed words."""
         self.progressed(completion)
-        clock = completion.clock
+        clock = completion.times
         self._requests.labels(finish_reason).inc()
         self._duration.observe(duration)
         if clock.started is not None:

@@ -16,7 +16,15 @@ from app.access.rate_limiter import Tenant
 from app.access.tenant_queue import WorkAccount
 from app.api.dependencies import version_header
 from app.api.metrics import Metrics
-from app.common.errors import EngineError, EngineFailed, InvalidRequest, NotReady, QueueFull, QuotaUsedUp, Unavailable
+from app.common.errors import (
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    NotReady,
+    QueueFull,
+    RateLimitExceeded,
+    Unavailable,
+)
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault, is_armed
 from app.engine_client.engine_pool import EnginePool
@@ -96,47 +104,47 @@ class RequestHandle:
     @property
     def headers(self) -> dict[str, str]:
         """Response headers."""
-        left = self.admitted.lease.headers(time.monotonic())
+        left = self.admitted.reservation.headers(time.monotonic())
         return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **left}
 
     @property
     def engine(self) -> EnginePool:
         """The engine pool on which it started, even after a hot reload."""
-        return self.service.engine if is_armed("job.other_engine") else self.admitted.served.engine
+        return self.service.engine if is_armed("job.other_engine") else self.admitted.instance.engine
 
     @property
     def completion(self) -> GenerationSession:
         """Its generation session."""
-        return self.admitted.completion
+        return self.admitted.session
 
     def breather(self) -> TimeSlice:
         """Time slices of a long response, which alternate with those of other tenants."""
-        account = WorkAccount(self.completion.stream.requests[0].salt, self.admitted.lease)
+        account = WorkAccount(self.completion.stream.requests[0].cache_namespace, self.admitted.reservation)
         return TimeSlice(partial(self.service.loop_share.pause, account))
 
     @property
     def _tokens(self) -> int:
         """Prompt and completion tokens so far."""
         completion = self.completion
-        return completion.n_tokens + (completion.prompt_tokens if completion.clock.started is not None else 0)
+        return completion.n_tokens + (completion.prompt_tokens if completion.times.started is not None else 0)
 
     def pause(self) -> None:
         """Suspends the request after a disconnect: it uses neither the engine nor its tenant's limits until go_on()."""
         self.completion.pause()
-        self.admitted.lease.pause(self._tokens)
+        self.admitted.reservation.pause(self._tokens)
 
     def go_on(self) -> None:
         """Resumes the request. Raises Unavailable if the engine or the rate limits have no capacity now."""
         completion = self.completion
         # Generated text is prefilled again, and counts as prompt.
         most = completion.prompt_tokens + sum(request.max_tokens for request in completion.stream.requests)
-        self.admitted.lease.go_on(most, time.monotonic())
+        self.admitted.reservation.resume(most, time.monotonic())
         try:
             self.engine.resume(completion.stream)
         except BaseException:
-            self.admitted.lease.pause(0)
+            self.admitted.reservation.pause(0)
             raise
-        completion.go_on()
+        completion.resume()
 
     def note(self, news: object) -> None:
         """Updates the metrics for an event that is about to be sent."""
@@ -154,7 +162,7 @@ class RequestHandle:
         """The error that the client gets for an exception in mid-stream."""
         self._outcome = "error"
         self._has_failed |= _is_ours(error)
-        guide = self.admitted.wish.guide
+        guide = self.admitted.request.grammar
         if isinstance(error, InvalidRequest) and guide:
             error.param = error.param or guide[0]
         if isinstance(error, EngineError):
@@ -171,8 +179,8 @@ class RequestHandle:
                 return Response(status_code=499)
             fault("api.answer", answer)
             self._end()
-            lease, used, facts = self.admitted.lease, self._tokens, self.facts()
-            lease.settle(used)
+            lease, used, facts = self.admitted.reservation, self._tokens, self.facts()
+            lease.record_usage(used)
             # A slow client keeps the response alive, but not this object with all the state of generation.
             record_of(request).facts = lambda: facts
             return JsonStream(answer, self.headers, self.breather(), partial(lease.end, used))
@@ -187,10 +195,10 @@ class RequestHandle:
         tokens = [TokenTable() for _ in self.completion.choices]
         ends: dict[int, Finished] = {}
         try:
-            while not self.completion.is_over:
-                if not await self.completion.ready():
+            while not self.completion.is_done:
+                if not await self.completion.wait_event():
                     continue
-                news = self.completion.take()
+                news = self.completion.next_event()
                 self.note(news)
                 if isinstance(news, Delta):
                     texts[news.index].append(news.text)
@@ -205,7 +213,7 @@ class RequestHandle:
     def close(self) -> None:
         """Ends the request and counts it; idempotent."""
         self._end()
-        self.admitted.lease.end(self._tokens)
+        self.admitted.reservation.end(self._tokens)
 
     def _end(self) -> None:
         """Stops generation and releases the model instance."""
@@ -213,7 +221,7 @@ class RequestHandle:
         if not self._closed:
             self._closed = True
             self._charge_work()
-            self.admitted.served.release()
+            self.admitted.instance.release()
             outcome = self._outcome or "disconnected"
             self._metrics.ended(self.completion, outcome, self.completion.duration)
             if self._has_failed:
@@ -225,7 +233,7 @@ class RequestHandle:
         """Charges the tenant for the host work that was reported since the last call."""
         seconds = self.completion.stream.work_seconds
         if seconds > self._charged_seconds:
-            self.admitted.lease.charge_work(seconds - self._charged_seconds, time.monotonic())
+            self.admitted.reservation.charge_work(seconds - self._charged_seconds, time.monotonic())
             self._charged_seconds = seconds
 
     def facts(self) -> dict[str, Any]:
@@ -236,8 +244,8 @@ class RequestHandle:
             "prompt_tokens": completion.prompt_tokens,
             "cached_tokens": completion.cached_tokens,
             "completion_tokens": completion.n_tokens,
-            "queue_ms": None if completion.clock.started is None else timings["queue_ms"],
-            "first_token_ms": None if completion.clock.first_token is None else timings["first_token_ms"],
+            "queue_ms": None if completion.times.started is None else timings["queue_ms"],
+            "first_token_ms": None if completion.times.first_token is None else timings["first_token_ms"],
         }
 
 
@@ -250,7 +258,7 @@ def _reason(error: EngineError) -> str:
     match error:
         case QueueFull():
             return "queue_full"
-        case QuotaUsedUp():
+        case RateLimitExceeded():
             return "quota"
         case NotReady():
             return "not_ready"

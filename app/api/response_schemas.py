@@ -213,7 +213,7 @@ def choice(ended: Finished) -> dict[str, Any]:
 
 def receipt(admitted: Admitted) -> dict[str, Any]:
     """The receipt, which reproduces the text: `settings` and `seed`, sent again with the prompt."""
-    wish = admitted.wish
+    wish = admitted.request
     prompts = [prompt_sha256(prompt) for prompt in wish.prompts]
     others = {"source": wish.source, "suffix": wish.suffix}
     return {
@@ -229,8 +229,8 @@ def receipt(admitted: Admitted) -> dict[str, Any]:
 
 def settings(admitted: Admitted) -> dict[str, Any]:
     """The effective settings, under the names of the request's fields."""
-    wish, params = admitted.wish, admitted.params
-    guide = dict([wish.guide]) if wish.guide else {}
+    wish, params = admitted.request, admitted.params
+    guide = dict([wish.grammar]) if wish.grammar else {}
     return {
         **{name: getattr(params, name) for name in SAMPLING},
         "logit_bias": {str(token_id): bias for token_id, bias in wish.logit_bias},

@@ -15,7 +15,7 @@ from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, body_schema,
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
 from app.api.response_schemas import Token, Usage
-from app.generation.request import GenerationRequest, one_by_one
+from app.generation.request import GenerationRequest, prompt_list
 
 router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
 
@@ -66,7 +66,7 @@ class ScoreResponse(BaseModel):
 async def score(request: Request, service: ServiceDep, metrics: MetricsDep, caller: CallerDep) -> Response:
     """Log-probabilities of the tokens of given texts, from the model's raw logits."""
     body = await read_body(request, ScoreRequest, service.settings.max_body_bytes)
-    prompts, is_batch = one_by_one(body.prompt)
+    prompts, is_batch = prompt_list(body.prompt)
     wish = GenerationRequest(
         prompts=prompts,
         is_batch=is_batch,
@@ -84,7 +84,7 @@ async def _answer(job: RequestHandle, body: ScoreRequest) -> dict[str, Any]:
     collected = await job.collect()
     return {
         "id": job.name,
-        "model": job.admitted.served.model_name,
+        "model": job.admitted.instance.model_name,
         "weights_version": job.admitted.weights_version,
         "scores": [_score(job, index, one) for index, one in enumerate(collected)],
         "usage": job.completion.usage(),

@@ -126,13 +126,13 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     """Text to token ids, with the text, the bytes and the place of each token."""
     body = await read_body(request, TokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
-    encoder = service.served.text_encoder()
+    encoder = service.instance.text_encoder()
     prompt, special = body.prompt, body.add_special_tokens is not False
 
     with ExitStack() as stack:
-        account = stack.enter_context(service.gate.visit(caller))
+        account = stack.enter_context(service.admission.count_request(caller))
         slices = encoder.span_slices(prompt, add_special_tokens=special)
-        length = encoder.turn_length(len(prompt))
+        length = encoder.pool_length(len(prompt))
         spans = await while_connected(request, long_texts.run_slices(length, slices, account))
         answer = {
             "count": len(spans),
@@ -161,7 +161,7 @@ async def detokenize(request: Request, service: ServiceDep, caller: CallerDep) -
         )
     ids = array("H" if largest < 1 << 16 else "I", body.tokens)
     with ExitStack() as stack:
-        account = stack.enter_context(service.gate.visit(caller))
+        account = stack.enter_context(service.admission.count_request(caller))
         answer = {
             "prompt": Characters(lambda: _text(tokenizer, ids)),
             "pieces": Elements(lambda: _batches(_piece(tokenizer, token) for token in ids)),

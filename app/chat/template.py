@@ -16,7 +16,7 @@ from model.checkpoint.tensor_index import ChatTemplateFile, read_chat_template
 from model.files import one_line
 
 _SECONDS = 5.0
-_answers = msgspec.msgpack.Decoder(RenderResult)
+_decoder = msgspec.msgpack.Decoder(RenderResult)
 
 
 class ChatTemplate:
@@ -48,11 +48,11 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            question = msgspec.msgpack.encode(RenderJob(source=self.source, variables=variables))
-            answer = await self._pool.ask(question, account)
+            request = msgspec.msgpack.encode(RenderJob(source=self.source, variables=variables))
+            response = await self._pool.call(request, account)
         except SandboxKilled as error:
             raise InvalidRequest(f"the model's chat template {error} for these messages", "messages") from None
-        rendered = _answers.decode(answer)
+        rendered = _decoder.decode(response)
         if rendered.error:
             raise InvalidRequest(f"the model's chat template {one_line(rendered.error[:200])}", "messages")
         return rendered.text

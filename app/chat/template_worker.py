@@ -24,8 +24,8 @@ from jinja2.utils import Namespace
 from app.chat.messages import RenderJob, RenderResult
 from app.sandbox.sandbox_child import serve
 
-_MEMORY = 256 << 20
-_MOST_CHARACTERS = 4 << 20
+_MEMORY_BYTES = 256 << 20
+_MAX_CHARACTERS = 4 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -35,8 +35,8 @@ def render(chat: RenderJob) -> RenderResult:
     try:
         for part in _compiled(chat.source).generate(chat.variables):
             length += len(part)
-            if length > _MOST_CHARACTERS:
-                return RenderResult(error=f"makes more than {_MOST_CHARACTERS} characters of these messages")
+            if length > _MAX_CHARACTERS:
+                return RenderResult(error=f"makes more than {_MAX_CHARACTERS} characters of these messages")
             parts.append(part)
     except TemplateSyntaxError as error:
         return RenderResult(error=f"cannot be read: {error.message}")
@@ -115,11 +115,11 @@ def _now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _answer(question: bytes) -> bytes:
-    rendered = render(msgspec.msgpack.decode(question, type=RenderJob))
+def _handle(request: bytes) -> bytes:
+    rendered = render(msgspec.msgpack.decode(request, type=RenderJob))
     rendered.error = _SURROGATE.sub("\ufffd", rendered.error)  # a template may raise any text
     return msgspec.msgpack.encode(rendered)
 
 
 if __name__ == "__main__":
-    serve(_answer, seconds=float(sys.argv[1]), most_bytes=_MEMORY)
+    serve(_handle, seconds=float(sys.argv[1]), max_bytes=_MEMORY_BYTES)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return serve(read_settings(given))
     except StartError as error:
-        logs.tell(one_line(f"error: {error}"))
+        logs.write_line(one_line(f"error: {error}"))
     return 2
 
 

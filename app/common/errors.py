@@ -6,10 +6,10 @@ EngineError
   Unavailable               the client may retry after `retry_after` seconds
     QueueFull               too many requests wait already
     NotReady                the engine is loading, or restarting after a crash
-    WaitedTooLong           the queue did not move fast enough for this request
-    QuotaUsedUp             the tenant's rate limit does not allow more now
+    QueueTimeout            the queue did not move fast enough for this request
+    RateLimitExceeded       the tenant's rate limit does not allow more now
   DeadlineExceeded          the request's deadline passed before its first token
-  EngineFailed              our fault: the engine crashed or could not continue this request
+  EngineFailed              server error: the engine crashed or could not continue this request
   (stream.Cancelled         the request was cancelled; not reported as an error)
 """
 
@@ -21,7 +21,7 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """A request that can never be served as it is."""
+    """The request is invalid; the client must change it."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class Unavailable(EngineError):
-    """Cannot be served now."""
+    """The service cannot take the request now; the client may retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -49,23 +49,23 @@ class Unavailable(EngineError):
 
 
 class QueueFull(Unavailable):
-    """The queue has reached its bound."""
+    """The queue has reached a limit."""
 
 
 class NotReady(Unavailable):
     """No engine is ready."""
 
 
-class WaitedTooLong(Unavailable):
-    """The request's turn did not come in time."""
+class QueueTimeout(Unavailable):
+    """The request waited longer than --queue-timeout in the queue."""
 
 
-class QuotaUsedUp(Unavailable):
-    """The caller has taken what it may take for now; others may still."""
+class RateLimitExceeded(Unavailable):
+    """The tenant's rate limit does not allow the request now; other tenants are not affected."""
 
 
 class DeadlineExceeded(EngineError):
-    """The request's time is over, and there is nothing to show for it."""
+    """The request's deadline passed before its first token."""
 
 
 class EngineFailed(EngineError):

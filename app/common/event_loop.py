@@ -15,58 +15,58 @@ _T = TypeVar("_T")
 
 
 def run(work: Coroutine[Any, Any, _T]) -> _T:
-    """asyncio.run() on that loop."""
-    # uvicorn knows which one is installed; without log_config=None it would set its loggers up besides.
+    """Runs a coroutine to completion on a new event loop, as asyncio.run() does; the loop is uvloop's if installed."""
+    # uvicorn picks uvloop if it is installed; without log_config=None it would also configure its loggers.
     new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(work)
 
 
-def on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, act: Callable[[], None]) -> None:
-    """Has the running loop call `act` once for each such signal.
+def on_signal(loop: asyncio.AbstractEventLoop, number: signal.Signals, callback: Callable[[], None]) -> None:
+    """Makes the running loop call `callback` exactly once for each signal `number`.
 
-    uvloop's own add_signal_handler() (0.23) calls twice for a signal that comes while it takes in another one: SIGTERM
-    right behind SIGHUP was two, and ended the service at once in 4 of 120 tries.
+    uvloop's own add_signal_handler() (0.23) calls twice for a signal that arrives while it handles another one: SIGTERM
+    right after SIGHUP counted as two, and ended the service at once in 4 of 120 tries.
     """
 
-    def deliver(*_given: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is left that could end
-            loop.call_soon_threadsafe(act)
+    def handle(*_args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            loop.call_soon_threadsafe(callback)
 
-    signal.signal(number, deliver)
+    signal.signal(number, handle)
 
 
 class LazyTimer:
-    """Rings at the latest when it is due, perhaps earlier: who hears it looks at the clock and sets it again.
+    """Fires when it is due or earlier: the callback checks the clock, and sets the timer again if it fired too early.
 
-    Set to later it keeps the timer it has: one for each token of a stream would cost as much as the token.
+    Moving the due time back keeps the running timer: a new one for each token would cost as much as the token.
     """
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
 
     def set(self, due: float) -> None:
-        """`due` in seconds of time.monotonic()."""
+        """Sets the due time, in seconds of time.monotonic()."""
         if self._timer and self._due <= due:
             return
         self.cancel()
         self._due = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._go_off)
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._fire)
 
     def cancel(self) -> None:
-        """It does not ring; any number of times."""
+        """Stops the timer; idempotent."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
 
-    def _go_off(self) -> None:
+    def _fire(self) -> None:
         self._timer = None
-        self._ring()
+        self._callback()
 
 
-_LONGEST = 0.001
+_SLICE_SECONDS = 0.001
 
 
 async def _yield() -> None:
@@ -74,19 +74,19 @@ async def _yield() -> None:
 
 
 class TimeSlice:
-    """Tells when a slice is over, and pauses: until the loop has run once, or for what `pause` waits for."""
+    """Divides long work on the event loop into slices; a pause lets the loop run once, or awaits `pause`."""
 
     def __init__(self, pause: Callable[[], Awaitable[None]] = _yield) -> None:
         self._pause = pause
-        self._since = time.monotonic()
+        self._started = time.monotonic()
 
     @property
     def is_due(self) -> bool:
-        """Whether the slice is over."""
-        return time.monotonic() - self._since > _LONGEST
+        """Whether the slice has used up its time."""
+        return time.monotonic() - self._started > _SLICE_SECONDS
 
-    async def breathe(self) -> None:
-        """To be awaited between two pieces; costs next to nothing where little time has passed."""
+    async def pause_if_due(self) -> None:
+        """Await this between two pieces of work; it returns immediately until the slice is used up."""
         if self.is_due:
             await self._pause()
-            self._since = time.monotonic()
+            self._started = time.monotonic()

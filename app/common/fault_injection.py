@@ -1,8 +1,8 @@
 """Named fault-injection points for tests, inert unless INKSTREAM_FAULTS names a folder when a process starts.
 
-A fault is armed while the folder holds a file of its point's name: JSON with `do` (see _DEEDS), and if need be
-`match` (only where this text is in the detail), `after` (so many times nothing happens first), `times` (it is disarmed
-after so many), `seconds`. It is looked for each time, so a test arms and disarms a running service.
+A fault is armed while the folder holds a file with the name of its point: JSON with `do` (see _ACTIONS), and
+optionally `match` (fires only if the detail contains this text), `after` (number of hits to skip first), `times`
+(disarms itself after so many), `seconds`. The file is read at each hit, so that a test can arm a running service.
 """
 
 from __future__ import annotations
@@ -22,71 +22,71 @@ VARIABLE = "INKSTREAM_FAULTS"
 
 
 class InjectedFault(Exception):
-    """What `do: raise` raises."""
+    """Raised by the action `raise`."""
 
 
 def fault(point: str, detail: object = "") -> None:
-    """Does what is armed at this point, if anything; `detail` is what a test may pick its victim by."""
-    if _SWITCHBOARD and (order := _SWITCHBOARD.take(point, detail)):
-        _DEEDS[order["do"]](order)
+    """Runs the action armed at this point, if any; tests select by `detail` with `match`."""
+    if _REGISTRY and (spec := _REGISTRY.match(point, detail)):
+        _ACTIONS[spec["do"]](spec)
 
 
 def is_armed(point: str, detail: object = "") -> bool:
-    """Whether something is armed here; for places that spoil a value themselves (`do` is then any word)."""
-    return bool(_SWITCHBOARD and _SWITCHBOARD.take(point, detail))
+    """Whether a fault is armed at this point; for code that injects the fault itself and ignores `do`."""
+    return bool(_REGISTRY and _REGISTRY.match(point, detail))
 
 
-class _Switchboard:
+class _FaultRegistry:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._hits: Counter[str] = Counter()
 
-    def take(self, point: str, detail: object) -> Mapping[str, Any] | None:
+    def match(self, point: str, detail: object) -> Mapping[str, Any] | None:
         try:
-            order: dict[str, Any] = json.loads((self._folder / point).read_bytes())
+            spec: dict[str, Any] = json.loads((self._folder / point).read_bytes())
         except FileNotFoundError:
             self._hits.pop(point, None)
             return None
-        if order.get("match", "") not in str(detail):
+        if spec.get("match", "") not in str(detail):
             return None
         self._hits[point] += 1
-        if self._hits[point] <= order.get("after", 0):
+        if self._hits[point] <= spec.get("after", 0):
             return None
-        if self._hits[point] >= order.get("after", 0) + order.get("times", float("inf")):
+        if self._hits[point] >= spec.get("after", 0) + spec.get("times", float("inf")):
             (self._folder / point).unlink(missing_ok=True)
-        return order
+        return spec
 
 
-def _raise(order: Mapping[str, Any]) -> None:
-    raise InjectedFault(f"injected: {order}")
+def _raise(spec: Mapping[str, Any]) -> None:
+    raise InjectedFault(f"injected: {spec}")
 
 
-def _disk_full(_order: Mapping[str, Any]) -> None:
+def _disk_full(_spec: Mapping[str, Any]) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _out_of_memory(_order: Mapping[str, Any]) -> None:
+def _out_of_memory(_spec: Mapping[str, Any]) -> None:
     raise MemoryError("injected")
 
 
-def _lose_device(_order: Mapping[str, Any]) -> None:
+def _lose_device(_spec: Mapping[str, Any]) -> None:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def _hold_gil(order: Mapping[str, Any]) -> None:
-    """PyDLL calls keep the GIL: no other thread of this process runs."""
-    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(order.get("seconds", 600) * 1e6)))
+def _hold_gil(spec: Mapping[str, Any]) -> None:
+    """Sleeps in a PyDLL call, which keeps the GIL: no other thread of this process runs."""
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(int(spec.get("seconds", 600) * 1e6)))
 
 
-_DEEDS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+_ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "raise": _raise,
     "disk full": _disk_full,
     "out of memory": _out_of_memory,
     "lose device": _lose_device,
-    "sleep": lambda order: time.sleep(order.get("seconds", 600)),
+    "sleep": lambda spec: time.sleep(spec.get("seconds", 600)),
     "hold gil": _hold_gil,
-    "exit": lambda order: os._exit(order.get("code", 0)),
-    "kill": lambda _order: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda _order: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda spec: os._exit(spec.get("code", 0)),
+    "kill": lambda _spec: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _spec: os.kill(os.getpid(), signal.SIGSTOP),
 }
-_SWITCHBOARD = _Switchboard(Path(os.environ[VARIABLE])) if os.environ.get(VARIABLE) else None
+_REGISTRY = _FaultRegistry(Path(os.environ[VARIABLE])) if os.environ.get(VARIABLE) else None

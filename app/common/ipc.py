@@ -1,7 +1,7 @@
 """Messages between API process and engine process: length-prefixed msgpack, and the engine's reader.
 
-Down: WorkerConfig once, then Submit, Cancel. Up: Phase while loading, Ready or Fatal, then StepReports.
-Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.ValidationError.
+Down (to the engine): WorkerConfig once, then Submit and Cancel. Up (from the engine): Phase while loading, Ready or
+Fatal, then StepReports. Nothing is ever unpickled; a frame that does not fit its struct raises msgspec.ValidationError.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, tag="config"):
 
     weights: str
     files: Mapping[str, str] = {}
-    """Where the files of `weights` are open in the API process (model/files.py); none: as they are there."""
+    """Paths at which the API process keeps the files of `weights` open (model/files.py); empty reads the directory."""
     device: str = "auto"
     dtype: str = "auto"
     kernels: Literal["auto", "native", "torch"] = "auto"
     library: str | None = None
-    """The native kernels that the service found at its start."""
+    """Path of the native kernels that the service found at startup."""
     cache_dir: str | None = None
     quantize: Literal["none", "int8", "fp8"] = "none"
     deterministic: bool = False
-    """Steps of constant shapes, and a proof at the start that no row hangs on its neighbours."""
+    """Steps of constant shapes, and a check at startup that results are batch invariant."""
     threads: int = 0
     replica: int = 0
     """Index of this engine in the pool, from 0; on GPUs also the index of its GPU."""
     replicas: int = 1
-    loading_beside: int = 0
-    """Engines that take their caches' memory from the same machine at the same time."""
+    concurrent_loaders: int = 0
+    """Other engines that allocate their KV caches on the same machine at the same time."""
     kv_blocks: int = 0
     gpu_memory_utilization: float = 0.9
     max_context: int = 0
     tokens_per_step: int = 0
-    """0: as the device takes them best."""
+    """0: the default of the device."""
     prompt_tokens_beside: int = 0
     max_running: int = 32
     heartbeat_seconds: float = 1.0
     silence_seconds: float = 30.0
-    """After which it is killed."""
+    """Seconds without a report after which the engine is killed."""
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
 
     @property
     def name(self) -> str:
-        """What the log calls the engine."""
+        """Name of the engine in the log."""
         return f"engine {self.replica}" if self.replicas > 1 else "engine"
 
 
@@ -74,13 +74,13 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class Phase(Struct, frozen=True, array_like=True, tag="phase"):
-    """What the engine is doing before it is ready, for people; startup_timer.py knows those that are timed."""
+    """Human-readable phase of an engine that is not ready yet; startup_timer.py lists those that are timed."""
 
     name: str
 
 
 class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
-    """What was loaded, and what fits."""
+    """The engine has loaded: facts about the model and the KV cache."""
 
     context: int
     vocab_size: int
@@ -90,22 +90,22 @@ class Ready(Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     weights_version: str
     eos_ids: tuple[int, ...]
     start_id: int | None
-    """The token that an empty prompt stands for: BOS, else EOS."""
+    """Token that replaces an empty prompt: BOS, else EOS."""
     sampling_defaults: Mapping[str, float]
     blocks_total: int
     block_size: int
     has_encoder: bool
     numerics: str
-    """What computes: "torch", "native-" and the level of the CPU, or "triton-" and its version; behind it the number
-    format, "-int8" or "-fp8" where weights are rounded, and "-deterministic" where a GPU's steps have one shape."""
+    """Compute backend: "torch", "native-" and the CPU level, or "triton-" and its version; then "-int8" or "-fp8" if
+    weights are quantized, and "-deterministic" if all steps on a GPU have one shape."""
     numerics_reason: str
-    """Why, for the log."""
+    """Why this backend was chosen, for the log."""
     waits_for_build: bool
-    """Native kernels could compute this model here, and were not built when the service started."""
+    """Whether native kernels support this model and machine, but were not built when the service started."""
 
 
 class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):
-    """The engine cannot start or go on; `user_error` means that the configuration is at fault."""
+    """The engine cannot start or continue; `user_error` means that the configuration is wrong."""
 
     message: str
     user_error: bool
@@ -120,14 +120,14 @@ _up = msgspec.msgpack.Decoder(Up)
 
 
 class FrameDecoder:
-    """Bytes of a pipe in, as they come; the bodies of whole frames out."""
+    """Incremental decoder: bytes of a pipe in, bodies of complete frames out."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._pending = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The bodies that `data` completes, in order."""
-        data = self._rest + data if self._rest else data
+        """Returns the bodies that `data` completes, in order."""
+        data = self._pending + data if self._pending else data
         bodies, start = [], 0
         while len(data) - start >= _HEADER_BYTES:
             body = start + _HEADER_BYTES
@@ -136,35 +136,35 @@ class FrameDecoder:
                 break
             bodies.append(data[body:end])
             start = end
-        self._rest = data[start:]
+        self._pending = data[start:]
         return bodies
 
 
 def encode_frame(message: Down | Up) -> bytes:
-    """The bytes of one frame, length first."""
+    """Encodes a message as a frame: its length, then its body."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def decode_down(body: bytes) -> Down:
-    """A frame for the engine process."""
+    """Decodes a frame that was sent to the engine process."""
     frame: Down = _down.decode(body)
     return frame
 
 
 def decode_up(body: bytes) -> Up:
-    """A frame for the API process."""
+    """Decodes a frame that was sent to the API process."""
     frame: Up = _up.decode(body)
     return frame
 
 
 class FrameReceiver:
-    """Frames that have arrived, without waiting where there is other work. Raises EOFError at the pipe's end."""
+    """Receives the frames in the pipe, with or without waiting. Raises EOFError once the pipe is closed."""
 
     def __init__(self, pipe: socket.socket) -> None:
         self._pipe = pipe
         self._frames = FrameDecoder()
-        self._poll = select.poll()  # not select(), which fails for descriptors from 1,024 on
+        self._poll = select.poll()  # not select(), which fails for descriptors of 1,024 and above
         self._poll.register(pipe, select.POLLIN)
 
     @property
@@ -173,7 +173,7 @@ class FrameReceiver:
         return any(event & select.POLLHUP for _, event in self._poll.poll(0))
 
     def receive(self, wait_seconds: float) -> list[Down]:
-        """All frames there are; waits up to `wait_seconds` for the first one."""
+        """Returns all frames in the pipe; waits up to `wait_seconds` for the first one."""
         frames: list[Down] = []
         while self._poll.poll(0 if frames else wait_seconds * 1000):
             data = self._pipe.recv(1 << 20)

@@ -1,6 +1,6 @@
-"""The one module that imports llguidance: token bytes to a vocabulary, a grammar to a matcher, and their limits.
+"""Adapter for llguidance: builds a vocabulary from token bytes and matchers from grammars, within limits.
 
-The package is an optional dependency (`guided`); this is the only module that imports it, if it is installed.
+The package is an optional dependency (`guided`); this is the only module that imports it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ INSTALLED = find_spec("llguidance") is not None
 _llguidance: Any = import_module("llguidance") if INSTALLED else None
 
 MAX_ITEMS_IN_ROW = 500
-"""Of an Earley parser: what a row costs grows with the square of its items where a grammar is ambiguous."""
+"""Limit of the Earley parser: with an ambiguous grammar the cost of a row grows with the square of its items."""
 
-# At the end of the grammar, where it outweighs what the grammar says: a fixed text may be spelled with any tokens. Else
-# llguidance asks the tokenizer which ones to use, and we know no more of it than the bytes of its tokens.
+# Appended to the grammar, so that it overrides the grammar's own options: a fixed text may be spelled with any tokens.
+# Otherwise llguidance asks the tokenizer which tokens to use, and only the bytes of each token are available here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
 class GrammarVocabulary:
-    """The text of every token, as llguidance wants it. Immutable, safe to share between threads.
+    """The bytes of every token, in llguidance's format. Immutable, safe to share between threads.
 
-    Tokens without text (special ones, and ids that only the model has) are never allowed. The end of the text is a
-    token of our own behind all others, `end`: which of the model's tokens end a text is each request's to say.
+    Tokens without text (special ones, and ids that only the model has) are never allowed. The end of the text is an
+    extra token after all others, `end`, because each request decides which of the model's tokens end its text.
     """
 
     def __init__(self, bytes_of: Sequence[bytes], size: int) -> None:
@@ -41,9 +41,9 @@ class GrammarVocabulary:
         self._tokenizer = _llguidance.LLTokenizer(_Tokens([*self.bytes_of, b""], self.end))
 
     def matcher(self, grammar: str) -> Any:
-        """A new LLMatcher for a grammar in Lark; one that failed says is_error(). Drops the GIL as it compiles.
+        """Compiles a Lark grammar to a new LLMatcher; check is_error(). Releases the GIL while it compiles.
 
-        Never a copy of another: copies share a lexer, and where it reaches a bound for one, it has for all.
+        Never returns a copy of another matcher: copies share a lexer, and with it the lexer's limits.
         """
         return _llguidance.LLMatcher(self._tokenizer, grammar + _OPTIONS, log_level=0, limits=self._limits)
 
@@ -60,14 +60,14 @@ class _Tokens:
         self.eos_token_id = end
 
     def __call__(self, _text: str) -> list[int]:
-        raise AssertionError("asked for tokens although nothing is forced")
+        raise AssertionError("llguidance must not tokenize: no_forcing is set")
 
 
 def _limits(vocab_size: int) -> Any:
-    """What one mask may cost: about 5 ms where the vocabulary is small, 12 ms at worst; and 40 MB of memory.
+    """Limits the cost of one mask to about 5 ms with a small vocabulary, at most 12 ms, and 40 MB of memory.
 
-    The most that 42 grammars of real use need (tests/support/engine/grammar_corpus.py) is 200 items in a row, 10,000
-    units of fuel and 5,000 lexer states; of items in a step 400 with 4,096 tokens, 0.06 for each token with 100,000.
+    42 grammars from real use (tests/support/engine/grammar_corpus.py) need at most 200 items in a row, 10,000 units of
+    fuel and 5,000 lexer states; and 400 items in a step with 4,096 tokens, 0.06 per token with 100,000.
     """
     return _llguidance.LLParserLimits(
         max_items_in_row=MAX_ITEMS_IN_ROW,

@@ -23,18 +23,18 @@ from typing import Any, Literal
 
 # A pipe buffers 64 KiB; without a reader, the next line would block the event loop, or the engine, forever.
 
-MOST_LINES = 4096
-"""Lines that may wait; further lines are dropped and counted."""
-_LAST_SECONDS = 1.0
-_TOLD_SECONDS = 1.0
+MAX_PENDING_LINES = 4096
+"""Lines that may wait to be written; further lines are dropped and counted."""
+_FLUSH_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 _log = logging.getLogger("inkstream")
 
 
 class AsyncLogHandler(logging.Handler):
-    """Formats where it is called, which is bounded, and writes elsewhere, which is not.
+    """Formats in the calling thread, which takes bounded time, and writes in a thread of its own, which may block.
 
-    It uses the descriptor and no stream: a stream has a lock, and a thread that holds it for ever would stop every
-    print(), and the interpreter at its end.
+    Writes to the descriptor, not to a stream: a stream has a lock, and a thread that holds it forever would block every
+    print(), and the interpreter at exit.
     """
 
     def __init__(self, descriptor: int, encoding: str) -> None:
@@ -43,15 +43,15 @@ class AsyncLogHandler(logging.Handler):
         """Number of dropped lines."""
         self._descriptor = descriptor
         self._encoding = encoding
-        self._waiting: SimpleQueue[bytes | threading.Event] = SimpleQueue()
-        self._told = 0
-        self._told_at = 0.0
+        self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
+        self._reported = 0
+        self._reported_at = 0.0
         self._is_stuck = False
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits."""
-        if self._waiting.qsize() >= MOST_LINES:
+        """Queues a record; never blocks."""
+        if self._queue.qsize() >= MAX_PENDING_LINES:
             self.dropped += 1
             return
         try:
@@ -60,49 +60,49 @@ class AsyncLogHandler(logging.Handler):
             self.handleError(record)
 
     def put(self, line: str) -> None:
-        """A line as it is, however many wait."""
-        self._waiting.put(f"{line}\n".encode(self._encoding, "backslashreplace"))
+        """Queues a line unformatted, even if the queue is full."""
+        self._queue.put(f"{line}\n".encode(self._encoding, "backslashreplace"))
 
     def flush(self) -> None:
         """Waits until all lines are written, for a second at most."""
         done = threading.Event()
-        self._waiting.put(done)
-        self._is_stuck = not done.wait(0 if self._is_stuck else _LAST_SECONDS)
+        self._queue.put(done)
+        self._is_stuck = not done.wait(0 if self._is_stuck else _FLUSH_SECONDS)
 
     def _run(self) -> None:
         while True:
-            item = self._waiting.get()
+            item = self._queue.get()
             if isinstance(item, threading.Event):
                 item.set()
                 continue
             self._write(item)
-            late = time.monotonic() - self._told_at > _TOLD_SECONDS
-            if self.dropped > self._told and (late or self._waiting.empty()):
-                self._tell_dropped()
+            is_due = time.monotonic() - self._reported_at > _REPORT_SECONDS
+            if self.dropped > self._reported and (is_due or self._queue.empty()):
+                self._report_dropped()
 
-    def _tell_dropped(self) -> None:
-        count, self._told, self._told_at = self.dropped - self._told, self.dropped, time.monotonic()
-        words = "%d lines of the log were dropped: they were not read as fast as they were written"
-        record = _log.makeRecord(_log.name, logging.WARNING, "", 0, words, (count,), None)
+    def _report_dropped(self) -> None:
+        count, self._reported, self._reported_at = self.dropped - self._reported, self.dropped, time.monotonic()
+        message = "%d lines of the log were dropped: the reader of the log is too slow"
+        record = _log.makeRecord(_log.name, logging.WARNING, "", 0, message, (count,), None)
         self._write(f"{self.format(record)}\n".encode(self._encoding, "backslashreplace"))
 
     def _write(self, line: bytes) -> None:
-        """One line a call: both processes write to one pipe, and up to 4 KiB nothing comes between."""
+        """Writes one line per call: both processes share the pipe, and writes of up to 4 KiB are atomic."""
         try:
             while line:
                 try:
                     line = line[os.write(self._descriptor, line) :]
                 except BlockingIOError:  # the parent process made the pipe non-blocking
                     select.select([], [self._descriptor], [])
-        except OSError:  # the reader has gone, or the disk is full
+        except OSError:  # the reader has closed the pipe, or the disk is full
             self.dropped += 1
 
 
-def impatient(descriptor: int) -> int:
-    """A non-blocking descriptor of the same pipe, which loses what does not fit; else `descriptor` itself.
+def open_nonblocking(descriptor: int) -> int:
+    """Opens a pipe a second time, non-blocking, so that output that does not fit is lost; else returns `descriptor`.
 
-    For output where no writer thread can help: when native code crashes or hangs. All processes that share the pipe
-    share its flags, so it is opened a second time.
+    For output when native code crashes or hangs, where a writer thread cannot help. Processes that share a pipe also
+    share its flags, so changing them would affect the others.
     """
     try:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -113,22 +113,22 @@ def impatient(descriptor: int) -> int:
 
 
 _ROOT = Path(__file__).parents[2]
-_MOST_FRAMES = 30
+_MAX_FRAMES = 30
 
 Format = Literal["text", "json"]
 
 
-def set_up(level: str, how: Format) -> None:
+def set_up(level: str, log_format: Format) -> None:
     """Routes all loggers and uncaught exceptions of this process to stderr. `level` as in the settings."""
     handler = _handler()
-    handler.setFormatter(_Json() if how == "json" else _Text())
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _on_uncaught
     threading.excepthook = lambda args: _on_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
 
-def tell(line: str) -> None:
+def write_line(line: str) -> None:
     """Writes an unformatted line for the operator after pending log lines; blocks for a second at most."""
     writers = _writers()
     for writer in writers:
@@ -149,31 +149,31 @@ def dropped() -> int:
     return sum(writer.dropped for writer in _writers())
 
 
-def chosen(setting: Literal["auto", "text", "json"]) -> Format:
-    """Text is for people at a terminal; whatever else reads a log wants fields."""
+def resolve_format(setting: Literal["auto", "text", "json"]) -> Format:
+    """Resolves `auto`: text if stderr is a terminal, otherwise JSON."""
     if setting == "auto":
         return "text" if sys.stderr is not None and sys.stderr.isatty() else "json"
     return setting
 
 
 def trace_of(error: BaseException) -> list[str]:
-    """Type and places of an error and of those behind it, innermost place first; never its message."""
+    """Type and source lines of an error and its causes, innermost frame first, without their messages."""
     lines: list[str] = []
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        # What the system says of a file or a socket is a fixed word, and the first thing to know.
+        # strerror is one of the operating system's fixed texts and contains no client data.
         reason = f" ({current.strerror})" if isinstance(current, OSError) and current.strerror else ""
         lines.append(f"{'because of' if lines else 'Traceback of'} {type(current).__name__}{reason}")
         frames = traceback.extract_tb(current.__traceback__)
-        lines += [f"{_short(f.filename)}:{f.lineno} {f.name}" for f in reversed(frames[-_MOST_FRAMES:])]
+        lines += [f"{_short_path(f.filename)}:{f.lineno} {f.name}" for f in reversed(frames[-_MAX_FRAMES:])]
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return lines
 
 
-class _OneLine(logging.Formatter):
-    """What both formats have in common."""
+class _Formatter(logging.Formatter):
+    """Base of both formatters."""
 
     def _message(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
@@ -187,7 +187,7 @@ class _OneLine(logging.Formatter):
         return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-class _Json(_OneLine):
+class _JsonFormatter(_Formatter):
     """One JSON object in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -199,7 +199,7 @@ class _Json(_OneLine):
         return json.dumps(fields)
 
 
-class _Text(_OneLine):
+class _TextFormatter(_Formatter):
     """Time, level, message, and fields as name=value."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -211,10 +211,10 @@ class _Text(_OneLine):
 
 
 def _handler() -> logging.Handler:
-    """Standard error by a thread; where it is none of the system's files nothing can wait for its reader."""
+    """AsyncLogHandler if stderr is a file of the operating system; else a StreamHandler, which cannot block."""
     try:
         return AsyncLogHandler(sys.stderr.fileno(), sys.stderr.encoding)
-    except (AttributeError, OSError):  # closed, or a buffer
+    except (AttributeError, OSError):  # closed, or an in-memory buffer
         return logging.StreamHandler(sys.stderr)
 
 
@@ -222,7 +222,7 @@ def _writers() -> list[AsyncLogHandler]:
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, AsyncLogHandler)]
 
 
-def _short(filename: str) -> str:
+def _short_path(filename: str) -> str:
     path = Path(filename)
     if path.is_relative_to(_ROOT):
         return str(path.relative_to(_ROOT))
@@ -232,4 +232,4 @@ def _short(filename: str) -> str:
 def _on_uncaught(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         return
-    _log.critical("the process cannot go on", exc_info=(kind, error or kind(), where))
+    _log.critical("uncaught exception", exc_info=(kind, error or kind(), where))

@@ -12,9 +12,10 @@ from pathlib import Path
 
 
 def available_cores(root: Path = Path("/"), affinity: int | None = None) -> int:
-    """At least 1. A limit of 2.5 cores is 2: threads that spin use up what is left, and then all of them stand still.
+    """Number of CPU cores that this process may use, by affinity and cgroup limits; at least 1.
 
-    root: where /proc and /sys are; affinity: how many cores the scheduler gives us, asked for where None.
+    Rounds down: with a limit of 2.5 cores, spinning threads on 3 would exhaust the quota, and then all are throttled.
+    root: directory of proc and sys; affinity: number of cores, by default as the scheduler reports it.
     """
     cores = affinity or _affinity()
     return max(1, int(min([cores, *_quotas(root)])))
@@ -26,22 +27,22 @@ def _affinity() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Every limit on the way from our cgroup to the root: the smallest holds."""
+    """The limits of this process's cgroup and its ancestors; the smallest one is effective."""
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
                 continue
             mount = root / "sys/fs/cgroup" / controllers
-            ours = mount / path.lstrip("/")
-            # In a container our own path may be the host's, which is not there; its mount then is what holds for us.
-            for folder in (ours, *ours.parents):
+            own = mount / path.lstrip("/")
+            # In a container the path may be the host's and missing here; then the limit of the mount applies.
+            for folder in (own, *own.parents):
                 if folder.is_relative_to(mount) and (quota := _quota(folder)) is not None:
                     yield quota
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores, where this cgroup has a limit of its own."""
+    """Limit of this cgroup in cores; None if it has none."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -56,10 +57,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, even while it hangs or computes.
+    """Asks the kernel to kill this process when its parent exits, even while it hangs or computes. Linux only.
 
-    Strictly when the *thread* ends that started it: ours are started from the event loop, which runs in the main
-    thread. Of a parent that was gone before this call only the end of the pipe tells; elsewhere than on Linux always.
+    Strictly, when the *thread* that started it exits: child processes are started from the event loop, which runs in
+    the main thread. If the parent exited before this call, or on other systems, only the closed pipe reveals it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

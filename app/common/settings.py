@@ -179,62 +179,64 @@ class Settings(BaseSettings):
     @field_validator("host")
     @classmethod
     def _is_not_empty(cls, value: str) -> str:
-        if not value:  # the system would take it for every address there is
+        if not value:  # the system would listen on every address
             raise ValueError("must not be empty: 127.0.0.1 is this machine alone, 0.0.0.0 every address")
         return value
 
     @field_validator("allowed_hosts")
     @classmethod
     def _are_names(cls, value: str) -> str:
-        for name in _listed(value):
+        for name in _split(value):
             if not re.fullmatch(r"[A-Za-z0-9_.-]{1,253}", name):
-                raise ValueError(f"{name[:100]!r} is no name: write a.example,b.example, without scheme and port")
+                raise ValueError(
+                    f"{name[:100]!r} is not a host name: write a.example,b.example, without scheme and port"
+                )
         return value
 
     @field_validator("allow_origin")
     @classmethod
     def _are_origins(cls, value: str) -> str:
-        for origin in _listed(value):
+        for origin in _split(value):
             if not re.fullmatch(r"https?://[a-z0-9_.-]+(:[0-9]{1,5})?", origin):
                 raise ValueError(
-                    f"{origin[:100]!r} is no origin: write https://a.example, in small letters, with a port but no path"
+                    f"{origin[:100]!r} is no origin: write https://a.example, in lower case, with a port but no path"
                 )
         return value
 
     @field_validator("weights", mode="before")
     @classmethod
-    def _is_no_working_directory(cls, value: object) -> object:
-        if value == "":  # a path would be made of it: the working directory's
-            raise ValueError("must not be empty: it is a weights directory, . the one that you are in")
+    def _is_not_working_directory(cls, value: object) -> object:
+        if value == "":  # Path("") is the working directory
+            raise ValueError("must not be empty: name a weights directory, or . for the working directory")
         return value
 
     @field_validator("cache_dir", "keys_file", mode="before")
     @classmethod
-    def _nothing_is_none(cls, value: object) -> object:
-        return None if value == "" else value  # a variable that is set to nothing does not mean the working directory
+    def _empty_is_none(cls, value: object) -> object:
+        return None if value == "" else value  # an empty variable is unset, not the working directory
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Settings:
         if 0 < self.tokens_per_step < self.max_running:
             raise ValueError(
                 f"--tokens-per-step {self.tokens_per_step} is below --max-running {self.max_running}, and each running "
-                "request takes a token of a step: raise the one or lower the other"
+                "request takes a token of a step: raise --tokens-per-step or lower --max-running"
             )
         return self
 
     @property
     def host_names(self) -> frozenset[str]:
-        """What the service may be called in a request, beside what needs no mention."""
-        return frozenset(_listed(self.allowed_hosts)) | {self.host}
+        """Host names that requests may use, in addition to those that are always accepted."""
+        return frozenset(_split(self.allowed_hosts)) | {self.host}
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """Whose pages may read answers."""
-        return _listed(self.allow_origin)
+        """Origins whose pages may read responses."""
+        return _split(self.allow_origin)
 
     @property
-    def longest_deadline_ms(self) -> int:
-        """The most that a request may ask for as `deadline_ms`."""
+    def max_deadline_ms(self) -> int:
+        """Largest `deadline_ms` that a request may set."""
         return max(1, math.floor(self.request_timeout * 1e3))
 
     @property
@@ -246,5 +248,5 @@ class Settings(BaseSettings):
             return False
 
 
-def _listed(value: str) -> tuple[str, ...]:
+def _split(value: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in value.split(","))))

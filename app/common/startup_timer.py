@@ -20,20 +20,20 @@ PHASES = (STARTING, LOADING_WEIGHTS, BUILDING_KERNELS, PLANNING_MEMORY, WARMING_
 
 
 class StartupTimer:
-    """Of one engine process, from the moment in which it was spawned."""
+    """Times one engine process, from the moment it is spawned."""
 
     def __init__(self, now: float) -> None:
         self._phase, self._since = STARTING, now
         self._seconds: dict[str, float] = {}
 
-    def hear(self, words: str, now: float) -> None:
-        """What the engine says it does; a phase that comes again is counted together."""
-        if words in PHASES:
+    def on_phase(self, name: str, now: float) -> None:
+        """The engine reports a phase; times of a repeated phase are added up, unknown names are ignored."""
+        if name in PHASES:
             self._close(now)
-            self._phase = words
+            self._phase = name
 
     def finish(self, now: float) -> dict[str, float]:
-        """Seconds of each phase, in their order; the engine is ready."""
+        """The engine is ready: returns the seconds of each phase, in order."""
         self._close(now)
         return self._seconds
 
@@ -42,7 +42,7 @@ class StartupTimer:
         self._since = now
 
 
-def in_words(seconds: Mapping[str, float]) -> str:
-    """For the log: the sum, and what it is made of."""
+def format_phases(seconds: Mapping[str, float]) -> str:
+    """Formats the total and the phases for the log."""
     parts = ", ".join(f"{phase} {took:.1f}" for phase, took in seconds.items())
     return f"{sum(seconds.values()):.1f} s: {parts}"

@@ -33,19 +33,19 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
-    """Over prompt and generated tokens."""
+    """Applies to prompt and generated tokens."""
     presence_penalty: float = 0.0
-    """Over generated tokens, as frequency_penalty."""
+    """Applies to generated tokens, as frequency_penalty does."""
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit); each id once."""
+    """(token id, value added to its logit); each id at most once."""
     min_tokens: int = 0
-    """Tokens that end the text are not drawn before as many tokens are there."""
+    """Tokens that end the text are not sampled before this many tokens are generated."""
     seed: int = 0
     choice: int = 0
-    """Which of the n continuations of a prompt this is: each draws its own numbers from the one seed."""
+    """Index among the n continuations of a prompt: each has its own random numbers, derived from the same seed."""
     logprobs: int | None = None
-    """How many of the most likely tokens to report with the sampled one."""
+    """Number of most likely tokens to report with the sampled one."""
 
     def __post_init__(self) -> None:
         require(isfinite(self.temperature) and 0 <= self.temperature <= 10, "temperature must be from 0 to 10")
@@ -67,20 +67,20 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError with `message` where `condition` does not hold."""
+    """Raises ValueError with `message` if `condition` is false."""
     if not condition:
         raise ValueError(message)
 
 
-_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_DEFAULT_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, float]:
-    """The values it sets, by the names of the request's fields. Raises ValueError for one outside its range.
+    """Sampling defaults of a generation_config.json, by the names of the request's fields. Raises ValueError.
 
-    path: where it stands, for messages.
+    path: of the file, for error messages.
     """
-    given = {key: generation[key] for key in _KEYS if generation.get(key) is not None}
+    given = {key: generation[key] for key in _DEFAULT_KEYS if generation.get(key) is not None}
     if generation.get("do_sample") is False:
         given["temperature"] = 0.0
     try:
@@ -94,44 +94,44 @@ def sampling_defaults(generation: Mapping[str, Any], path: Path) -> dict[str, fl
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One sequence to continue. `generated` are tokens already delivered, when a request is submitted again."""
+    """One sequence to continue. When it is submitted again, `generated` are the tokens already delivered."""
 
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the text (EOS); they count, but are no text."""
+    """Tokens that end the text (EOS); they are counted, but have no text."""
     generated: tuple[int, ...] = ()
     source: tuple[int, ...] = ()
-    """What the encoder reads, where the model has one."""
+    """Input of the encoder, if the model has one."""
     prompt_logprobs: int | None = None
-    """Report each prompt token's log-probability (but the first's), and this many of the most likely in its place."""
+    """If set, report the log-probability of each prompt token but the first, and of this many most likely ones."""
     scored: int = 0
-    """Prompt tokens whose log-probabilities were delivered already, when a request is submitted again."""
+    """When it is submitted again, the number of prompt tokens whose log-probabilities were already delivered."""
     leader: str | None = None
-    """A request with the same prompt, submitted before, whose keys and values this one takes over (n above 1)."""
-    guide: str = ""
-    """The grammar that the text must follow, in Lark as llguidance reads it; empty for none."""
-    salt: str = ""
-    """Requests share cached prompt blocks only under the same salt."""
+    """Id of an earlier request with the same prompt, whose KV cache blocks this one shares (n above 1)."""
+    grammar: str = ""
+    """Grammar that constrains the text, in llguidance's dialect of Lark; empty for none."""
+    cache_namespace: str = ""
+    """Requests share cached prompt blocks only within a namespace."""
 
     def __post_init__(self) -> None:
-        require(len(self.prompt) > 0, "the prompt must hold at least one token")
+        require(len(self.prompt) > 0, "the prompt must have at least one token")
         require(min((*self.prompt, *self.source)) >= 0, "token ids must be 0 or above")
         require(self.max_tokens >= 0, "max_tokens must be 0 or above")
         require(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs must be from 0 to 20")
-        require(0 <= self.scored <= len(self.prompt), "more prompt tokens were scored than there are")
-        require(len(self.generated) <= self.max_tokens, "more tokens were generated than max_tokens allows")
+        require(0 <= self.scored <= len(self.prompt), "scored must not be above the length of the prompt")
+        require(len(self.generated) <= self.max_tokens, "generated must not be longer than max_tokens")
 
     @property
     def max_length(self) -> int:
-        """Tokens of the sequence when it is as long as it can get."""
+        """Maximum length of the sequence in tokens."""
         return len(self.prompt) + self.max_tokens
 
 
 class FinishReason(StrEnum):
-    """Why the engine ended a sequence; stop strings, deadlines and cancellation are the API process's."""
+    """Why the engine ended a sequence; the API process handles stop strings, deadlines and cancellation."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -144,24 +144,24 @@ class SampledEvent(Struct, frozen=True, array_like=True, gc=False):
     index: int
     """0 for the first generated token."""
     token: int | None
-    """None where a request ends without one (max_tokens 0)."""
+    """None if a request ends without one (max_tokens 0)."""
     logprob: float | None = None
-    """The model's own, before temperature and filters; only where asked for."""
+    """From the raw logits, before temperature and filters; only if requested."""
     top: tuple[tuple[int, float], ...] = ()
     """(id, logprob), most likely first."""
     finish: FinishReason | None = None
 
 
 TokenScore = tuple[float, tuple[tuple[int, float], ...]]
-"""A token's own log-probability, and the most likely (id, log-probability) in its place."""
+"""A token's log-probability, and the most likely alternatives as (id, log-probability)."""
 
 
 class PromptScores(Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens that stand behind one another."""
+    """Log-probabilities of consecutive prompt tokens."""
 
     request_id: str
     start: int
-    """Place in the prompt of the first of these tokens; 1 or above, since nothing foretells the first token."""
+    """Index in the prompt of the first of these tokens; 1 or above, since the first token has no context."""
     tokens: tuple[TokenScore, ...]
 
 
@@ -170,16 +170,16 @@ class RequestStarted(Struct, frozen=True, array_like=True):
 
     request_id: str
     cached_tokens: int
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
 
 
 class RequestFailed(Struct, frozen=True, array_like=True):
-    """A request that cannot go on; the message is for the user."""
+    """A request failed; the message is for the user."""
 
     request_id: str
     message: str
-    is_asked_for: bool = False
-    """What the request asks for is the reason, not we."""
+    is_user_error: bool = False
+    """Whether the client must change the request; otherwise it is a server error."""
 
 
 class Counters(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -191,95 +191,96 @@ class Counters(Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     blocks_total: int = 0
     preemptions: int = 0
     block_violations: int = 0
-    """Checks of the cache's blocks that found something wrong."""
+    """Failed consistency checks of the KV cache blocks."""
 
 
 class StepReport(Struct, frozen=True, kw_only=True, array_like=True, tag="report"):
-    """What one step did. Sent also without events, as the heartbeat of an idle engine."""
+    """Results of one step; without events, the heartbeat of an idle engine."""
 
     events: tuple[SampledEvent, ...] = ()
     scores: tuple[PromptScores, ...] = ()
-    """Of a request's prompt, before its first token event."""
+    """Prompt log-probabilities; those of a request precede its first token event."""
     started: tuple[RequestStarted, ...] = ()
     failed: tuple[RequestFailed, ...] = ()
     counters: Counters = msgspec.field(default_factory=Counters)
     at: float = 0.0
-    """When it was sent: monotonic seconds, the same clock in both processes."""
-    taken: tuple[str, ...] = ()
-    """Requests that came into the engine's queue since the last report."""
+    """Time of sending in monotonic seconds; both processes share this clock."""
+    queued: tuple[str, ...] = ()
+    """Requests that entered the engine's queue since the last report."""
     num_computed: int = 0
-    """Of all running requests: changes with every step that computes something."""
+    """Tokens computed of all running requests: changes with every step that computes something."""
     work: tuple[tuple[str, float], ...] = ()
     """(request id, seconds): CPU time of grammars outside the steps since the last report."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A request on its way through the engine. Owned by the scheduler."""
+    """Scheduling state of a request in the engine. Owned by the scheduler."""
 
     request: Request
     tokens: list[int]
     """Prompt and generated tokens."""
     arrival: int
-    """Older requests have smaller numbers, and keep them through preemption."""
+    """Sequence number of arrival: older requests have smaller ones; preemption does not change it."""
     num_computed: int = 0
-    """How many of `tokens` have their keys and values in the cache."""
+    """Number of `tokens` whose keys and values are in the cache."""
     ahead: int = 0
-    """Tokens behind those that steps in flight compute; the last may be one that only the device knows."""
+    """Further tokens that steps in flight compute; the last may have been sampled on the device only."""
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    """Chained hashes of the full blocks of `tokens`, made as far as they were needed."""
-    num_published: int = 0
+    """Chained hashes of the full blocks of `tokens`, computed on demand."""
+    num_registered: int = 0
+    """Blocks that are registered in the prefix cache."""
     num_scored: int = 0
-    """Prompt tokens whose log-probabilities were reported, the first token not counted."""
+    """Prompt tokens whose log-probabilities were reported, not counting the first token."""
     preemptions: int = 0
     leader: Sequence | None = None
-    """Whose prompt this one takes over when it is first admitted; None from then on."""
+    """Sequence whose prompt blocks this one shares when it is first admitted; None from then on."""
     ended: bool = False
     """Finished, failed or cancelled."""
     waits_for_mask: bool = False
-    """Steps leave it out until its grammar's next mask is there; the engine sets this before each plan."""
+    """Steps skip it until its grammar's next mask is computed; the engine sets this before each plan."""
 
     @property
     def num_generated(self) -> int:
-        """Tokens drawn so far."""
+        """Tokens sampled so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def num_begun(self) -> int:
-        """Tokens whose keys and values are in the cache, or will be when what is in flight is done."""
+    def num_scheduled(self) -> int:
+        """Tokens whose keys and values are in the cache or computed by steps in flight."""
         return self.num_computed + self.ahead
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values are still to be begun; 1 means decode, of a token that is drawn or will be."""
+        """Tokens still to be scheduled; 1 means decode, of a token that was sampled or will be by a step in flight."""
         pending = len(self.tokens) - self.num_computed - self.ahead
         return pending if pending > 0 else 1
 
     @property
-    def num_unknown(self) -> int:
-        """Tokens that steps in flight draw: they come behind `tokens`."""
-        return max(0, self.num_begun + 1 - len(self.tokens))
+    def num_unsampled(self) -> int:
+        """Tokens that steps in flight sample; they will be appended to `tokens`."""
+        return max(0, self.num_scheduled + 1 - len(self.tokens))
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether its last token is being drawn, whatever token that will be."""
-        return 0 < self.num_unknown >= self.request.max_tokens - self.num_generated
+        """Whether a step in flight samples its last token by length."""
+        return 0 < self.num_unsampled >= self.request.max_tokens - self.num_generated
 
     @property
     def num_unscored(self) -> int:
-        """Prompt tokens whose log-probabilities are asked for and not reported yet."""
-        asked = self.request.prompt_logprobs is not None
-        return max(0, len(self.request.prompt) - 1 - self.num_scored) if asked else 0
+        """Prompt tokens whose log-probabilities were requested and not reported yet."""
+        is_requested = self.request.prompt_logprobs is not None
+        return max(0, len(self.request.prompt) - 1 - self.num_scored) if is_requested else 0
 
     @property
-    def num_reusable(self) -> int:
-        """How many of `tokens` need no computing where their keys and values are there: no row that is looked at."""
+    def max_cached_tokens(self) -> int:
+        """Most `tokens` that may come from the prefix cache: the rows that are sampled or scored must be computed."""
         return self.num_scored if self.num_unscored else len(self.tokens) - 1
 
     @property
-    def living_leader(self) -> Sequence | None:
-        """The leader, as long as there is something to take over or to wait for."""
+    def active_leader(self) -> Sequence | None:
+        """The leader while it has not ended; None otherwise."""
         return None if self.leader is None or self.leader.ended else self.leader
 
     @property
@@ -290,7 +291,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Run tokens[start:stop] of a sequence. Where stop is the last token, a new one is drawn."""
+    """Computes tokens[start:stop] of a sequence; if stop is its end, samples a new token."""
 
     sequence: Sequence
     start: int
@@ -298,17 +299,19 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether a row of logits is drawn from after this chunk (with max_tokens 0 only to see that it is finite)."""
-        return self.stop >= len(self.sequence.tokens)  # from plan() to commit(), whatever is committed in between
+        """Whether a token is sampled after this chunk (with max_tokens 0 only to check that the logits are finite)."""
+        return self.stop >= len(
+            self.sequence.tokens
+        )  # stable from plan() to commit(), even if other steps commit in between
 
     @property
     def cost(self) -> int:
-        """What it takes of a step's budget: a row that is scored goes through the head, and counts as a token more."""
+        """Its share of the step's token budget: a scored row also goes through the LM head and counts twice."""
         return self.stop - self.start + len(self.scores)
 
     @property
     def scores(self) -> range:
-        """Places in the prompt of the tokens that get a log-probability from this chunk, each by the row before it."""
+        """Indices of the prompt tokens that this chunk scores, each with the logits of the row before it."""
         rows = range(self.start, min(self.stop, len(self.sequence.request.prompt) - 1))
         first = max(rows.start, self.sequence.num_scored)
         return range(first + 1, rows.stop + 1) if self.sequence.num_unscored else range(0)
@@ -321,6 +324,6 @@ class BatchPlan:
     chunks: tuple[Chunk, ...]
     started: tuple[RequestStarted, ...] = ()
     clear: tuple[int, ...] = ()
-    """Blocks to be zeroed first: they have a new owner, and what they hold may not be finite."""
+    """Blocks to zero first: they have a new owner, and their old values may not be finite."""
     copies: tuple[tuple[int, int], ...] = ()
-    """(from, to): blocks to be copied after that and before the step."""
+    """(from, to): blocks to copy after that and before the step."""

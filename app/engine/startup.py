@@ -194,7 +194,7 @@ def _blocks(
 ) -> int:
     """Number of cache blocks; logs the reason. peaks: of ChosenBackend. Raises ValueError."""
     if peaks is None:
-        blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.loading_beside)
+        blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.concurrent_loaders)
     else:
         announce(PLANNING_MEMORY)
         share = config.gpu_memory_utilization

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from app.common import logs
 from app.common.fault_injection import fault, is_armed
 from app.common.ipc import Cancel, Down, Fatal, FrameReceiver, Phase, Ready, Submit, Up, WorkerConfig, encode_frame
-from app.common.logs import impatient
+from app.common.logs import open_nonblocking
 from app.common.operating_system import die_with_parent
 from app.common.types import Request, RequestStarted, StepReport
 from app.engine.cpu.toolchain.library_cache import cache_directory
@@ -119,7 +119,7 @@ Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
 def run(descriptor: int, assemble: Assemble) -> int:
     """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
     die_with_parent()
-    crash_log = impatient(2)
+    crash_log = open_nonblocking(2)
     faulthandler.enable(crash_log)  # a crash of native code says where
     # systemd signals every process of a service; the API process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -206,7 +206,7 @@ class _Rounds:
             if isinstance(frame, Submit):
                 request = frame.request
                 fault("engine.submit", request)
-                if request.guide and request.max_tokens:
+                if request.grammar and request.max_tokens:
                     self._door.enter(request)
                 else:
                     self._add(request)
@@ -232,7 +232,7 @@ class _Rounds:
                 step,
                 at=time.monotonic(),
                 counters=counters,
-                taken=taken,
+                queued=taken,
                 num_computed=num_computed,
                 work=self._door.take_work(),
             )

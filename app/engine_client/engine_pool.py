@@ -1,11 +1,11 @@
 """Engine pool: one or several engines behind one interface, with a router that prefers engines with a cached prefix.
 
-loading --all have loaded the same--> serving --the last is gone--> gone
-       +------------ one is gone ------------------------------------------^
+loading --all have loaded the same--> serving --the last engine stops--> stopped
+       +------------ one engine stops ---------------------------------------^
 
 Requests that wait for one engine while another has free slots move there. The pool serves as long as one engine does.
 After a crash, requests that only waited move to the other engines at once; suspects wait for the next process of their
-engine, so they cannot crash another one. Only an engine that keeps crashing is given up, and then all of its requests
+engine, so they cannot crash another one. Only an engine that keeps crashing is stopped, and then all of its requests
 move to the others.
 """
 
@@ -24,46 +24,46 @@ from app.common.errors import EngineError, NotReady
 from app.common.ipc import Ready
 from app.common.types import Request
 from app.engine_client.client import EngineClient
-from app.engine_client.supervisor import EngineGone, FilesOfWeights, as_in_directory
+from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 from app.engine_client.token_stream import TokenStream
 
 # An engine that has the prompt's first blocks in its prefix cache need not compute them. The router does not query the
-# engines but remembers what it sent: the chained hashes of the blocks, as many as the cache has blocks, with
+# engines but remembers which blocks it sent: the chained hashes of the blocks, as many as the cache has blocks, with
 # least-recently-used eviction like the cache itself.
 #
-# The bound on what an engine may have to do is that of "Consistent Hashing with Bounded Loads" (Mirrokni, Thorup and
+# The bound on an engine's load is that of "Consistent Hashing with Bounded Loads" (Mirrokni, Thorup and
 # Zadimoghaddam, SODA 2018): _BOUND times the mean, rounded up. A prefix that all requests share fills one engine up to
 # that bound, then a second one caches it, too.
 
 _BOUND = 1.25
-_MOST_HASHES = 4096
-"""Of the prompts of one request: 65,536 tokens in blocks of 16, which take some two milliseconds."""
+_MAX_HASHES = 4096
+"""Limit per request: 65,536 prompt tokens in blocks of 16, which take about two milliseconds."""
 
 
 def block_hashes(requests: Iterable[Request], block_size: int) -> list[int]:
-    """Names of the full blocks of all prompts, each beginning before what follows it.
+    """Chained hashes of the full blocks of all prompts, in order.
 
     A hash covers all tokens up to the end of its block, and the cache namespace, which isolates tenants. A hash
     collision costs a prompt that is computed twice, and nothing else.
     """
     chains = (_chain(request, block_size) for request in requests if request.leader is None)
-    return list(dict.fromkeys(islice((name for chain in chains for name in chain), _MOST_HASHES)))
+    return list(dict.fromkeys(islice((block for chain in chains for block in chain), _MAX_HASHES)))
 
 
 def _chain(request: Request, block_size: int) -> Iterator[int]:
-    name = hash((request.salt, request.source))
+    parent = hash((request.cache_namespace, request.source))
     for start in range(0, len(request.prompt) - block_size + 1, block_size):
-        name = hash((name, request.prompt[start : start + block_size]))
-        yield name
+        parent = hash((parent, request.prompt[start : start + block_size]))
+        yield parent
 
 
 class PrefixRouter:
     """Remembers which blocks were sent to which engine. Owned by the event loop."""
 
     def __init__(self, engines: int) -> None:
-        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
-        self._turns = [0] * engines
-        self._turn = 0
+        self._blocks_of: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
+        self._last_used = [0] * engines
+        self._clock = 0
 
     def choose(self, hashes: Sequence[int], loads: Mapping[int, int], adding: int) -> int:
         """Chooses an engine for `adding` sequences. loads: number of sequences of each candidate.
@@ -73,228 +73,233 @@ class PrefixRouter:
         """
         bound = math.ceil(_BOUND * (sum(loads.values()) + adding) / len(loads))
         least = min(loads.values())
-        fit = [engine for engine, load in loads.items() if load == least or load + adding <= bound]
-        return max(fit, key=lambda engine: (self.known(engine, hashes), -loads[engine], -self._turns[engine]))
+        within_bound = [engine for engine, load in loads.items() if load == least or load + adding <= bound]
+        return max(
+            within_bound, key=lambda engine: (self.n_cached(engine, hashes), -loads[engine], -self._last_used[engine])
+        )
 
-    def known(self, engine: int, hashes: Iterable[int]) -> int:
-        """How many of these blocks the engine has, or had last."""
-        known = self._known[engine]
-        return sum(name in known for name in hashes)
+    def n_cached(self, engine: int, hashes: Iterable[int]) -> int:
+        """Number of these blocks that are probably in the engine's cache."""
+        blocks = self._blocks_of[engine]
+        return sum(block in blocks for block in hashes)
 
-    def note(self, engine: int, hashes: Sequence[int], most: int) -> None:
-        """Records that these blocks were sent to an engine whose cache has `most` blocks."""
-        self._turn += 1
-        self._turns[engine] = self._turn
-        known = self._known[engine]
+    def record(self, engine: int, hashes: Sequence[int], max_blocks: int) -> None:
+        """Records that these blocks were sent to an engine whose cache has `max_blocks` blocks."""
+        self._clock += 1
+        self._last_used[engine] = self._clock
+        blocks = self._blocks_of[engine]
         # In reverse order: a block is always evicted before its predecessor.
-        for name in reversed(hashes):
-            known[name] = None
-            known.move_to_end(name)
-        while len(known) > most:
-            known.popitem(last=False)
+        for block in reversed(hashes):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > max_blocks:
+            blocks.popitem(last=False)
 
-    def forget(self, engine: int) -> None:
+    def clear(self, engine: int) -> None:
         """Forgets the blocks of an engine that has lost its cache."""
-        self._known[engine].clear()
+        self._blocks_of[engine].clear()
 
 
 _log = logging.getLogger("inkstream")
-_SAME = ("weights_version", "numerics", "context", "vocab_size", "block_size")
-"""Fields in which all engines must agree, since an answer may continue on any of them."""
+_COMMON_FIELDS = ("weights_version", "numerics", "context", "vocab_size", "block_size")
+"""Fields in which all engines must agree, since a response may continue on any of them."""
 
-_MOST_MOVES = 8
+_MAX_MOVES = 8
 """Streams moved at once from engines with a queue to one without: bounds the time on the event loop."""
 
 
 class EnginePool:
-    """Owns the engines."""
+    """Owns the engines and distributes requests among them."""
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         """All engines share one queue, and each has its index in this order as its `replica`."""
         self.engines = tuple(engines)
         self.queue = engines[0].queue
         self._router = PrefixRouter(len(engines))
-        self._facts: Ready | None = None
-        """Of all engines, once all have loaded."""
-        self._loaded, self._gone_event = asyncio.Event(), asyncio.Event()
-        self._gone: EngineGone | None = None
+        self._common_ready: Ready | None = None
+        """Facts that all engines share, once all have loaded."""
+        self._loaded, self._stopped_event = asyncio.Event(), asyncio.Event()
+        self._stopped: EngineStopped | None = None
         for engine in engines:
-            engine.peers = self
+            engine.pool_events = self
 
     @property
     def ready(self) -> Ready | None:
-        """What was loaded; None until all have loaded it, and while no engine takes requests."""
-        return self._facts if any(engine.ready for engine in self.engines) else None
+        """Facts about the loaded model; None until all engines have loaded it, and while none accepts requests."""
+        return self._common_ready if any(engine.ready for engine in self.engines) else None
 
     @property
     def phase(self) -> str:
-        """What the pool is doing, for people."""
+        """Human-readable state of the pool."""
         if self.ready:
             return "ready"
-        waited_for = [engine.supervisor for engine in self.engines if not engine.ready]
+        not_ready = [engine.supervisor for engine in self.engines if not engine.ready]
         # Report why an engine was given up only once all engines are.
-        return min(waited_for, key=lambda one: one.is_gone).phase if waited_for else "loading"
+        return min(not_ready, key=lambda one: one.is_stopped).phase if not_ready else "loading"
 
     @property
     def restarts(self) -> int:
-        """Engine processes that ended."""
+        """Number of engine processes that exited."""
         return sum(engine.supervisor.restarts for engine in self.engines)
 
-    def start(self, files: FilesOfWeights = as_in_directory) -> None:
+    def start(self, files: WeightsFiles = read_directory) -> None:
         """Spawns the engine processes, each of which reads the weights from `files`."""
         for engine in self.engines:
             engine.supervisor.start(files)
 
     async def stop(self) -> None:
-        """Ends them; open streams end with NotReady."""
+        """Stops the engines; open streams end with NotReady."""
         await asyncio.gather(*[engine.supervisor.stop() for engine in self.engines])
 
     async def wait_ready(self) -> Ready:
-        """Waits until all have loaded; what, also where one has crashed since."""
+        """Waits until all engines have loaded; returns their common facts, even if one has crashed since."""
         await self._loaded.wait()
-        assert self._facts is not None
-        return self._facts
+        assert self._common_ready is not None
+        return self._common_ready
 
-    async def wait_gone(self) -> EngineGone:
-        """Waits until no engine can go on, if ever; or, until all have loaded, until one cannot."""
-        await self._gone_event.wait()
-        assert self._gone is not None
-        return self._gone
+    async def wait_stopped(self) -> EngineStopped:
+        """Waits until all engines are stopped; before all have loaded, until one is."""
+        await self._stopped_event.wait()
+        assert self._stopped is not None
+        return self._stopped
 
     def submit(self, requests: Sequence[Request]) -> TokenStream:
-        """Queues the sequences of one answer in one engine, all or none. Raises NotReady, QueueFull, InvalidRequest."""
+        """Queues the sequences of one response on one engine. Raises NotReady, QueueFull, InvalidRequest."""
         if len(self.engines) == 1:
             return self.engines[0].submit(requests)
         if self.ready is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
         hashes = block_hashes(requests, self.ready.block_size)
-        place = self._router.choose(hashes, self._loads(), len(requests))
-        stream = self.engines[place].submit(requests)
-        self._router.note(place, hashes, self._blocks(place))
+        index = self._router.choose(hashes, self._loads(), len(requests))
+        stream = self.engines[index].submit(requests)
+        self._router.record(index, hashes, self._blocks(index))
         return stream
 
     def resume(self, stream: TokenStream) -> None:
-        """Queues again what a paused stream has left, also while engines restart. Raises NotReady, QueueFull."""
-        home = next((engine for engine in self.engines if engine is stream.source), self.engines[0])
-        if home.ready is None and (home.supervisor.is_gone or not stream.strikes):
-            home = self._other_than(home) or home
-        stream.source = home
-        home.resume(stream)
+        """Queues a paused stream's open sequences again, even while engines restart. Raises NotReady, QueueFull."""
+        target = next((engine for engine in self.engines if engine is stream.source), self.engines[0])
+        if target.ready is None and (target.supervisor.is_stopped or not stream.crash_count):
+            target = self._other_than(target) or target
+        stream.source = target
+        target.resume(stream)
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every open stream with an error."""
         for engine in self.engines:
             engine.fail_all(error)
 
-    def on_ready(self, place: int) -> None:
+    def on_ready(self, index: int) -> None:
         """An engine has loaded; for its client."""
-        here = [engine.ready for engine in self.engines if engine.ready]
+        loaded = [engine.ready for engine in self.engines if engine.ready]
         if len(self.engines) == 1:
-            self._facts = here[0]
+            self._common_ready = loaded[0]
             self._loaded.set()
             return
-        other = _difference([*([self._facts] if self._facts else []), *here])
-        if self._facts and other:
-            reason = f"it came back with another {other} than the others have"
-            self.engines[place].supervisor.dismiss(EngineGone(reason, 1))
-        elif not self._facts and len(here) == len(self.engines):
-            if other:
-                self._end(EngineGone(f"the engines do not agree in their {other}: start again", 1))
+        differing = _difference([*([self._common_ready] if self._common_ready else []), *loaded])
+        if self._common_ready and differing:
+            reason = f"it restarted with another {differing} than the other engines have"
+            self.engines[index].supervisor.abandon(EngineStopped(reason, 1))
+        elif not self._common_ready and len(loaded) == len(self.engines):
+            if differing:
+                self._stop(EngineStopped(f"the engines differ in their {differing}: restart the service", 1))
                 return
-            devices = ", ".join(dict.fromkeys(one.device for one in here))
-            self._facts = replace(here[0], device=f"{len(here)} x {devices}")
+            devices = ", ".join(dict.fromkeys(one.device for one in loaded))
+            self._common_ready = replace(loaded[0], device=f"{len(loaded)} x {devices}")
             self._loaded.set()
-        else:  # there may have been none when theirs crashed
+        else:  # there may have been no other engine when theirs crashed
             for engine in self.engines:
                 if not engine.ready:
-                    self._send_away(engine, engine.innocent)
+                    self._move_away(engine, engine.unaffected)
 
-    def on_room(self, place: int) -> None:
-        """An engine has free slots: moves requests there that wait for other engines; for its client."""
-        taker = self.engines[place]
-        givers = [engine for engine in self.engines if engine is not taker and engine.ready and engine.counters.waiting]
-        if not (givers and taker.has_room(1, "")):
+    def on_capacity(self, index: int) -> None:
+        """An engine has free slots: moves waiting requests of other engines there; for its client."""
+        receiver = self.engines[index]
+        donors = [
+            engine for engine in self.engines if engine is not receiver and engine.ready and engine.counters.waiting
+        ]
+        if not (donors and receiver.has_capacity(1, "")):
             return
-        for stream in _in_turn(givers):
-            if taker.has_room(len(stream.open_ids), stream.requests[0].salt):
-                self._move(stream, taker)
+        for stream in _first_waiting(donors):
+            if receiver.has_capacity(len(stream.open_ids), stream.requests[0].cache_namespace):
+                self._move(stream, receiver)
 
-    def on_crash(self, place: int) -> None:
+    def on_crash(self, index: int) -> None:
         """The process of an engine has ended; for its client."""
-        self._router.forget(place)
-        self._send_away(self.engines[place], self.engines[place].innocent)
+        self._router.clear(index)
+        self._move_away(self.engines[index], self.engines[index].unaffected)
 
-    def on_gone(self, place: int, reason: EngineGone) -> None:
+    def on_stopped(self, index: int, reason: EngineStopped) -> None:
         """An engine will not be restarted; for its client."""
-        engine = self.engines[place]
-        if not self._loaded.is_set() or all(one.supervisor.is_gone for one in self.engines):
-            self._end(reason)
+        engine = self.engines[index]
+        if not self._loaded.is_set() or all(one.supervisor.is_stopped for one in self.engines):
+            self._stop(reason)
         elif reason.exit_code:
-            _log.error("engine %d is given up, the others go on: %s", place, reason)
-            self._send_away(engine, engine.streams)
+            _log.error("engine %d is stopped, the others continue: %s", index, reason)
+            self._move_away(engine, engine.streams)
 
     def _loads(self) -> dict[int, int]:
-        """Of those that take requests; where some have no suspects to try, only of these."""
-        ready = {place: engine for place, engine in enumerate(self.engines) if engine.ready}
-        calm = {place: engine for place, engine in ready.items() if not engine.n_suspects}
-        return {place: engine.load for place, engine in (calm or ready).items()}
+        """Loads of the engines that accept requests; of those without suspects, if there are any."""
+        ready = {index: engine for index, engine in enumerate(self.engines) if engine.ready}
+        without_suspects = {index: engine for index, engine in ready.items() if not engine.n_suspects}
+        return {index: engine.load for index, engine in (without_suspects or ready).items()}
 
-    def _blocks(self, place: int) -> int:
-        ready = self.engines[place].ready
+    def _blocks(self, index: int) -> int:
+        ready = self.engines[index].ready
         return ready.blocks_total if ready else 0
 
     def _other_than(self, engine: EngineClient) -> EngineClient | None:
-        """An engine to take over requests: one that is ready, or, if this one is given up, one that will be."""
-        others = [one for one in self.engines if one is not engine and not one.supervisor.is_gone]
+        """An engine that can take over requests: a ready one or, if this one is stopped, one that is restarting."""
+        others = [one for one in self.engines if one is not engine and not one.supervisor.is_stopped]
         ready = [one for one in others if one.ready]
-        may = ready or (others if engine.supervisor.is_gone else [])
-        return min(may, key=lambda one: (one.n_suspects > 0, one.load), default=None)
+        candidates = ready or (others if engine.supervisor.is_stopped else [])
+        return min(candidates, key=lambda one: (one.n_suspects > 0, one.load), default=None)
 
-    def _move(self, stream: TokenStream, taker: EngineClient) -> None:
+    def _move(self, stream: TokenStream, receiver: EngineClient) -> None:
         """Moves a stream under new request ids, so that late events of the old engine are not attributed to it."""
-        names = stream.open_ids
-        giver = next(engine for engine in self.engines if engine is stream.source)
-        giver.part_with(names)
+        old_ids = stream.open_ids
+        donor = next(engine for engine in self.engines if engine is stream.source)
+        donor.release(old_ids)
         requests = stream.renew()
-        for name, request in zip(names, requests, strict=True):
-            self.queue.rename(name, request.id)
-        taker.adopt(stream)
-        place, facts = self.engines.index(taker), taker.ready
+        for old_id, request in zip(old_ids, requests, strict=True):
+            self.queue.rename(old_id, request.id)
+        receiver.adopt(stream)
+        index, facts = self.engines.index(receiver), receiver.ready
         assert facts
-        self._router.note(place, block_hashes(requests, facts.block_size), facts.blocks_total)
+        self._router.record(index, block_hashes(requests, facts.block_size), facts.blocks_total)
 
-    def _send_away(self, engine: EngineClient, streams: Iterable[TokenStream]) -> None:
+    def _move_away(self, engine: EngineClient, streams: Iterable[TokenStream]) -> None:
         count = 0
         for stream in streams:
-            if home := self._other_than(engine):
-                engine.part_with(stream.open_ids)
-                home.adopt(stream)
-                if home.ready and not stream.is_held:  # else it is counted once there is an engine, or not at all
-                    home.replayed += len(stream.open_ids)
+            if target := self._other_than(engine):
+                engine.release(stream.open_ids)
+                target.adopt(stream)
+                # Otherwise it is counted when an engine is ready, or not at all.
+                if target.ready and not stream.is_suspended:
+                    target.replayed += len(stream.open_ids)
                 count += 1
         if self._other_than(engine):
-            self.queue.stand_down(self.engines.index(engine))
+            self.queue.clear_backlog(self.engines.index(engine))
         if count:
-            _log.warning("%d open answers go on with other engines", count)
+            _log.warning("%d open responses continue on other engines", count)
 
-    def _end(self, reason: EngineGone) -> None:
-        if self._gone is None:
-            self._gone = reason
-            self._gone_event.set()
+    def _stop(self, reason: EngineStopped) -> None:
+        if self._stopped is None:
+            self._stopped = reason
+            self._stopped_event.set()
 
 
-def _in_turn(engines: Iterable[EngineClient]) -> list[TokenStream]:
+def _first_waiting(engines: Iterable[EngineClient]) -> list[TokenStream]:
     """Streams that wait for their first token, the first of each tenant and engine, by queue position."""
-    firsts: defaultdict[tuple[EngineClient, str], list[tuple[int, TokenStream]]] = defaultdict(list)
+    waiting: defaultdict[tuple[EngineClient, str], list[tuple[int, TokenStream]]] = defaultdict(list)
     for engine in engines:
         for stream in engine.waiting:
-            of_caller = firsts[engine, stream.requests[0].salt]
-            if len(of_caller) < _MOST_MOVES and (position := stream.queue_position) is not None:
-                of_caller.append((position, stream))
-    found = sorted((one for some in firsts.values() for one in some), key=lambda one: one[0])
-    return [stream for _, stream in found[:_MOST_MOVES]]
+            of_tenant = waiting[engine, stream.requests[0].cache_namespace]
+            if len(of_tenant) < _MAX_MOVES and (position := stream.queue_position) is not None:
+                of_tenant.append((position, stream))
+    ordered = sorted((entry for entries in waiting.values() for entry in entries), key=lambda entry: entry[0])
+    return [stream for _, stream in ordered[:_MAX_MOVES]]
 
 
 def _difference(facts: Sequence[Ready]) -> str:
     """The first field that differs; empty if all agree."""
-    return next((name for name in _SAME if len({getattr(one, name) for one in facts}) > 1), "")
+    return next((name for name in _COMMON_FIELDS if len({getattr(one, name) for one in facts}) > 1), "")

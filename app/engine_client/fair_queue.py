@@ -19,26 +19,26 @@ from typing import NamedTuple
 from app.common.errors import ContextLengthExceeded, InvalidRequest, QueueFull
 from app.common.types import Request, RequestStarted
 
-_SHARE = 7
+_TENANT_FACTOR = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Bounds on what may wait."""
+    """Limits of the queue."""
 
     max_requests: int
     max_prompt_tokens: int
 
 
 class QueueDemand(NamedTuple):
-    """Requests of one answer, and the tokens of their prompts."""
+    """What a client adds to the queue: requests, and the tokens of their prompts."""
 
     requests: int
     tokens: int
 
 
 class QueueState(NamedTuple):
-    """What waits, in total or of one tenant."""
+    """Waiting requests and prompt tokens, in total or of one tenant."""
 
     requests: int
     tokens: int
@@ -58,7 +58,7 @@ def check_ids(ids: list[int], *, context: int, vocab_size: int, field: str) -> N
 def check_queue(
     limits: QueueLimits,
     *,
-    line: QueueState,
+    total: QueueState,
     own: QueueState | None,
     adding: QueueDemand,
     retry_after: Callable[[], int],
@@ -66,7 +66,7 @@ def check_queue(
     """Raises QueueFull if the added requests exceed a limit; `own` is what their tenant has in the queue already.
 
     With API keys (`own`), one tenant may take seven times what is left: seven eighths of the queue if it is alone, and
-    less the more tenants there are, so that there is always capacity for the next one.
+    less with each further tenant, so that there is always capacity for the next one.
     Raises InvalidRequest if there are so many requests that they never fit.
     """
     if adding.requests > limits.max_requests:
@@ -75,37 +75,40 @@ def check_queue(
             "at once: send fewer prompts, or a smaller n",
             "prompt",
         )
-    free, free_tokens = limits.max_requests - line.requests, limits.max_prompt_tokens - line.tokens
+    free, free_tokens = limits.max_requests - total.requests, limits.max_prompt_tokens - total.tokens
     if adding.requests > free:
-        raise _full(f"{line.requests} requests wait already", retry_after())
-    if line.requests and adding.tokens > free_tokens:
-        raise _full(f"the queue is full ({line.tokens} prompt tokens wait)", retry_after())
+        raise _full(f"{total.requests} requests wait already", retry_after())
+    if total.requests and adding.tokens > free_tokens:
+        raise _full(f"the queue is full ({total.tokens} prompt tokens wait)", retry_after())
     # A tenant without waiting requests may always queue.
     if own is None or not own.requests:
         return
-    if own.requests + adding.requests > _SHARE * free or own.tokens + adding.tokens > _SHARE * free_tokens:
+    if (
+        own.requests + adding.requests > _TENANT_FACTOR * free
+        or own.tokens + adding.tokens > _TENANT_FACTOR * free_tokens
+    ):
         raise _full(
-            f"{own.requests} requests of yours ({own.tokens} prompt tokens) wait already, the rest of the queue is "
-            "for others",
+            f"{own.requests} requests of this key ({own.tokens} prompt tokens) wait already, the rest of the queue is "
+            "for other keys",
             retry_after(),
         )
 
 
-def _full(why: str, retry_after: int) -> QueueFull:
-    return QueueFull(f"{why}: try again in {retry_after} s", retry_after)
+def _full(problem: str, retry_after: int) -> QueueFull:
+    return QueueFull(f"{problem}: try again in {retry_after} s", retry_after)
 
 
 # An empty queue says nothing about throughput, since requests are admitted at once. So the estimate counts only the
 # time after reports with a backlog, and the work that left the queue in that time; both decay over half a minute.
 
-_FADING = 30.0
-_FIRST, _FIRST_INTERVAL = 2, 0.1
+_DECAY_SECONDS = 30.0
+_PRIOR_REQUESTS, _PRIOR_INTERVAL = 2, 0.1
 """Prior of the estimate: requests, and seconds between two of them, before anything is measured."""
-_ENOUGH = 8
+_MIN_REQUESTS = 8
 
 
 class ThroughputEstimate:
-    """Work per second, whatever unit work is in."""
+    """Measured throughput of the queue, in any unit of work."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
@@ -116,56 +119,56 @@ class ThroughputEstimate:
         """Whether requests waited at the last report: new ones do not start at once."""
         return self._backlog_since is not None
 
-    def note(self, left: float, now: float, *, has_backlog: bool) -> None:
+    def record(self, left: float, now: float, *, has_backlog: bool) -> None:
         """Records the work that left the queue since the last call, and whether requests still wait."""
         if self._backlog_since is not None:
             seconds = max(0.0, now - self._backlog_since)
-            fading = math.exp(-seconds / _FADING)
-            self._work = self._work * fading + left
-            self._seconds = self._seconds * fading + seconds
+            decay = math.exp(-seconds / _DECAY_SECONDS)
+            self._work = self._work * decay + left
+            self._seconds = self._seconds * decay + seconds
         self._backlog_since = now if has_backlog else None
 
-    def seconds_for(self, work: float, one: float, now: float) -> float:
-        """How long `work` takes to leave the queue, where a request is about `one`.
+    def seconds_for(self, work: float, mean_work: float, now: float) -> float:
+        """Estimated seconds until `work` has left the queue; `mean_work` is that of an average request.
 
         A prior assumes that a few requests left quickly, with a weight that decays: so there is an estimate before the
         first measurement, and the estimate for a stalled engine grows with each second but stays finite.
         """
-        first = _FIRST * max(0.05, 1 - self._seconds / _FADING)
-        return work * (self._measured(now) + first * _FIRST_INTERVAL) / (self._work + first * one)
+        prior = _PRIOR_REQUESTS * max(0.05, 1 - self._seconds / _DECAY_SECONDS)
+        return work * (self._measured(now) + prior * _PRIOR_INTERVAL) / (self._work + prior * mean_work)
 
-    def is_sure(self, one: float, seconds: float, now: float) -> bool:
-        """Whether the estimate justifies a refusal: enough requests have left, or none has for so many seconds."""
-        return self.has_backlog and (self._work >= _ENOUGH * one or self._measured(now) >= seconds)
+    def is_reliable(self, mean_work: float, seconds: float, now: float) -> bool:
+        """Whether the estimate justifies a refusal: enough requests have left, or none has for `seconds`."""
+        return self.has_backlog and (self._work >= _MIN_REQUESTS * mean_work or self._measured(now) >= seconds)
 
     def _measured(self, now: float) -> float:
-        standing = 0.0 if self._backlog_since is None else max(0.0, now - self._backlog_since)
-        return self._seconds + standing
+        stalled = 0.0 if self._backlog_since is None else max(0.0, now - self._backlog_since)
+        return self._seconds + stalled
 
 
 _MAX_RETRY_SECONDS = 120.0
 _PROMPT_TOKENS_PER_STEP = 8
-"""A step reads so many times as many prompt tokens as it writes: 256 for 32 with default settings."""
+"""Prompt tokens that cost as much as one generated token: a step computes 256 of them or 32 with default settings."""
 
 
 @dataclass(slots=True)
-class _Lane:
+class _SubQueue:
     """One tenant's part of the queue; owned by FairQueue."""
 
     tokens: int = 0
-    being_read: int = 0
+    tokenizing: int = 0
     """Requests whose prompts are being tokenized."""
     arrivals: list[int] = field(default_factory=list)
-    """Of those that wait in the engine, the oldest first."""
+    """Arrival numbers of submitted requests, the oldest first."""
 
     @property
     def length(self) -> int:
-        return len(self.arrivals) + self.being_read
+        return len(self.arrivals) + self.tokenizing
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    salt: str
+class _Entry:
+    cache_namespace: str
     arrival: int
     tokens: int
     work: float
@@ -176,126 +179,132 @@ class FairQueue:
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
-        self._places: dict[str, _Place] = {}
-        self._lanes: dict[str, _Lane] = {}  # by cache namespace, in the order of their turns
+        self._entries: dict[str, _Entry] = {}
+        self._subqueues: dict[str, _SubQueue] = {}  # by cache namespace, in round-robin order
         self._arrivals = 0
         self._work = 0.0
-        self._pace = ThroughputEstimate()
-        self._behind: set[int] = set()
+        self._throughput = ThroughputEstimate()
+        self._backlogged: set[int] = set()
         """Engines with waiting requests."""
 
     def retry_after(self, now: float) -> int:
         """Whole seconds until the requests that wait now have started; the Retry-After of a refused request."""
-        return math.ceil(min(_MAX_RETRY_SECONDS, max(1.0, self.eta_seconds(len(self._places), now))))
+        return math.ceil(min(_MAX_RETRY_SECONDS, max(1.0, self.eta_seconds(len(self._entries), now))))
 
     @contextmanager
-    def reserved(self, salt: str, requests: int, tokens: int, now: float, patience: float = math.inf) -> Iterator[None]:
+    def reserved(
+        self, cache_namespace: str, requests: int, tokens: int, now: float, max_wait: float = math.inf
+    ) -> Iterator[None]:
         """Reserves capacity for requests that are being tokenized, about `tokens` long in total.
 
-        Raises QueueFull, also where they would wait longer than `patience`; InvalidRequest where they never fit.
+        Raises QueueFull, also if they would wait longer than `max_wait`; InvalidRequest if they never fit.
         """
-        self._check(salt, QueueDemand(requests, tokens), now)
-        wait = self.eta_seconds(self._position(salt, len(self._lane(salt).arrivals)), now)
-        if wait > patience and self._places and self._pace.is_sure(self._one, patience, now):
+        self._check(cache_namespace, QueueDemand(requests, tokens), now)
+        wait = self.eta_seconds(self._position(cache_namespace, len(self._subqueue(cache_namespace).arrivals)), now)
+        if wait > max_wait and self._entries and self._throughput.is_reliable(self._mean_work, max_wait, now):
             raise QueueFull(
-                f"the request would wait {wait:.0f} s for its turn, and its time allows {patience:.0f}: try again in "
+                f"the request would wait {wait:.0f} s for its turn, and its time allows {max_wait:.0f}: try again in "
                 f"{self.retry_after(now)} s",
                 self.retry_after(now),
             )
-        lane = self._lanes.setdefault(salt, _Lane())
-        lane.being_read += requests
-        lane.tokens += tokens
+        subqueue = self._subqueues.setdefault(cache_namespace, _SubQueue())
+        subqueue.tokenizing += requests
+        subqueue.tokens += tokens
         try:
             yield
         finally:
-            lane.being_read -= requests
-            lane.tokens -= tokens
-            self._forget_if_empty(salt, lane)
+            subqueue.tokenizing -= requests
+            subqueue.tokens -= tokens
+            self._remove_if_empty(cache_namespace, subqueue)
 
     def check(self, requests: Sequence[Request], now: float) -> None:
-        """Raises QueueFull where these would break a bound now, InvalidRequest where they always would."""
+        """Raises QueueFull if these requests exceed a limit now, InvalidRequest if they always would."""
         if requests:
-            self._check(requests[0].salt, QueueDemand(len(requests), sum(map(_tokens, requests))), now)
+            self._check(requests[0].cache_namespace, QueueDemand(len(requests), sum(map(_tokens, requests))), now)
 
-    def join(self, request: Request) -> None:
-        """Appends a request to its tenant's lane; a request that waits already keeps its position."""
-        if request.id in self._places:
+    def add(self, request: Request) -> None:
+        """Appends a request to its tenant's subqueue; a request that waits already keeps its position."""
+        if request.id in self._entries:
             return
         self._arrivals += 1
-        lane = self._lanes.setdefault(request.salt, _Lane())
-        lane.arrivals.append(self._arrivals)
-        lane.tokens += (tokens := _tokens(request))
+        subqueue = self._subqueues.setdefault(request.cache_namespace, _SubQueue())
+        subqueue.arrivals.append(self._arrivals)
+        subqueue.tokens += (tokens := _tokens(request))
         work = tokens / _PROMPT_TOKENS_PER_STEP + request.max_tokens
         self._work += work
-        self._places[request.id] = _Place(request.salt, self._arrivals, tokens, work)
+        self._entries[request.id] = _Entry(request.cache_namespace, self._arrivals, tokens, work)
 
-    def begin(self, started: Sequence[RequestStarted], now: float, *, has_backlog: bool, engine: int = 0) -> None:
+    def on_report(self, started: Sequence[RequestStarted], now: float, *, has_backlog: bool, engine: int = 0) -> None:
         """Handles an engine's report: removes started requests, and records whether others still wait for it."""
         work = 0.0
-        for one in started:
-            if place := self._places.get(one.request_id):
-                work += place.work
-                self.leave(one.request_id)
-                if lane := self._lanes.pop(place.salt, None):
-                    self._lanes[place.salt] = lane
-        (self._behind.add if has_backlog else self._behind.discard)(engine)
-        self._pace.note(work, now, has_backlog=bool(self._behind))
+        for event in started:
+            if entry := self._entries.get(event.request_id):
+                work += entry.work
+                self.remove(event.request_id)
+                if subqueue := self._subqueues.pop(entry.cache_namespace, None):
+                    self._subqueues[entry.cache_namespace] = subqueue
+        (self._backlogged.add if has_backlog else self._backlogged.discard)(engine)
+        self._throughput.record(work, now, has_backlog=bool(self._backlogged))
 
-    def stand_down(self, engine: int) -> None:
+    def clear_backlog(self, engine: int) -> None:
         """Forgets the backlog of an engine whose requests have moved to others."""
-        self._behind.discard(engine)
+        self._backlogged.discard(engine)
 
-    def leave(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Removes a request; one that does not wait is ignored."""
-        if place := self._places.pop(request_id, None):
-            lane = self._lanes[place.salt]
-            del lane.arrivals[bisect_left(lane.arrivals, place.arrival)]
-            lane.tokens -= place.tokens
-            self._work = self._work - place.work if self._places else 0.0
-            self._forget_if_empty(place.salt, lane)
+        if entry := self._entries.pop(request_id, None):
+            subqueue = self._subqueues[entry.cache_namespace]
+            del subqueue.arrivals[bisect_left(subqueue.arrivals, entry.arrival)]
+            subqueue.tokens -= entry.tokens
+            self._work = self._work - entry.work if self._entries else 0.0
+            self._remove_if_empty(entry.cache_namespace, subqueue)
 
-    def rename(self, request_id: str, name: str) -> None:
+    def rename(self, request_id: str, new_id: str) -> None:
         """Changes the id of a waiting request, which keeps its position; one that does not wait is ignored."""
-        if place := self._places.pop(request_id, None):
-            self._places[name] = place
+        if entry := self._entries.pop(request_id, None):
+            self._entries[new_id] = entry
 
     def position(self, request_id: str) -> int | None:
         """Requests that will start before this one; None if it does not wait."""
-        if (place := self._places.get(request_id)) is None:
+        if (entry := self._entries.get(request_id)) is None:
             return None
-        return self._position(place.salt, bisect_left(self._lanes[place.salt].arrivals, place.arrival))
+        return self._position(
+            entry.cache_namespace, bisect_left(self._subqueues[entry.cache_namespace].arrivals, entry.arrival)
+        )
 
     def eta_seconds(self, position: int, now: float) -> float:
         """Estimated wait of a request at this queue position."""
-        return self._pace.seconds_for((position + 1) * self._one, self._one, now)
+        return self._throughput.seconds_for((position + 1) * self._mean_work, self._mean_work, now)
 
     @property
-    def _one(self) -> float:
+    def _mean_work(self) -> float:
         """Average work of a request in this queue."""
-        return max(1.0, self._work / len(self._places)) if self._places else 1.0
+        return max(1.0, self._work / len(self._entries)) if self._entries else 1.0
 
-    def _position(self, salt: str, before: int) -> int:
-        """Position of a request with `before` requests of its own tenant ahead: others take a turn for each."""
+    def _position(self, cache_namespace: str, before: int) -> int:
+        """Position of a request with `before` requests of its own tenant ahead: other tenants start one for each."""
         position, others_first = before, 1
-        for other, lane in self._lanes.items():
-            if other == salt:
+        for other, subqueue in self._subqueues.items():
+            if other == cache_namespace:
                 others_first = 0
             else:
-                position += min(len(lane.arrivals), before + others_first)
+                position += min(len(subqueue.arrivals), before + others_first)
         return position
 
-    def _check(self, salt: str, adding: QueueDemand, now: float) -> None:
-        lanes, own = self._lanes.values(), self._lane(salt)
-        line = QueueState(sum(lane.length for lane in lanes), sum(lane.tokens for lane in lanes))
-        share = QueueState(own.length, own.tokens) if salt else None
-        check_queue(self.limits, line=line, own=share, adding=adding, retry_after=lambda: self.retry_after(now))
+    def _check(self, cache_namespace: str, adding: QueueDemand, now: float) -> None:
+        subqueues, own = self._subqueues.values(), self._subqueue(cache_namespace)
+        total = QueueState(
+            sum(subqueue.length for subqueue in subqueues), sum(subqueue.tokens for subqueue in subqueues)
+        )
+        share = QueueState(own.length, own.tokens) if cache_namespace else None
+        check_queue(self.limits, total=total, own=share, adding=adding, retry_after=lambda: self.retry_after(now))
 
-    def _lane(self, salt: str) -> _Lane:
-        return self._lanes.get(salt) or _Lane()
+    def _subqueue(self, cache_namespace: str) -> _SubQueue:
+        return self._subqueues.get(cache_namespace) or _SubQueue()
 
-    def _forget_if_empty(self, salt: str, lane: _Lane) -> None:
-        if not lane.length and self._lanes.get(salt) is lane:
-            del self._lanes[salt]
+    def _remove_if_empty(self, cache_namespace: str, subqueue: _SubQueue) -> None:
+        if not subqueue.length and self._subqueues.get(cache_namespace) is subqueue:
+            del self._subqueues[cache_namespace]
 
 
 def _tokens(request: Request) -> int:

@@ -1,7 +1,7 @@
-"""Token stream: the engine's events for the sequences of one answer, on the event loop.
+"""Token stream: the engine's events for the sequences of one response, on the event loop.
 
-open --last item--> ended        pause: the engine drops what has not ended; client.resume() submits it again
-                                 hold: the same, because its reader takes nothing; goes on once it has taken what waits
+open --last item--> ended        pause(): cancels the open sequences; EngineClient.resume() submits them again
+                                 suspended: the same, because the reader does not keep up; resumes once it does
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from app.common.errors import EngineError
 from app.common.fault_injection import is_armed
 from app.common.types import PromptScores, Request, RequestStarted, SampledEvent
 
-MOST_WAITING = 4096
-"""Tokens and top log-probabilities that may wait for a reader who is busy: some 1.2 MB of plain tokens (300 bytes
-each), 0.6 MB of tokens with 20 log-probabilities (3 KB). It is many pages of text, so that few readers are ever held:
-to submit a stream again costs the engine a prompt that is mostly in its cache."""
+MAX_BUFFERED = 4096
+"""Tokens and top log-probabilities that may be buffered for a busy reader: about 1.2 MB of plain tokens (300 bytes
+each), or 0.6 MB of tokens with 20 log-probabilities (3 KB). That is many pages of text, so that streams are rarely
+suspended: submitting one again costs the engine a prompt, which is mostly in its cache."""
 
 
 class Cancelled(EngineError):
-    """The stream was ended from outside (DELETE /complete/{id})."""
+    """The request was cancelled (DELETE /complete/{id})."""
 
 
 Item = RequestStarted | PromptScores | SampledEvent | EngineError
@@ -42,7 +42,7 @@ class Arrival(NamedTuple):
 class TokenSource(Protocol):
     """The engine client that produces the tokens: app/engine_client/client.py."""
 
-    def drop(self, request_ids: Sequence[str]) -> None:
+    def cancel(self, request_ids: Sequence[str]) -> None:
         """Cancels these requests; unknown ids are ignored."""
         ...
 
@@ -50,41 +50,41 @@ class TokenSource(Protocol):
         """How many requests wait ahead of this one; None if it does not wait."""
         ...
 
-    def hold(self, stream: TokenStream) -> None:
-        """Cancels the open requests of the stream until go_on()."""
+    def suspend(self, stream: TokenStream) -> None:
+        """Cancels the open requests of the stream until resume_suspended()."""
         ...
 
-    def go_on(self, stream: TokenStream) -> None:
+    def resume_suspended(self, stream: TokenStream) -> None:
         """Submits the open requests of a suspended stream again."""
         ...
 
 
 class TokenStream:
-    """Owned by the event loop. leave(), close(), cancel() and pause() drop its sequences, and none of them waits.
+    """Owned by the event loop. cancel_sequence(), close(), cancel() and pause() cancel its sequences without waiting.
 
-    The buffer is bounded: if more than MOST_WAITING is buffered and no reader awaits receive(), the stream is
-    suspended. While a reader waits, it never is, however much arrives at once because the event loop was busy.
+    The buffer is bounded: if more than MAX_BUFFERED is buffered and no reader awaits receive(), the stream is
+    suspended. It never is while a reader awaits, even if much arrives at once because the event loop was busy.
     """
 
     def __init__(self, requests: Sequence[Request], source: TokenSource) -> None:
         self.requests = tuple(requests)
-        self.strikes = 0
-        """Consecutive crashes that it was in flight in when it was dropped; for the engine client."""
-        self.holds = 0
-        """How often it was suspended."""
+        self.crash_count = 0
+        """Consecutive crashes in which it was in flight when it was released; for the engine client."""
+        self.n_suspensions = 0
+        """Times that it was suspended."""
         self.work_seconds = 0.0
         """CPU time of its grammars outside the engine's steps."""
         self.source = source
         """Client of the engine that it runs on; changes when the stream moves to another engine."""
         self._open = {request.id: index for index, request in enumerate(requests)}
-        self._begun = False
+        self._has_started = False
         self._attempts = 1
         self._generated: list[list[int]] = [list(request.generated) for request in requests]
         self._scored = [request.scored for request in requests]
         self._arrivals: list[Arrival] = []
-        self._weight = 0
-        """Of the arrivals: their tokens and top log-probabilities."""
-        self.is_held = False
+        self._n_buffered = 0
+        """Tokens and top log-probabilities in `_arrivals`."""
+        self.is_suspended = False
         """Whether it is suspended because its reader does not keep up."""
         self._is_awaited = False
         self._arrived = asyncio.Event()
@@ -92,7 +92,7 @@ class TokenStream:
     @property
     def queue_position(self) -> int | None:
         """How many requests wait ahead of this stream's first; None once one of its requests runs, or all ended."""
-        return None if self._begun or not self._open else self.source.position(next(iter(self._open)))
+        return None if self._has_started or not self._open else self.source.position(next(iter(self._open)))
 
     @property
     def is_open(self) -> bool:
@@ -120,41 +120,41 @@ class TokenStream:
         finally:
             self._is_awaited = False
         self._arrived.clear()
-        arrivals, self._arrivals, self._weight = self._arrivals, [], 0
-        if self.is_held and self._open:
-            self.source.go_on(self)
+        arrivals, self._arrivals, self._n_buffered = self._arrivals, [], 0
+        if self.is_suspended and self._open:
+            self.source.resume_suspended(self)
         return arrivals
 
     def wake(self) -> None:
         """Lets receive() return."""
         self._arrived.set()
 
-    def leave(self, index: int) -> None:
+    def cancel_sequence(self, index: int) -> None:
         """Cancels one sequence. A second call, or one after its end, does nothing."""
-        request_id = next((name for name, place in self._open.items() if place == index), None)
+        request_id = next((name for name, other in self._open.items() if other == index), None)
         if request_id is not None:
             del self._open[request_id]
-            self.source.drop([request_id])
+            self.source.cancel([request_id])
 
     def close(self) -> None:
-        """Cancels every sequence that has not ended, after its reader has left."""
+        """Cancels the open sequences when the reader is done; idempotent."""
         names = list(self._open)
         self._open.clear()
         if names:
-            self.source.drop(names)
+            self.source.cancel(names)
 
     def cancel(self) -> None:
-        """Like close(), but ends the stream with an error for its reader, too."""
+        """Like close(), and ends the stream with a Cancelled error for its reader."""
         names = list(self._open)
         self.fail(Cancelled("the request was cancelled"), 0.0)
         if names:
-            self.source.drop(names)
+            self.source.cancel(names)
 
     def pause(self) -> None:
-        """The engine drops every sequence that has not ended; what has arrived stays."""
-        self.is_held = False
+        """Cancels the open sequences in the engine; keeps what has arrived."""
+        self.is_suspended = False
         if self._open:
-            self.source.drop(list(self._open))
+            self.source.cancel(list(self._open))
 
     def renew(self) -> list[Request]:
         """The sequences that have not ended, as requests that continue from their last token; for the engine client.
@@ -162,8 +162,8 @@ class TokenStream:
         They get new ids, so that events that the engine sent before it was paused are not attributed to them.
         """
         self._attempts += 1
-        # A suspended stream has waited for its turn already: neither its queue timeout nor its Started event repeats.
-        self._begun, self.is_held = self.is_held, False
+        # A suspended stream was admitted before: neither its queue timeout nor its Started event repeats.
+        self._has_started, self.is_suspended = self.is_suspended, False
         self._open = {f"{self.requests[index].id}~{self._attempts}": index for index in self._open.values()}
         return [self.request(name) for name in self._open]
 
@@ -179,11 +179,11 @@ class TokenStream:
             generated=generated,
             scored=self._scored[index],
             # Once it has generated tokens it needs no leader; before that it still waits for the prompt's scores.
-            leader=None if generated else self._name_now(request.leader),
+            leader=None if generated else self._current_id(request.leader),
         )
 
     def progress(self, request_id: str) -> int:
-        """Tokens written and scored so far of an open sequence."""
+        """Tokens generated and scored so far of an open sequence."""
         index = self._open[request_id]
         return len(self._generated[index]) + self._scored[index]
 
@@ -197,16 +197,16 @@ class TokenStream:
                 self._generated[index].append(item.token)
             if item.finish:
                 del self._open[request_id]
-            self._weight += 1 + len(item.top)
-            if self._weight > MOST_WAITING:
-                self._hold()
+            self._n_buffered += 1 + len(item.top)
+            if self._n_buffered > MAX_BUFFERED:
+                self._suspend()
         elif isinstance(item, RequestStarted):
-            self._begun = True
+            self._has_started = True
         elif isinstance(item, PromptScores):
             self._scored[index] = item.start - 1 + len(item.tokens)
-            self._weight += sum(1 + len(top) for _, top in item.tokens)
-            if self._weight > MOST_WAITING:
-                self._hold()
+            self._n_buffered += sum(1 + len(top) for _, top in item.tokens)
+            if self._n_buffered > MAX_BUFFERED:
+                self._suspend()
         elif isinstance(item, EngineError):
             del self._open[request_id]
         self._arrivals.append(Arrival(at, index, item))
@@ -217,12 +217,12 @@ class TokenStream:
         for request_id in list(self._open):
             self.push(request_id, at, error)
 
-    def _hold(self) -> None:
+    def _suspend(self) -> None:
         """Suspends the stream until its reader has taken what is buffered."""
-        if self._open and not (self._is_awaited or self.is_held or is_armed("stream.unbounded")):
-            self.is_held = True
-            self.holds += 1
-            self.source.hold(self)
+        if self._open and not (self._is_awaited or self.is_suspended or is_armed("stream.unbounded")):
+            self.is_suspended = True
+            self.n_suspensions += 1
+            self.source.suspend(self)
 
-    def _name_now(self, leader: str | None) -> str | None:
+    def _current_id(self, leader: str | None) -> str | None:
         return next((name for name, index in self._open.items() if self.requests[index].id == leader), None)

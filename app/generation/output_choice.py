@@ -12,8 +12,8 @@ from app.generation.detokenizer import StopMatcher, StreamDecoder
 from app.generation.request import Delta, Finished, TokenDetail, Top
 from model.tokenizer.tokenizer import Tokenizer
 
-_PIECE = 8
-"""Tokens per Delta: thousands of them, each with its alternatives, take seconds to encode."""
+_TOKENS_PER_DELTA = 8
+"""Tokens per Delta of the echo: encoding thousands of them with their alternatives at once takes seconds."""
 
 
 class PromptEcho:
@@ -46,12 +46,12 @@ class PromptEcho:
         return details
 
     def _cut(self, details: list[TokenDetail]) -> list[tuple[str, tuple[TokenDetail, ...]]]:
-        starts = range(0, len(details), _PIECE)
+        starts = range(0, len(details), _TOKENS_PER_DELTA)
         ends = [min(details[start].offset, len(self.text)) for start in starts]
-        places = [0, *ends[1:], len(self.text)]
+        bounds = [0, *ends[1:], len(self.text)]
         return [
-            (self.text[begin:end], tuple(details[start : start + _PIECE]))
-            for start, (begin, end) in zip(starts, pairwise(places), strict=True)
+            (self.text[begin:end], tuple(details[start : start + _TOKENS_PER_DELTA]))
+            for start, (begin, end) in zip(starts, pairwise(bounds), strict=True)
         ]
 
 
@@ -83,29 +83,29 @@ class OutputChoice:
         self._rules = rules
         self._decoder = StreamDecoder()
         # A prompt of special tokens only has no text, so the completion is the start of the text.
-        nothing_yet = not any(tokenizer.token_bytes(token) for token in request.prompt)
-        self._strips_space = nothing_yet and tokenizer.strips_first_space
+        has_no_text = not any(tokenizer.token_bytes(token) for token in request.prompt)
+        self._strips_space = has_no_text and tokenizer.strips_first_space
         self._matcher = StopMatcher(rules.stops)
         self._base = len(echo.text) if echo else 0
         self._decoded = self._sent = 0
-        self._held: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
+        self._pending_tokens: deque[tuple[int, TokenDetail]] = deque()  # (end of its text, token)
 
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability of the sampled tokens, if the engine reported them; best_of ranks by it."""
         return self.logprob_sum / max(1, self.n_tokens)
 
-    def take(self, event: SampledEvent) -> list[Delta]:
+    def add(self, event: SampledEvent) -> list[Delta]:
         """Adds a token; returns the text that it completes, and the finish if it is the last."""
         if self._is_plain and event.token is not None and event.logprob is None and event.finish is None:
-            return self._take_plain(event.token)
-        deltas = self._begin()
+            return self._add_plain(event.token)
+        deltas = self._take_echo()
         text = self._matched(self._decode(event))
         deltas += self._delta(text, final=False)
         if self._matcher.matched is not None:
             deltas += self._end_at_stop(self._matcher.matched)
         elif event.finish:
-            deltas += self.end(str(event.finish), self._stop_reason(event))
+            deltas += self.finish(str(event.finish), self._stop_reason(event))
         return deltas
 
     @property
@@ -113,17 +113,17 @@ class OutputChoice:
         """Whether the text needs no echo, no stop strings and no log-probabilities."""
         return not (self._rules.stops or self._strips_space or self.echo)
 
-    def _take_plain(self, token: int) -> list[Delta]:
-        """Fast path of take() for nearly all tokens."""
+    def _add_plain(self, token: int) -> list[Delta]:
+        """Fast path of add() for nearly all tokens."""
         self.n_tokens += 1
         text = self._decoder.feed(self._tokenizer.token_bytes(token))
         self._decoded += len(text)
         self._sent += len(text)
         return [Delta(self.index, text)] if text else []
 
-    def end(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
+    def finish(self, finish_reason: str, stop_reason: str | int | None = None) -> list[Delta]:
         """Finishes the choice now; returns the text that was held back."""
-        deltas = self._begin()
+        deltas = self._take_echo()
         deltas += self._delta(self._matcher.feed(self._decoder.flush()) + self._matcher.flush(), final=False)
         if self._matcher.matched is not None:
             return [*deltas, *self._end_at_stop(self._matcher.matched)]
@@ -134,8 +134,8 @@ class OutputChoice:
         self.ended = Finished(self.index, "stop", stop)
         return self._delta(stop if self._rules.include_stop else "", final=True)
 
-    def _begin(self) -> list[Delta]:
-        """The echo, once."""
+    def _take_echo(self) -> list[Delta]:
+        """The echoed prompt on the first call, then nothing."""
         echo, self.echo = self.echo, None
         return echo.deltas(self.index) if echo else []
 
@@ -145,11 +145,11 @@ class OutputChoice:
         return text if self.n_tokens <= self._rules.min_tokens else self._matcher.feed(text)
 
     def _stop_reason(self, event: SampledEvent) -> int | None:
-        told = event.finish is FinishReason.STOP and event.token not in self._rules.eos_ids
-        return event.token if told and event.token in self._request.stop_ids else None
+        is_client_stop = event.finish is FinishReason.STOP and event.token not in self._rules.eos_ids
+        return event.token if is_client_stop and event.token in self._request.stop_ids else None
 
     def _decode(self, event: SampledEvent) -> str:
-        fault("text.decode", self._request)  # not in _take_plain(), where nearly all tokens would pay for it
+        fault("text.decode", self._request)  # not in _add_plain(), where it would slow down nearly all tokens
         if event.token is None:
             return ""
         self.n_tokens += 1
@@ -161,7 +161,7 @@ class OutputChoice:
         if event.logprob is not None:
             self.logprob_sum += event.logprob
             detail = TokenDetail(event.token, event.logprob, event.top, self._base + first)
-            self._held.append((self._decoded + len(text), detail))
+            self._pending_tokens.append((self._decoded + len(text), detail))
         self._decoded += len(text)
         return text
 
@@ -175,17 +175,17 @@ class OutputChoice:
     def _delta(self, text: str, *, final: bool) -> list[Delta]:
         """A Delta, if there is text or a token to send.
 
-        Tokens are held until their text is sent, including those that only start a character; tokens after a stop
+        Tokens are held back until their text is sent, including those that only start a character; tokens after a stop
         string are never shown.
         """
         self._sent += len(text)
-        everything = final and self._matcher.matched is None
+        is_everything = final and self._matcher.matched is None
         ready = []
-        while self._held:
-            end, detail = self._held[0]
+        while self._pending_tokens:
+            end, detail = self._pending_tokens[0]
             first = detail.offset - self._base
-            if not (everything or (first < self._sent and (final or end <= self._sent))):
+            if not (is_everything or (first < self._sent and (final or end <= self._sent))):
                 break
             ready.append(detail)
-            self._held.popleft()
+            self._pending_tokens.popleft()
         return [Delta(self.index, text, tuple(ready))] if text or ready else []

@@ -64,13 +64,13 @@ class Started:
     """The engine has started the first choice."""
 
 
-News = Queued | Heartbeat | Started | Delta | Finished
+CompletionEvent = Queued | Heartbeat | Started | Delta | Finished
 
 
 Prompt = str | list[int]
 
 
-def one_by_one(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Prompt], bool]:
+def prompt_list(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Prompt], bool]:
     """The prompts of a request, and whether they were sent as a list."""
     is_batch = not isinstance(prompt, str) and bool(prompt) and not isinstance(prompt[0], int)
     return cast("list[Prompt]", prompt if is_batch else [prompt]), is_batch
@@ -78,7 +78,7 @@ def one_by_one(prompt: Prompt | list[str] | list[list[int]]) -> tuple[list[Promp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """None means the default."""
+    """A request for completions; None means the default."""
 
     prompts: list[Prompt]
     is_batch: bool = False
@@ -88,7 +88,7 @@ class GenerationRequest:
     max_tokens: int = 128
     min_tokens: int = 0
     sampling: dict[str, float | None] = field(default_factory=dict)
-    """By the names of SamplingParams."""
+    """Values by the field names of SamplingParams."""
     use_model_defaults: bool = True
     """Whether missing values come from the weights' generation_config.json, or are neutral."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -102,32 +102,32 @@ class GenerationRequest:
     logprobs: int | None = None
     echo: bool = False
     is_streamed: bool = False
-    guide: tuple[str, object] | None = None
-    """("regex" | "json_schema" | "grammar", what the text must follow)."""
+    grammar: tuple[str, object] | None = None
+    """(name of the field: regex, json_schema, grammar or response_format; its value)."""
     deadline_ms: int | None = None
     truncate_prompt_tokens: int | None = None
 
     @property
-    def n_drawn(self) -> int:
+    def n_sampled(self) -> int:
         """Continuations that are sampled for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def ranks(self) -> bool:
+    def is_ranked(self) -> bool:
         """Whether more continuations are sampled than returned (best_of)."""
-        return self.n_drawn > self.n
+        return self.n_sampled > self.n
 
 
 class TokenTable:
     """An append-only list of TokenDetail."""
 
     def __init__(self, details: Iterable[TokenDetail] = ()) -> None:
-        self._ids = _Numbers()
+        self._ids = _UnsignedIntegers()
         self._has_logprob = bytearray()
         self._logprobs = Floats()
-        self._offsets = _Numbers()
+        self._offsets = _UnsignedIntegers()
         self._top_counts = bytearray()
-        self._top_ids = _Numbers()
+        self._top_ids = _UnsignedIntegers()
         self._top_logprobs = Floats()
         self.extend(details)
 
@@ -169,14 +169,14 @@ class TokenTable:
             yield tuple(zip(self._top_ids.values[begin:end], self._top_logprobs.values[begin:end], strict=True))
 
 
-class _Numbers:
+class _UnsignedIntegers:
     """Unsigned integers of 16 bits while all of them fit, otherwise of 32."""
 
     def __init__(self) -> None:
         self.values = array("H")
 
     def append(self, value: int) -> None:
-        """Adds one at the end."""
+        """Appends a value."""
         try:
             self.values.append(value)
         except OverflowError:
@@ -191,7 +191,7 @@ class Floats:
         self.values = array("f")
 
     def append(self, value: float) -> None:
-        """Adds one at the end."""
+        """Appends a value."""
         self.values.append(value)
         if self.values.typecode == "f" and self.values[-1] != value:
             self.values = array("d", self.values)

@@ -14,17 +14,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.common.errors import DeadlineExceeded, EngineError, InvalidRequest, WaitedTooLong
+from app.common.errors import DeadlineExceeded, EngineError, InvalidRequest, QueueTimeout
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Ready
 from app.common.types import Request, RequestStarted, SampledEvent, SamplingParams
 from app.engine_client.token_stream import Arrival, Cancelled, TokenStream
 from app.generation.output_choice import OutputChoice, PromptEcho, TextRules
 from app.generation.prompt_encoder import EncodedPrompt
-from app.generation.request import GenerationRequest, Heartbeat, News, Queued, Started
+from app.generation.request import CompletionEvent, GenerationRequest, Heartbeat, Queued, Started
 from model.tokenizer.tokenizer import Tokenizer
 
-_QUEUE_NEWS_SECONDS = 1.0
+_QUEUE_EVENT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +45,35 @@ class SessionTimes:
     started: float | None = None
     first_token: float | None = None
     last_token: float | None = None
-    away: float = 0.0
-    """Seconds between the first and the last token for which the request was suspended."""
+    paused_seconds: float = 0.0
+    """Seconds between the first and the last token for which the request was paused."""
 
 
 class GenerationSession:
-    """Owns a token stream; the consumer of ready() and take() must always call close()."""
+    """Owns a token stream; the consumer of wait_event() and next_event() must always call close()."""
 
     def __init__(
-        self, stream: TokenStream, choices: Sequence[OutputChoice], patience: Timeouts, clock: SessionTimes
+        self, stream: TokenStream, choices: Sequence[OutputChoice], timeouts: Timeouts, times: SessionTimes
     ) -> None:
         self.stream = stream
         self.choices = choices
-        self.clock = clock
+        self.times = times
         self.cached_tokens = 0
-        self.gaps: list[float] = []
+        self.inter_token_latencies: list[float] = []
         """Inter-token latencies in seconds since the metrics last collected them."""
-        self._patience = patience
-        self._deadline = clock.submitted + patience.deadline
+        self._timeouts = timeouts
+        self._deadline = times.submitted + timeouts.deadline
         self._paused_at: float | None = None
-        self._away = 0.0
-        """Suspended seconds since the last token, not yet added to the clock's `away`."""
+        self._paused_seconds = 0.0
+        """Paused seconds since the last token, not yet added to `times.paused_seconds`."""
         self._started: set[int] = set()
         self._last_tokens: dict[int, float] = {}
-        self._news: deque[News] = deque()
+        self._events: deque[CompletionEvent] = deque()
         self._failure: EngineError | None = None
-        self._last_news = self._queued_at = time.monotonic()
-        self._alarm = LazyTimer(stream.wake)
+        self._last_event_at = self._queued_at = time.monotonic()
+        self._timer = LazyTimer(stream.wake)
         if stream.queue_position:
-            self._tell(Queued(stream.queue_position))
+            self._emit(Queued(stream.queue_position))
 
     @property
     def n_tokens(self) -> int:
@@ -86,36 +86,41 @@ class GenerationSession:
         return sum(len(r.prompt) + len(r.source) for r in self._leaders())
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every choice has ended and all events were taken."""
-        return not self._news and self._failure is None and all(choice.ended for choice in self.choices)
+        return not self._events and self._failure is None and all(choice.ended for choice in self.choices)
 
     def close(self) -> None:
         """Releases the engine's resources of this request; idempotent."""
         self.stream.close()
-        self._alarm.cancel()
+        self._timer.cancel()
 
     @property
     def duration(self) -> float:
         """Seconds from the submission until now, or until the client disconnected."""
-        return (self._paused_at or time.monotonic()) - self.clock.submitted - self.clock.away - self._away
+        return (
+            (self._paused_at or time.monotonic())
+            - self.times.submitted
+            - self.times.paused_seconds
+            - self._paused_seconds
+        )
 
     def pause(self) -> None:
-        """Suspends the request: releases its engine resources until go_on()."""
+        """Pauses the request: releases its engine resources until resume()."""
         self.stream.pause()
         self._paused_at = time.monotonic()
 
-    def go_on(self) -> None:
-        """The stream was submitted again: it is queued from now on, and the suspended time does not count."""
-        now, clock = time.monotonic(), self.clock
-        away = now - (self._paused_at or now)
+    def resume(self) -> None:
+        """The stream was submitted again: it is queued from now on, and the paused time does not count."""
+        now, times = time.monotonic(), self.times
+        paused = now - (self._paused_at or now)
         self._paused_at, self._queued_at = None, now
         self._last_tokens.clear()
-        if clock.first_token is not None:
-            self._away += away
+        if times.first_token is not None:
+            self._paused_seconds += paused
             return
-        clock.submitted += away
-        clock.started = None if clock.started is None else clock.started + away
+        times.submitted += paused
+        times.started = None if times.started is None else times.started + paused
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the engine, including EOS and tokens after a stop string."""
@@ -128,69 +133,69 @@ class GenerationSession:
 
     def timings(self) -> dict[str, float]:
         """Milliseconds, and tokens per second of all choices from first to last token; 0 before two tokens."""
-        clock = self.clock
-        started = clock.started or clock.submitted
-        first = clock.first_token or started
-        decode = (clock.last_token or first) - first - clock.away
+        times = self.times
+        started = times.started or times.submitted
+        first = times.first_token or started
+        decode = (times.last_token or first) - first - times.paused_seconds
         later = self.n_tokens - sum(choice.n_tokens > 0 for choice in self.choices)
         return {
-            "queue_ms": round((started - clock.submitted) * 1e3, 3),
+            "queue_ms": round((started - times.submitted) * 1e3, 3),
             "prefill_ms": round(max(0.0, first - started) * 1e3, 3),
-            "first_token_ms": round((first - clock.submitted) * 1e3, 3),
+            "first_token_ms": round((first - times.submitted) * 1e3, 3),
             "decode_ms": round(decode * 1e3, 3),
             "tokens_per_second": round(later / decode, 2) if decode > 0 else 0.0,
         }
 
-    async def ready(self) -> bool:
+    async def wait_event(self) -> bool:
         """Waits for an engine event or a timeout; False if that yields no completion event.
 
         Raises EngineError if the request cannot continue.
         """
-        if not self._news:
+        if not self._events:
             if self._failure:
                 raise self._failure
-            self._alarm.set(min(self._last_news + self._longest_silence, self._limit()))
+            self._timer.set(min(self._last_event_at + self._longest_silence, self._limit()))
             for arrival in await self.stream.receive():
-                self._take(arrival)
-            self._look_at_clock(time.monotonic())
-        return bool(self._news)
+                self._on_arrival(arrival)
+            self._check_timeouts(time.monotonic())
+        return bool(self._events)
 
     @property
-    def has_news(self) -> bool:
-        """Whether take() has an event to return."""
-        return bool(self._news)
+    def has_event(self) -> bool:
+        """Whether next_event() has an event to return."""
+        return bool(self._events)
 
-    def take(self) -> News:
-        """The next completion event, in order; only call it if `has_news`."""
-        return self._news.popleft()
+    def next_event(self) -> CompletionEvent:
+        """The next completion event, in order; only call it if `has_event`."""
+        return self._events.popleft()
 
-    def _tell(self, *news: News) -> None:
-        self._news.extend(news)
-        if news:
-            self._last_news = time.monotonic()
+    def _emit(self, *events: CompletionEvent) -> None:
+        self._events.extend(events)
+        if events:
+            self._last_event_at = time.monotonic()
 
     @property
     def _longest_silence(self) -> float:
-        return self._patience.heartbeat if self.stream.queue_position is None else _QUEUE_NEWS_SECONDS
+        return self._timeouts.heartbeat if self.stream.queue_position is None else _QUEUE_EVENT_SECONDS
 
-    def _look_at_clock(self, now: float) -> None:
+    def _check_timeouts(self, now: float) -> None:
         if now >= self._limit() and not self._failure:
-            self._give_up(now)
+            self._on_timeout(now)
         # Measured from the last completion event: tokens without text must not postpone the heartbeat.
-        elif not self._news and now - self._last_news >= self._longest_silence:
+        elif not self._events and now - self._last_event_at >= self._longest_silence:
             waiting = self.stream.queue_position
-            self._tell(Heartbeat() if waiting is None else Queued(waiting))
+            self._emit(Heartbeat() if waiting is None else Queued(waiting))
 
     def _limit(self) -> float:
         """The next deadline in the current state."""
         limit = self._deadline
         if self.stream.queue_position is None:
             return limit
-        return min(limit, self._queued_at + self._patience.queue)
+        return min(limit, self._queued_at + self._timeouts.queue)
 
-    def _give_up(self, now: float) -> None:
+    def _on_timeout(self, now: float) -> None:
         if self.stream.queue_position is not None and now < self._deadline:
-            self._fail(WaitedTooLong("the request waited too long for its turn: try again in a moment", 5))
+            self._fail(QueueTimeout("the request waited too long for its turn: try again in a moment", 5))
         elif not self.n_tokens:
             self._fail(DeadlineExceeded("the deadline passed before the first token: raise deadline_ms, or try later"))
         else:
@@ -204,61 +209,61 @@ class GenerationSession:
     def _end_all(self, finish_reason: str) -> None:
         for choice in self.choices:
             if not choice.ended:
-                self._tell(*choice.end(finish_reason))
+                self._emit(*choice.finish(finish_reason))
                 assert choice.ended
-                self._tell(choice.ended)
+                self._emit(choice.ended)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _on_arrival(self, arrival: Arrival) -> None:
         choice, item = self.choices[arrival.choice], arrival.item
         if isinstance(item, SampledEvent):  # first, since nearly all events are
             if not choice.ended:
-                self._take_token(arrival, choice, item)
+                self._on_token(arrival, choice, item)
         elif isinstance(item, Cancelled):
             self._end_all("cancelled")
         elif isinstance(item, EngineError):
             self._fail(item)
         elif isinstance(item, RequestStarted):
-            self._note_start(arrival, item)
+            self._record_start(arrival, item)
         elif choice.echo:  # prompt scores, shared by all choices of the prompt; None once the choice has ended
             choice.echo.add(item)
 
-    def _take_token(self, arrival: Arrival, choice: OutputChoice, event: SampledEvent) -> None:
-        self._note_token(arrival, event)
-        self._tell(*choice.take(event))
+    def _on_token(self, arrival: Arrival, choice: OutputChoice, event: SampledEvent) -> None:
+        self._record_token(arrival, event)
+        self._emit(*choice.add(event))
         if choice.ended:
-            self._tell(choice.ended)
+            self._emit(choice.ended)
             if not event.finish:
-                self.stream.leave(arrival.choice)
+                self.stream.cancel_sequence(arrival.choice)
 
-    def _note_start(self, arrival: Arrival, started: RequestStarted) -> None:
-        # A resumed stream starts again; its cache hits then are its own earlier work.
-        if arrival.choice in self._leader_places() and arrival.choice not in self._started:
+    def _record_start(self, arrival: Arrival, started: RequestStarted) -> None:
+        # A resumed stream starts again; its cache hits are then its own earlier work.
+        if arrival.choice in self._leader_indices() and arrival.choice not in self._started:
             self.cached_tokens += started.cached_tokens
         self._started.add(arrival.choice)
-        if self.stream.holds:  # a gap of the client, not of the engine
+        if self.stream.n_suspensions:  # the client caused the gap, not the engine
             self._last_tokens.pop(arrival.choice, None)
-        if self.clock.started is None:
-            self.clock.started = arrival.at
-            self._tell(Started())
+        if self.times.started is None:
+            self.times.started = arrival.at
+            self._emit(Started())
 
-    def _note_token(self, arrival: Arrival, event: SampledEvent) -> None:
-        self.clock.first_token = self.clock.first_token or arrival.at
+    def _record_token(self, arrival: Arrival, event: SampledEvent) -> None:
+        self.times.first_token = self.times.first_token or arrival.at
         if event.token is None:
             return
-        if (before := self._last_tokens.get(arrival.choice)) is not None:
-            self.gaps.append(arrival.at - before)
+        if (previous := self._last_tokens.get(arrival.choice)) is not None:
+            self.inter_token_latencies.append(arrival.at - previous)
         self._last_tokens[arrival.choice] = arrival.at
-        self.clock.away, self._away = self.clock.away + self._away, 0.0
-        self.clock.last_token = arrival.at
+        self.times.paused_seconds, self._paused_seconds = self.times.paused_seconds + self._paused_seconds, 0.0
+        self.times.last_token = arrival.at
 
-    def _leader_places(self) -> list[int]:
-        return [place for place, request in enumerate(self.stream.requests) if request.leader is None]
+    def _leader_indices(self) -> list[int]:
+        return [index for index, request in enumerate(self.stream.requests) if request.leader is None]
 
     def _leaders(self) -> list[Request]:
-        return [self.stream.requests[place] for place in self._leader_places()]
+        return [self.stream.requests[index] for index in self._leader_indices()]
 
 
-_MOST_LOGPROBS = 200_000
+_MAX_LOGPROBS = 200_000
 NEUTRAL = {
     "temperature": 1.0,
     "top_k": 0,
@@ -274,60 +279,64 @@ NEUTRAL = {
 class BuiltRequests:
     """All sequences of one generation request: choice i of prompt p has the index p * n + i."""
 
-    def __init__(self, name: str, wish: GenerationRequest, ready: Ready, tokenizer: Tokenizer, salt: str) -> None:
+    def __init__(
+        self, name: str, request: GenerationRequest, ready: Ready, tokenizer: Tokenizer, cache_namespace: str
+    ) -> None:
         self._name = name
-        self._wish = wish
+        self._request = request
         self._ready = ready
         self._tokenizer = tokenizer
-        self._salt = salt
-        self._eos_ids = () if wish.ignore_eos else tokenizer.end_ids(ready.eos_ids)
+        self._salt = cache_namespace
+        self._eos_ids = () if request.ignore_eos else tokenizer.end_ids(ready.eos_ids)
 
-    def _check_size(self, reads: Sequence[EncodedPrompt]) -> None:
+    def _check_size(self, encoded: Sequence[EncodedPrompt]) -> None:
         """Raises InvalidRequest if the response would hold too many log-probabilities."""
-        wish, context = self._wish, self._ready.context
-        if wish.logprobs is None:
+        request, context = self._request, self._ready.context
+        if request.logprobs is None:
             return
-        each = 1 + wish.logprobs
-        drawn = 0 if wish.is_streamed else wish.max_tokens
-        lengths = [(len(read.ids) if wish.echo else 0) + min(drawn, context - len(read.ids)) for read in reads]
-        size = sum(lengths) * wish.n_drawn * each
-        limit = max(_MOST_LOGPROBS, context * each)
+        per_token = 1 + request.logprobs
+        max_sampled = 0 if request.is_streamed else request.max_tokens
+        lengths = [
+            (len(prompt.ids) if request.echo else 0) + min(max_sampled, context - len(prompt.ids)) for prompt in encoded
+        ]
+        size = sum(lengths) * request.n_sampled * per_token
+        limit = max(_MAX_LOGPROBS, context * per_token)
         if size > limit:
             raise InvalidRequest(
-                f"logprobs: the answer could hold {size} log-probabilities, at most {limit} are told at once: "
+                f"logprobs: the response could have {size} log-probabilities, the limit is {limit}: "
                 "ask for fewer prompts, a smaller n, fewer tokens, or smaller logprobs",
                 "logprobs",
             )
 
-    def requests(self, reads: Sequence[EncodedPrompt], source: tuple[int, ...], guide: str = "") -> list[Request]:
+    def requests(self, encoded: Sequence[EncodedPrompt], source: tuple[int, ...], grammar: str = "") -> list[Request]:
         """The engine requests. Raises InvalidRequest."""
-        wish = self._wish
+        request = self._request
         self._check_vocabulary()
-        self._check_size(reads)
-        if wish.min_tokens > wish.max_tokens:
+        self._check_size(encoded)
+        if request.min_tokens > request.max_tokens:
             raise InvalidRequest(
-                f"min_tokens ({wish.min_tokens}) must not be above max_tokens ({wish.max_tokens})", "min_tokens"
+                f"min_tokens ({request.min_tokens}) must not be above max_tokens ({request.max_tokens})", "min_tokens"
             )
         params = self._params()
         requests = []
-        for prompt, read in enumerate(reads):
+        for index, prompt in enumerate(encoded):
             leader = Request(
-                id=self._id(prompt * wish.n_drawn, len(reads)),
-                prompt=read.ids,
-                max_tokens=min(wish.max_tokens, self._ready.context - len(read.ids)),
+                id=self._id(index * request.n_sampled, len(encoded)),
+                prompt=prompt.ids,
+                max_tokens=min(request.max_tokens, self._ready.context - len(prompt.ids)),
                 params=params,
                 source=source,
-                stop_ids=tuple(dict.fromkeys((*self._eos_ids, *wish.stop_token_ids))),
-                prompt_logprobs=wish.logprobs if wish.echo else None,
-                guide=guide,
-                salt=self._salt,
+                stop_ids=tuple(dict.fromkeys((*self._eos_ids, *request.stop_token_ids))),
+                prompt_logprobs=request.logprobs if request.echo else None,
+                grammar=grammar,
+                cache_namespace=self._salt,
             )
             requests.append(leader)
-            for choice in range(1, wish.n_drawn):
+            for choice in range(1, request.n_sampled):
                 requests.append(
                     replace(
                         leader,
-                        id=self._id(prompt * wish.n_drawn + choice, len(reads)),
+                        id=self._id(index * request.n_sampled + choice, len(encoded)),
                         params=replace(params, choice=choice),
                         prompt_logprobs=None,
                         leader=leader.id,
@@ -335,38 +344,39 @@ class BuiltRequests:
                 )
         return requests
 
-    def choices(self, requests: Sequence[Request], reads: Sequence[EncodedPrompt]) -> list[OutputChoice]:
+    def choices(self, requests: Sequence[Request], encoded: Sequence[EncodedPrompt]) -> list[OutputChoice]:
         """The output choices that consume the events of `requests`."""
-        wish = self._wish
-        rules = TextRules(wish.stops, wish.include_stop, wish.min_tokens, frozenset(self._eos_ids))
-        echoes = [self._echo(read) if wish.echo else None for read in reads]
+        request = self._request
+        rules = TextRules(request.stops, request.include_stop, request.min_tokens, frozenset(self._eos_ids))
+        echoes = [self._echo(prompt) if request.echo else None for prompt in encoded]
         return [
-            OutputChoice(place, request, self._tokenizer, rules, echoes[place // wish.n_drawn])
-            for place, request in enumerate(requests)
+            OutputChoice(index, engine_request, self._tokenizer, rules, echoes[index // request.n_sampled])
+            for index, engine_request in enumerate(requests)
         ]
 
-    def _echo(self, read: EncodedPrompt) -> PromptEcho:
-        return PromptEcho(read.text, read.ids, self._tokenizer, is_scored=self._wish.logprobs is not None)
+    def _echo(self, prompt: EncodedPrompt) -> PromptEcho:
+        return PromptEcho(prompt.text, prompt.ids, self._tokenizer, is_scored=self._request.logprobs is not None)
 
     def _params(self) -> SamplingParams:
         """The request's values, or the model's defaults, or no filter; a random seed if none was given."""
-        wish = self._wish
-        asked = {name: value for name, value in wish.sampling.items() if value is not None}
-        defaults = self._ready.sampling_defaults if wish.use_model_defaults else {}
-        chosen: dict[str, Any] = {**NEUTRAL, **defaults, **asked}
+        request = self._request
+        requested = {name: value for name, value in request.sampling.items() if value is not None}
+        defaults = self._ready.sampling_defaults if request.use_model_defaults else {}
+        values: dict[str, Any] = {**NEUTRAL, **defaults, **requested}
         # best_of ranks by the log-probabilities of the sampled tokens.
-        logprobs = 0 if wish.logprobs is None and wish.ranks else wish.logprobs
+        logprobs = 0 if request.logprobs is None and request.is_ranked else request.logprobs
         return SamplingParams(
-            **{**chosen, "top_k": max(0, int(chosen["top_k"]))},
-            logit_bias=wish.logit_bias,
-            min_tokens=wish.min_tokens,
-            seed=secrets.randbits(53) if wish.seed is None else wish.seed,  # 53 bits survive every JSON parser
+            **{**values, "top_k": max(0, int(values["top_k"]))},
+            logit_bias=request.logit_bias,
+            min_tokens=request.min_tokens,
+            seed=secrets.randbits(53) if request.seed is None else request.seed,  # 53 bits survive every JSON parser
             logprobs=logprobs,
         )
 
     def _check_vocabulary(self) -> None:
         size = self._ready.vocab_size
-        named = {"stop_token_ids": self._wish.stop_token_ids, "logit_bias": [t for t, _ in self._wish.logit_bias]}
+        request = self._request
+        named = {"stop_token_ids": request.stop_token_ids, "logit_bias": [token for token, _ in request.logit_bias]}
         for name, tokens in named.items():
             for token in tokens:
                 if token >= size:
@@ -374,5 +384,5 @@ class BuiltRequests:
                         f"{name}: token id {token} is outside the vocabulary: ids go from 0 to {size - 1}", name
                     )
 
-    def _id(self, place: int, n_prompts: int) -> str:
-        return self._name if n_prompts * self._wish.n_drawn == 1 else f"{self._name}/{place}"
+    def _id(self, index: int, n_prompts: int) -> str:
+        return self._name if n_prompts * self._request.n_sampled == 1 else f"{self._name}/{index}"

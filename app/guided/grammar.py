@@ -10,100 +10,100 @@ from typing import Any
 
 from app.common.errors import InvalidRequest
 
-MOST_BYTES = 64 << 10
-"""Of a regex, a schema or a grammar."""
-MOST_LEVELS = 64
-"""Of lists and objects inside one another in a schema."""
+MAX_BYTES = 64 << 10
+"""Limit of a regex, a schema or a grammar."""
+MAX_DEPTH = 64
+"""Limit of nested lists and objects in a schema."""
 
-# One space, or a line break and what indents the next line: a model that likes white space must come to an end.
+# One space, or a line break and an indent: otherwise a model could generate white space without end.
 _SPACE = r" |\n[ \t]{0,16}"
 _SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 
-# What stands in a Lark grammar, as far as it hides or is what we look for: strings, comments and regexes hide the rest.
-_LARK = re.compile(
+# Tokens of a Lark grammar: the named groups are unsupported; strings, comments and regexes may contain the same text.
+_LARK_TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/'
     r"|(?P<option>\b(?:stop|stop_capture|temperature|max_tokens)\s*=)|(?P<directive>%llguidance\b)"
     r"|(?P<token><[^<>\s]+>)|(?P<reference>@\w+)",
 )
-_WHY_NOT = {
+_UNSUPPORTED = {
     "option": "{0!r} is not supported: leave it out",
     "directive": "{0!r} is not supported: leave it out",
     "token": "tokens cannot be named ({0}): write the text that they stand for",
-    "reference": "{0!r} names another grammar, and there is only this one",
+    "reference": "{0!r} names another grammar, which is not supported",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar, and the field of the request that it came from."""
+    """A grammar in llguidance's dialect of Lark, and the field of the request that it came from."""
 
-    grammar: str
+    lark: str
     field: str
 
 
-def guide_of(field: str, value: Any) -> Grammar | None:
-    """The guide that `field` of a request asks for, if it does. Raises InvalidRequest, which names the field.
+def grammar_from(field: str, value: Any) -> Grammar | None:
+    """Converts the value of a request's `field`; None if it means no grammar. Raises InvalidRequest, naming the field.
 
     regex and grammar are text; json_schema is an object, JSON text or true; response_format is as OpenAI writes it.
     """
     match field:
         case "regex":
-            return Grammar(_of_regex(value), field)
+            return Grammar(_from_regex(value), field)
         case "json_schema":
-            return Grammar(_of_schema(value, field), field)
+            return Grammar(_from_schema(value, field), field)
         case "grammar":
-            return Grammar(_of_lark(value), field)
+            return Grammar(_from_lark(value), field)
         case _:
             assert field == "response_format"
-            return _of_response_format(value)
+            return _from_response_format(value)
 
 
-def _of_regex(regex: str) -> str:
+def _from_regex(regex: str) -> str:
     _check_text(regex, "regex")
-    # A slash would end it; an empty one would be a comment.
+    # A slash would end the regex, and an empty regex would be a comment.
     escaped = re.sub(
         r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), regex, flags=re.DOTALL
     )
     if re.fullmatch(r"(?:[^\\]|\\.)*", regex, flags=re.DOTALL) is None:
-        raise InvalidRequest("regex: it ends in the middle of an escape (\\)", "regex")
+        raise InvalidRequest("regex: it ends with an incomplete escape (\\)", "regex")
     return f"start: /{escaped or '(?:)'}/"
 
 
-def _of_lark(grammar: str) -> str:
+def _from_lark(grammar: str) -> str:
     _check_text(grammar, "grammar")
-    for found in _LARK.finditer(grammar):
+    for found in _LARK_TOKEN.finditer(grammar):
         if found.lastgroup:
-            raise InvalidRequest(f"grammar: {_WHY_NOT[found.lastgroup].format(found[0][:40])}", "grammar")
+            raise InvalidRequest(f"grammar: {_UNSUPPORTED[found.lastgroup].format(found[0][:40])}", "grammar")
     return grammar
 
 
-def _of_response_format(wanted: Mapping[str, Any]) -> Grammar | None:
+def _from_response_format(response_format: Mapping[str, Any]) -> Grammar | None:
     field = "response_format"
-    match wanted.get("type"):
-        case "text" | "json_object" if len(wanted) > 1:
-            raise InvalidRequest(f"response_format has no field {min(set(wanted) - {'type'})[:40]!r}", field)
+    match response_format.get("type"):
+        case "text" | "json_object" if len(response_format) > 1:
+            raise InvalidRequest(f"response_format has no field {min(set(response_format) - {'type'})[:40]!r}", field)
         case "text":
             return None
         case "json_object":
-            return Grammar(_of_schema({"type": "object"}, field), field)
+            return Grammar(_from_schema({"type": "object"}, field), field)
         case "json_schema":
-            inner = wanted.get("json_schema")
+            inner = response_format.get("json_schema")
             if not isinstance(inner, Mapping) or inner.get("schema") is None:
                 raise InvalidRequest("response_format.json_schema.schema is missing", field)
             if unknown := sorted(map(str, set(inner) - _SCHEMA_KEYS)):
                 raise InvalidRequest(f"response_format.json_schema has no field {unknown[0][:40]!r}", field)
-            return Grammar(_of_schema(inner["schema"], field), field)
+            return Grammar(_from_schema(inner["schema"], field), field)
         case _:
             raise InvalidRequest("response_format.type must be text, json_object or json_schema", field)
 
 
-def _of_schema(given: Mapping[str, Any] | str | bool, field: str) -> str:
+def _from_schema(given: Mapping[str, Any] | str | bool, field: str) -> str:
     schema = _parsed(given, field) if isinstance(given, str) else given
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"{field}: a schema must be a JSON object, or true for any JSON", field)
-    _check_levels(schema, field)
+    _check_depth(schema, field)
     options = schema.get("x-guidance", {})
     if not isinstance(options, Mapping):
         raise InvalidRequest(f"{field}: x-guidance must be an object", field)
@@ -111,7 +111,7 @@ def _of_schema(given: Mapping[str, Any] | str | bool, field: str) -> str:
         # The order of properties is the order of the text.
         text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE, **options}}, allow_nan=False)
     except (TypeError, ValueError):
-        raise InvalidRequest(f"{field}: the schema holds something that JSON cannot write", field) from None
+        raise InvalidRequest(f"{field}: the schema has a value that JSON cannot represent", field) from None
     _check_text(text, field)
     return f"start: %json {text}"
 
@@ -121,7 +121,7 @@ def _parsed(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise InvalidRequest(_TOO_DEEP.format(field, MOST_LEVELS), field) from None
+        raise InvalidRequest(_TOO_DEEP.format(field, MAX_DEPTH), field) from None
     except ValueError as error:
         where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         raise InvalidRequest(f"{field}: the text is not JSON{where}", field) from None
@@ -130,19 +130,19 @@ def _parsed(text: str, field: str) -> Any:
 _TOO_DEEP = "{}: the schema is nested too deeply, {} levels are allowed"
 
 
-def _check_levels(schema: Mapping[str, Any], field: str) -> None:
-    """Also that references stay inside the schema."""
-    layer: list[Any] = [schema]
-    for _ in range(MOST_LEVELS):
-        below: list[Any] = []
-        for value in layer:
-            below += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+def _check_depth(schema: Mapping[str, Any], field: str) -> None:
+    """Checks the depth of a schema, and that its references stay inside it."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        next_level: list[Any] = []
+        for value in level:
+            next_level += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
             reference = value.get("$ref") if isinstance(value, Mapping) else None
             if isinstance(reference, str) and not reference.startswith("#"):
                 raise InvalidRequest(f"{field}: $ref must point into the schema itself (#/...)", field)
-        if not (layer := below):
+        if not (level := next_level):
             return
-    raise InvalidRequest(_TOO_DEEP.format(field, MOST_LEVELS), field)
+    raise InvalidRequest(_TOO_DEEP.format(field, MAX_DEPTH), field)
 
 
 def _check_text(text: str, field: str) -> None:
@@ -150,5 +150,5 @@ def _check_text(text: str, field: str) -> None:
         size = len(text.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(f"{field}: the text holds half a character (a lone surrogate)", field) from None
-    if size > MOST_BYTES:
-        raise InvalidRequest(f"{field} has {size} bytes, at most {MOST_BYTES} are allowed", field)
+    if size > MAX_BYTES:
+        raise InvalidRequest(f"{field} has {size} bytes, at most {MAX_BYTES} are allowed", field)

@@ -19,10 +19,10 @@ from app.sandbox.sandbox import SandboxKilled, SandboxPool
 from model.files import Files
 
 MISSING = 'this server was installed without constrained decoding: pip install "inkstream[guided]"'
-MOST_JOBS = 64
+MAX_JOBS = 64
 """Grammars that are queued or being checked; one tenant may have at most half of them."""
 
-_MOST_VERDICTS = 8192
+_MAX_VERDICTS = 8192
 _KILLED_SECONDS = 300.0
 """How long a grammar whose check was killed is refused from the cache: on a busy machine a good one may be killed."""
 
@@ -45,8 +45,8 @@ class _Check:
 class GrammarValidator:
     """Owns the processes, which start with the first grammar, and the verdicts for one set of weights.
 
-    A verdict is kept by the SHA-256 of the grammar. Refusals hold for all tenants: they are what protects the workers.
-    Acceptances are kept for each tenant apart, so that no tenant can time whether another uses the same grammar.
+    A verdict is kept by the SHA-256 of the grammar. Refusals apply to all tenants, to protect the workers.
+    Acceptances are kept per tenant, so that no tenant can find out by timing whether another uses the same grammar.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class GrammarValidator:
     ) -> None:
         """`files`: where the processes read the tokenizer of `weights` (model/files.py)."""
         arguments = (str(weights), json.dumps(dict(files or {})))
-        self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, most_jobs=MOST_JOBS)
+        self._pool = SandboxPool("app.guided.validator_worker", *arguments, seconds=seconds, max_jobs=MAX_JOBS)
         self._installed = find_spec("llguidance") is not None if installed is None else installed
         self._verdicts: OrderedDict[tuple[str | None, bytes], _Verdict] = OrderedDict()
         """By tenant, None for refusals, and hash; the least recently used first."""
-        self._open: dict[tuple[str, bytes], _Check] = {}
+        self._in_progress: dict[tuple[str, bytes], _Check] = {}
         self._tasks: set[asyncio.Task[str]] = set()
 
     @property
@@ -66,36 +66,36 @@ class GrammarValidator:
         """Ids of the running processes."""
         return self._pool.pids
 
-    async def check(self, guide: Grammar, account: WorkAccount) -> None:
+    async def check(self, grammar: Grammar, account: WorkAccount) -> None:
         """Raises InvalidRequest for an invalid grammar, Busy, EngineFailed."""
         if not self._installed:
-            raise InvalidRequest(MISSING, guide.field)
-        problem = self._known_problem(guide.grammar, account.tenant)
+            raise InvalidRequest(MISSING, grammar.field)
+        problem = self._known_problem(grammar.lark, account.tenant)
         if problem is None:
-            problem = await self._join_check(guide.grammar, account)
-        if guide.field != "grammar":  # a generated grammar: its line numbers mean nothing to the user
+            problem = await self._join_check(grammar.lark, account)
+        if grammar.field != "grammar":  # a generated grammar: its line numbers mean nothing to the user
             problem = re.sub(r"^line \d+, column \d+: ", "", problem)
         if problem:
-            raise InvalidRequest(f"{guide.field}: {problem}", guide.field)
+            raise InvalidRequest(f"{grammar.field}: {problem}", grammar.field)
 
     async def close(self) -> None:
         """Stops the processes; checks in progress fail."""
         await self._pool.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _known_problem(self, grammar: str, tenant: str) -> str | None:
-        digest = _digest(grammar)
+    def _known_problem(self, lark: str, tenant: str) -> str | None:
+        digest = _digest(lark)
         for key in ((None, digest), (tenant, digest)):
             if (verdict := self._verdicts.get(key)) and verdict.expires > time.monotonic():
                 self._verdicts.move_to_end(key)
                 return verdict.problem
         return None
 
-    async def _join_check(self, grammar: str, account: WorkAccount) -> str:
+    async def _join_check(self, lark: str, account: WorkAccount) -> str:
         """Checks a grammar once for all concurrent requests of a tenant that use it."""
-        key = account.tenant, _digest(grammar)
-        if (check := self._open.get(key)) is None:
-            check = self._open[key] = _Check(asyncio.create_task(self._ask(grammar, account)))
+        key = account.tenant, _digest(lark)
+        if (check := self._in_progress.get(key)) is None:
+            check = self._in_progress[key] = _Check(asyncio.create_task(self._validate(lark, account)))
             self._tasks.add(check.task)
             check.task.add_done_callback(self._tasks.discard)
         check.waiting += 1
@@ -105,19 +105,19 @@ class GrammarValidator:
             check.waiting -= 1
             if check.task.done() or not check.waiting:
                 check.task.cancel()
-                if self._open.get(key) is check:
-                    del self._open[key]
+                if self._in_progress.get(key) is check:
+                    del self._in_progress[key]
 
-    async def _ask(self, grammar: str, account: WorkAccount) -> str:
+    async def _validate(self, lark: str, account: WorkAccount) -> str:
         try:
-            verdict = _Verdict((await self._pool.ask(grammar.encode(), account)).decode())
+            verdict = _Verdict((await self._pool.call(lark.encode(), account)).decode())
         except SandboxKilled as error:
-            verdict = _Verdict(f"to prepare it {error}: make it simpler", time.monotonic() + _KILLED_SECONDS)
-        self._verdicts[None if verdict.problem else account.tenant, _digest(grammar)] = verdict
-        while len(self._verdicts) > _MOST_VERDICTS:
+            verdict = _Verdict(f"compiling it {error}: make it simpler", time.monotonic() + _KILLED_SECONDS)
+        self._verdicts[None if verdict.problem else account.tenant, _digest(lark)] = verdict
+        while len(self._verdicts) > _MAX_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict.problem
 
 
-def _digest(grammar: str) -> bytes:
-    return hashlib.sha256(grammar.encode()).digest()
+def _digest(lark: str) -> bytes:
+    return hashlib.sha256(lark.encode()).digest()

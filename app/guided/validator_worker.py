@@ -22,9 +22,9 @@ from model.tokenizer.tokenizer import Tokenizer
 MEMORY_BYTES = 64 << 20
 """Memory limit of a grammar in addition to the vocabulary; the engine spends it again for each request."""
 _STEPS = 24
-_MOST_CHARACTERS = 200
+_MAX_CHARACTERS = 200
 _TOO_COMPLEX = "it is too complex: make it simpler"
-_SIGNS_OF_COST = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
+_COST_MESSAGES = ("fuel", "lexer error", "Parser Error", "parser error", "schema too large", "Unable to determine")
 
 
 def main(seconds: float, weights: Path, files: Files) -> None:
@@ -33,16 +33,16 @@ def main(seconds: float, weights: Path, files: Files) -> None:
         tokenizer = Tokenizer.load(weights)
     vocabulary = GrammarVocabulary(tokenizer.bytes_of, tokenizer.vocab_size)
 
-    def answer(guide: bytes) -> bytes:
-        return problem_of(vocabulary, guide.decode()).encode()
+    def handle(grammar: bytes) -> bytes:
+        return problem_of(vocabulary, grammar.decode()).encode()
 
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    serve(answer, seconds=seconds, most_bytes=taken + MEMORY_BYTES)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    serve(handle, seconds=seconds, max_bytes=used_bytes + MEMORY_BYTES)
 
 
-def problem_of(vocabulary: GrammarVocabulary, guide: str) -> str:
-    """Compiles `guide` and takes a few random steps, as a model would. Returns the problem, or an empty string."""
-    matcher, rng = vocabulary.matcher(guide), random.Random(0)
+def problem_of(vocabulary: GrammarVocabulary, grammar: str) -> str:
+    """Compiles a grammar and takes a few random steps, as a model would. Returns the problem, or an empty string."""
+    matcher, rng = vocabulary.matcher(grammar), random.Random(0)
     if matcher.is_error():
         return explain(matcher.get_error())
     for step in range(_STEPS):
@@ -64,20 +64,22 @@ def explain(message: str) -> str:
     """llguidance's message as one short line, without internals."""
     if message.startswith("panic"):
         return "it cannot be compiled"
-    if any(sign in message for sign in _SIGNS_OF_COST):
+    if any(message_part in message for message_part in _COST_MESSAGES):
         return _TOO_COMPLEX
     text = message.split("\n   1 |")[0].split("\n<")[0]
     text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
     text = re.sub(r"failed to compile JSON schema: ", "", text)
     text = re.sub(r'(?:invalid regex ".*" \(in regex\): )?regex parse error:.*\nerror: ', "", text, flags=re.DOTALL)
     line = " ".join(re.sub(r"[^ -~]+", " ", text).split())
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+    return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..."
 
 
 def _problem_of_step(step: int, message: str) -> str:
     if not message.startswith("NoExtension"):
         return _TOO_COMPLEX
-    return "it leads where no text can go on" if step else "no text of this model's tokens can follow it"
+    return (
+        "it reaches a state from which no token can follow" if step else "no text of this model's tokens can follow it"
+    )
 
 
 if __name__ == "__main__":

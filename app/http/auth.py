@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.access.api_keys import ApiKeys
-from app.access.rate_limiter import EVERYBODY, Tenant
+from app.access.rate_limiter import ANONYMOUS, Tenant
 from app.http.access_record import record_of
 from app.http.errors import ApiError, respond
 
@@ -53,7 +53,7 @@ class AuthMiddleware:
             raise RuntimeError("only HTTP is served")
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _caller(scope, self._keys) if self._keys else EVERYBODY
+        found = _caller(scope, self._keys) if self._keys else ANONYMOUS
         if isinstance(found, Tenant):
             scope[_PLACE] = found
             record_of(Request(scope)).key = found.name or None
@@ -83,7 +83,7 @@ def _caller(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
     if scheme.lower() != b"bearer" or not key:
         message = "this service asks for a key: send the header Authorization: Bearer KEY"
         return ApiError(401, message, code="missing_api_key", headers={"WWW-Authenticate": 'Bearer realm="inkstream"'})
-    if caller := keys.caller_of(key):
+    if caller := keys.tenant_of(key):
         return caller
     challenge = 'Bearer realm="inkstream", error="invalid_token"'
     message = "invalid, revoked or expired API key"

@@ -20,7 +20,7 @@ from app.common.errors import (
     EngineError,
     EngineFailed,
     InvalidRequest,
-    QuotaUsedUp,
+    RateLimitExceeded,
     Unavailable,
 )
 from app.http.access_record import record_of
@@ -86,7 +86,7 @@ def from_engine(error: EngineError) -> ApiError:
             return ApiError(400, str(error), param=error.param, code="context_length_exceeded", extra=numbers)
         case InvalidRequest():
             return ApiError(400, str(error), param=error.param)
-        case QuotaUsedUp():
+        case RateLimitExceeded():
             headers = {"Retry-After": str(error.retry_after)}
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
         case Unavailable():

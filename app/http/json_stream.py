@@ -73,7 +73,7 @@ class JsonStream(Response):
         while True:
             # Returns once the previous chunk is in the socket buffer.
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await self._breather.breathe()
+            await self._breather.pause_if_due()
             if is_last:
                 break
             chunk, is_last = _chunk(self._parts)

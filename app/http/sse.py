@@ -55,7 +55,7 @@ class EventStreamResponse(Response):
         breather = TimeSlice()
         async for frame in self._frames:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await breather.breathe()
+            await breather.pause_if_due()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

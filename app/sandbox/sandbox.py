@@ -1,7 +1,7 @@
 """Sandboxed child processes with time and memory limits for untrusted work.
 
 A request can make a template or a grammar run forever, and a thread cannot be killed. A child sets its own limits and
-answers one request after another (app/sandbox/sandbox_child.py); a child that does not answer in time is killed and
+handles one request after another (app/sandbox/sandbox_child.py); a child that does not respond in time is killed and
 replaced.
 """
 
@@ -20,7 +20,7 @@ from app.sandbox.sandbox_child import LENGTH
 _START_SECONDS = 30.0
 _ROOT = Path(__file__).parents[2]
 _WORKERS = 2
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 """Limit of the queued requests together, and of one response."""
 
 
@@ -28,7 +28,7 @@ class SandboxKilled(Exception):
     """The child was killed; the message says which limit it exceeded."""
 
 
-class _Died(Exception):
+class _ChildExited(Exception):
     """The child exited during a request."""
 
 
@@ -38,12 +38,12 @@ class SandboxPool:
     A turn lasts until a killed child is replaced: only the tenant whose request killed it waits for that.
     """
 
-    def __init__(self, module: str, *arguments: str, seconds: float, most_jobs: int = 32) -> None:
-        """`seconds` limits one response; `most_jobs` limits the pending requests."""
-        # -P and our own path, so that a folder named app in the working directory is not imported.
+    def __init__(self, module: str, *arguments: str, seconds: float, max_jobs: int = 32) -> None:
+        """`seconds` limits one response; `max_jobs` limits the pending requests."""
+        # -P and an explicit path, so that a folder named app in the working directory is not imported.
         command = (sys.executable, "-P", "-m", module, str(seconds), *arguments)
         self._children = [SandboxedProcess(command, seconds) for _ in range(_WORKERS)]
-        self._queue = TenantQueue(_WORKERS, most_jobs=most_jobs, most_size=_MOST_BYTES)
+        self._queue = TenantQueue(_WORKERS, max_jobs=max_jobs, max_size=_MAX_BYTES)
         self._replacements: set[asyncio.Task[None]] = set()
 
     @property
@@ -51,17 +51,17 @@ class SandboxPool:
         """Ids of the running children."""
         return [child.pid for child in self._children if child.pid is not None]
 
-    async def ask(self, question: bytes, account: WorkAccount, most_bytes: int = _MOST_BYTES) -> bytes:
-        """A child's response of at most `most_bytes`. Raises SandboxKilled, Busy, EngineFailed."""
-        with self._queue.admitted(account, len(question)):
+    async def call(self, request: bytes, account: WorkAccount, max_bytes: int = _MAX_BYTES) -> bytes:
+        """A child's response of at most `max_bytes`. Raises SandboxKilled, Busy, EngineFailed."""
+        with self._queue.admitted(account, len(request)):
             if not self.pids:  # the start of the first child is charged to no tenant
                 await asyncio.shield(self._children[0].start())
-            turn = await self._queue.acquire(account, len(question))
+            turn = await self._queue.acquire(account, len(request))
             child = self._children[turn.worker]
             for spare in self._children:
                 spare.start()
             try:
-                return await _answer(child, question, most_bytes)
+                return await _call_with_retry(child, request, max_bytes)
             finally:
                 if child.pid is None:
                     task = asyncio.create_task(_replace(child, turn))
@@ -101,18 +101,18 @@ class SandboxedProcess:
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # may have no waiter
         return self._starting
 
-    async def ask(self, question: bytes, most_bytes: int) -> bytes:
+    async def call(self, request: bytes, max_bytes: int) -> bytes:
         """The child's response. Raises SandboxKilled, _Died, EngineFailed, after which the child is stopped."""
         await asyncio.shield(self.start())
         process = self._process
         if process is None:
-            raise _Died
+            raise _ChildExited
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(LENGTH.pack(len(question)) + question)
+            process.stdin.write(LENGTH.pack(len(request)) + request)
             async with asyncio.timeout(self._seconds):
                 await process.stdin.drain()
-                return await _frame(process.stdout, most_bytes)
+                return await _frame(process.stdout, max_bytes)
         except TimeoutError:
             await self._kill(process)
             raise SandboxKilled(f"took more than {self._seconds:g} seconds") from None
@@ -121,7 +121,7 @@ class SandboxedProcess:
             raise SandboxKilled("took too much memory") from None
         except (OSError, asyncio.IncompleteReadError):
             await self._kill(process)
-            raise _Died from None
+            raise _ChildExited from None
         except BaseException:  # cancelled: this response would be taken for the next request's
             await self._kill(process)
             raise
@@ -172,12 +172,12 @@ class SandboxedProcess:
             raise
 
 
-async def _answer(child: SandboxedProcess, question: bytes, most_bytes: int) -> bytes:
-    with contextlib.suppress(_Died):
-        return await child.ask(question, most_bytes)
+async def _call_with_retry(child: SandboxedProcess, request: bytes, max_bytes: int) -> bytes:
+    with contextlib.suppress(_ChildExited):
+        return await child.call(request, max_bytes)
     # Something else may have killed it: retry the same request on a new child.
-    with contextlib.suppress(_Died):
-        return await child.ask(question, most_bytes)
+    with contextlib.suppress(_ChildExited):
+        return await child.call(request, max_bytes)
     raise SandboxKilled("took too much memory")
 
 
@@ -189,8 +189,8 @@ async def _replace(child: SandboxedProcess, turn: Turn) -> None:
         turn.end()
 
 
-async def _frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
+async def _frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > most_bytes:
-        raise ValueError("the answer is too long")
+    if length > max_bytes:
+        raise ValueError("the response is too long")
     return await reader.readexactly(length)

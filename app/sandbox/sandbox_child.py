@@ -1,4 +1,4 @@
-"""Child side of sandbox.py: sets process limits, then answers requests from a pipe."""
+"""Child side of sandbox.py: sets process limits, then handles requests from a pipe."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _NICE = 5
 """A third of the CPU share of the event loop and the engine on a contended core."""
 
 
-def serve(answer: Callable[[bytes], bytes], *, seconds: float, most_bytes: int) -> None:
-    """Answers until the pipe closes, within `most_bytes` of memory; a request over `seconds` ends the process."""
+def serve(handler: Callable[[bytes], bytes], *, seconds: float, max_bytes: int) -> None:
+    """Handles requests until the pipe closes, within `max_bytes` of memory; a request over `seconds` ends it."""
     die_with_parent()
-    questions = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
+    requests = sys.stdin.buffer
+    responses = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keeps library output out of the response pipe
     os.nice(_NICE)
-    confine(most_bytes)
-    _write(answers, b"")
-    while header := questions.read(LENGTH.size):
-        question = questions.read(LENGTH.unpack(header)[0])
+    confine(max_bytes)
+    _write(responses, b"")
+    while header := requests.read(LENGTH.size):
+        request = requests.read(LENGTH.unpack(header)[0])
         # The parent kills earlier; this limit applies if the parent itself was killed.
         signal.alarm(math.ceil(seconds) + 1)
-        _write(answers, answer(question))
+        _write(responses, handler(request))
         signal.alarm(0)
 
 
-def confine(most_bytes: int) -> None:
+def confine(max_bytes: int) -> None:
     """Limits memory, forbids file writes and core dumps, and allows few open files."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     limits = {
-        resource.RLIMIT_AS: most_bytes,
+        resource.RLIMIT_AS: max_bytes,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 16,
         resource.RLIMIT_CORE: 0,

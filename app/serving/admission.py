@@ -20,87 +20,91 @@ from app.generation.request import GenerationRequest, Prompt
 from app.generation.session import Timeouts
 from model.tokenizer.tokenizer import Tokenizer
 
-_FADING = 0.9
-_FEW_CHARACTERS = 3.0
+_DECAY = 0.9
+_PRIOR_CHARACTERS_PER_TOKEN = 3.0
 
 
 class AdmissionControl:
     """Admits requests; owned by the event loop."""
 
     def __init__(self) -> None:
-        self._quotas = RateLimiter()
-        self._characters, self._tokens = _FEW_CHARACTERS * 1000, 1000.0
+        self._rate_limiter = RateLimiter()
+        self._characters, self._tokens = _PRIOR_CHARACTERS_PER_TOKEN * 1000, 1000.0
         """Characters and tokens of recent texts."""
 
     @contextmanager
-    def lease(
-        self, wish: GenerationRequest, caller: Tenant, tokenizer: Tokenizer, context: int
+    def reserve_tokens(
+        self, request: GenerationRequest, tenant: Tenant, tokenizer: Tokenizer, context: int
     ) -> Iterator[Reservation]:
         """Reserves the request's estimated tokens of its tenant's limits; refunded if it is not admitted.
 
-        Raises InvalidRequest if it can never fit, QuotaUsedUp if it does not fit now.
+        Raises InvalidRequest if it can never fit, RateLimitExceeded if it does not fit now.
         """
-        drawn = wish.n_drawn * wish.max_tokens
-        least = sum(min(context, _least(prompt, tokenizer) + drawn) for prompt in wish.prompts)
-        lease = self._quotas.take(caller, least, time.monotonic())
+        max_sampled = request.n_sampled * request.max_tokens
+        min_tokens = sum(min(context, _min_tokens(prompt, tokenizer) + max_sampled) for prompt in request.prompts)
+        reservation = self._rate_limiter.reserve(tenant, min_tokens, time.monotonic())
         try:
-            yield lease
+            yield reservation
         except Unavailable:
-            lease.undo()
+            reservation.cancel()
             raise
         except BaseException:
-            lease.end(0)
+            reservation.end(0)
             raise
 
     @contextmanager
-    def visit(self, caller: Tenant) -> Iterator[WorkAccount]:
-        """Counts a request that generates nothing against the request limits. Raises QuotaUsedUp."""
-        lease = self._quotas.take(caller, 0, time.monotonic())
+    def count_request(self, tenant: Tenant) -> Iterator[WorkAccount]:
+        """Counts a request that generates nothing against the request limits. Raises RateLimitExceeded."""
+        reservation = self._rate_limiter.reserve(tenant, 0, time.monotonic())
         try:
-            yield WorkAccount(caller.salt, lease)
+            yield WorkAccount(tenant.cache_namespace, reservation)
         finally:
-            lease.end(0)
+            reservation.end(0)
 
     @contextmanager
-    def preparing(self, caller: Tenant) -> Iterator[WorkAccount]:
-        """Host work before lease(), which counts the request; if the work fails, the request is counted here.
+    def prepare(self, tenant: Tenant) -> Iterator[WorkAccount]:
+        """Host work before reserve_tokens(), which counts the request; if the work fails, the request is counted here.
 
-        Raises QuotaUsedUp.
+        Raises RateLimitExceeded.
         """
-        with self.visit(caller) as account:
+        with self.count_request(tenant) as account:
             yield account
-            account.lease.undo()
+            account.reservation.cancel()
 
     @contextmanager
-    def room(self, wish: GenerationRequest, caller: Tenant, patience: Timeouts, queue: FairQueue) -> Iterator[None]:
+    def reserve_queue(
+        self, request: GenerationRequest, tenant: Tenant, timeouts: Timeouts, queue: FairQueue
+    ) -> Iterator[None]:
         """Reserves capacity in `queue` during tokenization; refuses a request whose deadline would pass in the queue.
 
         Raises QueueFull, and InvalidRequest if it can never fit into the queue.
         """
-        longest = min(patience.queue, patience.deadline / 2)
-        texts = [*wish.prompts, *([wish.source] if wish.source else []), *([wish.suffix] if wish.suffix else [])]
-        longest_text = None if wish.truncate_prompt_tokens is None else tail_length(wish.truncate_prompt_tokens)
-        tokens = sum(self._guess(text, longest_text) for text in texts)
-        requests = len(wish.prompts) * wish.n_drawn
-        with queue.reserved(caller.salt, requests, tokens, time.monotonic(), longest):
+        max_wait = min(timeouts.queue, timeouts.deadline / 2)
+        others = [text for text in (request.source, request.suffix) if text]
+        texts = [*request.prompts, *others]
+        max_characters = None if request.truncate_prompt_tokens is None else tail_length(request.truncate_prompt_tokens)
+        tokens = sum(self._estimate_tokens(text, max_characters) for text in texts)
+        requests = len(request.prompts) * request.n_sampled
+        with queue.reserved(tenant.cache_namespace, requests, tokens, time.monotonic(), max_wait):
             yield
 
-    def charge(self, lease: Reservation, wish: GenerationRequest, requests: Sequence[Request]) -> None:
-        """Replaces the estimate by the exact number of tokens. Raises InvalidRequest, QuotaUsedUp."""
-        leaders = [request for request in requests if request.leader is None]
-        read = sum(len(request.prompt) + len(request.source) for request in leaders)
-        lease.charge(read + sum(request.max_tokens for request in requests), time.monotonic())
-        if all(isinstance(prompt, str) for prompt in wish.prompts) and wish.truncate_prompt_tokens is None:
-            self._characters = self._characters * _FADING + sum(map(len, wish.prompts))
-            self._tokens = self._tokens * _FADING + sum(len(request.prompt) for request in leaders)
+    def charge(self, reservation: Reservation, request: GenerationRequest, engine_requests: Sequence[Request]) -> None:
+        """Replaces the estimate by the exact number of tokens. Raises InvalidRequest, RateLimitExceeded."""
+        leaders = [leader for leader in engine_requests if leader.leader is None]
+        prompt_tokens = sum(len(leader.prompt) + len(leader.source) for leader in leaders)
+        max_sampled = sum(each.max_tokens for each in engine_requests)
+        reservation.charge(prompt_tokens + max_sampled, time.monotonic())
+        if all(isinstance(prompt, str) for prompt in request.prompts) and request.truncate_prompt_tokens is None:
+            self._characters = self._characters * _DECAY + sum(map(len, request.prompts))
+            self._tokens = self._tokens * _DECAY + sum(len(leader.prompt) for leader in leaders)
 
-    def _guess(self, prompt: Prompt, longest: int | None) -> int:
+    def _estimate_tokens(self, prompt: Prompt, max_characters: int | None) -> int:
         """Estimated tokens of a prompt, from the characters per token of recent texts."""
         if not isinstance(prompt, str):
             return len(prompt)
-        length = len(prompt) if longest is None else min(len(prompt), longest)
+        length = len(prompt) if max_characters is None else min(len(prompt), max_characters)
         return round(length * self._tokens / self._characters)
 
 
-def _least(prompt: Prompt, tokenizer: Tokenizer) -> int:
+def _min_tokens(prompt: Prompt, tokenizer: Tokenizer) -> int:
     return tokenizer.least_tokens(prompt) if isinstance(prompt, str) else len(prompt)

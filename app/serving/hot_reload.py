@@ -18,11 +18,11 @@ from app.common.errors import NotReady
 from app.common.fault_injection import is_armed
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_snapshot import WeightsFingerprint, look, what_is_missing
+from app.serving.weights_snapshot import WeightsFingerprint, take_fingerprint, what_is_missing
 from model.files import one_line
 
 _log = logging.getLogger("inkstream")
-_GLANCE_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _LOAD_SECONDS = 1800.0
 """Timeout for the largest model on the slowest disk."""
 _ENDED = "their engine ended while it was loading ({})"
@@ -42,59 +42,62 @@ class HotReload:
     """Runs as one task. Requests during a load are coalesced into one more load after it."""
 
     def __init__(
-        self, service: Service, make: Callable[[], Awaitable[ModelInstance]], note: Callable[[Outcome], None]
+        self, service: Service, make: Callable[[], Awaitable[ModelInstance]], record_outcome: Callable[[Outcome], None]
     ) -> None:
-        """`make` creates the next model instance from the directory's current state. `note` counts outcomes."""
+        """`make` creates an instance from the directory's current state. `record_outcome` counts outcomes."""
         settings = service.settings
         self._service = service
         self._weights = settings.weights
         self._make = make
-        self._note = note
+        self._record_outcome = record_outcome
         self._watch_seconds = settings.watch
         self._drain_seconds = settings.request_timeout + settings.resume_seconds
         """Time for requests on old weights to finish, including resumed streams."""
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._retiring: asyncio.Task[None] | None = None
 
-    def ask(self) -> None:
+    def request_reload(self) -> None:
         """Requests a reload, even if the directory has not changed."""
-        self._asked.set()
+        self._requested.set()
 
     async def run(self) -> None:
-        """Runs until cancelled; leaves only the processes of the served model instance behind."""
+        """Runs until cancelled; then only the processes of the current model instance remain."""
         await self._service.wait_loaded()
-        tried, seen = self._service.served.seen, await asyncio.to_thread(look, self._weights)
-        if seen != tried and not self._watch_seconds:
+        attempted, current = (
+            self._service.instance.fingerprint,
+            await asyncio.to_thread(take_fingerprint, self._weights),
+        )
+        if current != attempted and not self._watch_seconds:
             _log.warning("the weights changed while they were loaded: kill -HUP %d loads them again", os.getpid())
         unfinished: WeightsFingerprint | None = None  # not hashed or logged again
         try:
             while True:
-                if await self._is_asked():
-                    tried = seen = await self._load()
+                if await self._wait_requested():
+                    attempted = current = await self._load()
                     continue
-                before, seen = seen, await asyncio.to_thread(look, self._weights)
-                # Changed since the last attempt, and stable since the last look.
-                if seen == before and seen not in (tried, unfinished):
-                    if await self._is_whole():
-                        tried = seen = await self._load()
+                previous, current = current, await asyncio.to_thread(take_fingerprint, self._weights)
+                # Changed since the last attempt, and stable since the last check.
+                if current == previous and current not in (attempted, unfinished):
+                    if await self._is_complete():
+                        attempted = current = await self._load()
                     else:
-                        unfinished = seen
+                        unfinished = current
         finally:
             if self._retiring:
                 self._retiring.cancel()
                 await asyncio.gather(self._retiring, return_exceptions=True)
 
-    async def _is_asked(self) -> bool:
-        """Waits for a reload request, or for the next look at the directory."""
+    async def _wait_requested(self) -> bool:
+        """Waits for a reload request, or for the next check of the directory; returns whether one was requested."""
         try:
             async with asyncio.timeout(self._watch_seconds or None):
-                await self._asked.wait()
+                await self._requested.wait()
         except TimeoutError:
             return False
-        self._asked.clear()
+        self._requested.clear()
         return True
 
-    async def _is_whole(self) -> bool:
+    async def _is_complete(self) -> bool:
         if problem := await asyncio.to_thread(what_is_missing, self._weights):
             _log.info("new weights are not complete yet: %s", problem)
         return not problem
@@ -103,89 +106,91 @@ class HotReload:
         """Loads the directory and switches to it, or logs why not. Returns the directory's fingerprint."""
         if self._retiring:
             if not self._retiring.done():
-                _log.info("new weights wait until the answers of the weights before the last have ended")
+                _log.info("new weights wait until requests on older weights have finished")
             await asyncio.gather(self._retiring, return_exceptions=True)
-        seen = await asyncio.to_thread(look, self._weights)
-        _log.info("loading new weights from %s", seen.place)
+        fingerprint = await asyncio.to_thread(take_fingerprint, self._weights)
+        _log.info("loading new weights from %s", fingerprint.path)
         try:
-            served = await self._loaded()
+            instance = await self._load_or_refuse()
         except LoadFailed as error:
             if self._watch_seconds and isinstance(error, StillChanging):
                 _log.info("new weights are still being written")
-                return seen
-            self._note("refused")
+                return fingerprint
+            self._record_outcome("refused")
             _log.error("new weights are refused, the old ones stay: %s", one_line(str(error)))
-            return seen
-        old = self._service.switch(served)
-        self._note("switched")
-        version = served.engine.ready.weights_version[:16] if served.engine.ready else ""
-        _log.info("new weights are served: %s, version %s", served.model_name, version)
+            return fingerprint
+        old = self._service.switch(instance)
+        self._record_outcome("switched")
+        version = instance.engine.ready.weights_version[:16] if instance.engine.ready else ""
+        _log.info("new weights are served: %s, version %s", instance.model_name, version)
         self._retiring = asyncio.create_task(self._retire(old))
-        return served.seen
+        return instance.fingerprint
 
-    async def _loaded(self) -> ModelInstance:
+    async def _load_or_refuse(self) -> ModelInstance:
         """The loaded model instance. Raises LoadFailed after cleaning up."""
         try:
-            return await self._tried()
+            return await self._load_instance()
         except LoadFailed:
             raise
         except (ValueError, OSError) as error:
             raise LoadFailed(str(error)) from None
         except Exception as error:  # an unexpected error must not end the reload task
             _log.exception("new weights could not be loaded")
-            raise LoadFailed(f"{type(error).__name__} on our side") from None
+            raise LoadFailed(f"{type(error).__name__} in the service") from None
 
-    async def _tried(self) -> ModelInstance:
-        """Like _loaded(), without handling unexpected errors."""
+    async def _load_instance(self) -> ModelInstance:
+        """Like _load_or_refuse(), without handling unexpected errors."""
         if problem := await asyncio.to_thread(what_is_missing, self._weights):  # before an engine allocates memory
             raise LoadFailed(problem)
-        served = await self._make()
+        instance = await self._make()
         try:
-            served.start()
-            await self._wait_loaded(served)
-            if await asyncio.to_thread(look, self._weights) != served.seen:
+            instance.start()
+            await self._wait_loaded(instance)
+            if await asyncio.to_thread(take_fingerprint, self._weights) != instance.fingerprint:
                 raise StillChanging("they changed while they were loaded")
         except BaseException:
-            await served.close()
+            await instance.close()
             raise
-        return served
+        return instance
 
-    async def _wait_loaded(self, served: ModelInstance) -> None:
+    async def _wait_loaded(self, instance: ModelInstance) -> None:
         """Raises LoadFailed."""
-        gone = asyncio.ensure_future(served.engine.wait_gone())
-        loading = asyncio.ensure_future(served.load())
+        stopped = asyncio.ensure_future(instance.engine.wait_stopped())
+        loading = asyncio.ensure_future(instance.load())
         try:
             async with asyncio.timeout(_LOAD_SECONDS):
                 while not loading.done():
-                    await asyncio.wait({loading, gone}, timeout=_GLANCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                    if gone.done():
-                        raise LoadFailed(str(gone.result()))
+                    await asyncio.wait({loading, stopped}, timeout=_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    if stopped.done():
+                        raise LoadFailed(str(stopped.result()))
                     # The engine client would restart it; if memory is short, that could kill the old engine.
-                    if served.engine.restarts:
-                        raise LoadFailed(_ENDED.format(served.engine.phase))
+                    if instance.engine.restarts:
+                        raise LoadFailed(_ENDED.format(instance.engine.phase))
                     if self._service.draining:
                         raise LoadFailed("the service is shutting down")
             await loading
-            if served.engine.restarts or not served.engine.ready:  # the engine failed while the tokenizer was loading
-                raise LoadFailed(_ENDED.format(served.engine.phase))
+            if (
+                instance.engine.restarts or not instance.engine.ready
+            ):  # the engine failed while the tokenizer was loading
+                raise LoadFailed(_ENDED.format(instance.engine.phase))
         except TimeoutError:
             raise LoadFailed(f"they are not loaded after {_LOAD_SECONDS:g} s") from None
         except ValueError as error:
             raise LoadFailed(str(error)) from None
         finally:
-            gone.cancel()
+            stopped.cancel()
             loading.cancel()
-            await asyncio.gather(gone, loading, return_exceptions=True)
+            await asyncio.gather(stopped, loading, return_exceptions=True)
 
     async def _retire(self, old: ModelInstance) -> None:
         """Closes old weights once no request uses them, or after the timeout."""
         if is_armed("reload.keep_old"):
             return
-        error = NotReady("the weights that this answer began with are no longer served: send it again", 1)
+        error = NotReady("the weights that this response started with are no longer served: send the request again", 1)
         try:
             async with asyncio.timeout(self._drain_seconds):
-                await old.wait_free()
+                await old.wait_unreferenced()
         except TimeoutError:
-            _log.warning("old weights are closed after %g s: some answers end with an error", self._drain_seconds)
+            _log.warning("old weights are closed after %g s: some requests end with an error", self._drain_seconds)
         await self._service.retire(old, error)
         _log.info("old weights are closed")

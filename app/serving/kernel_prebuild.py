@@ -24,7 +24,7 @@ from app.engine_client.engine_pool import EnginePool
 _log = logging.getLogger("inkstream")
 _LIMIT_SECONDS = 6 * 3600.0
 """At idle priority on a busy machine a one-minute build may take hours without slowing anything else."""
-_PATIENCE_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
 _ROOT = Path(__file__).parents[2]
 
 
@@ -42,27 +42,27 @@ async def build_for_next_start(engine: EnginePool, cache_dir: Path | None) -> No
     try:
         compiler_commands(os.environ)
     except BuildError as error:
-        _log.info("torch computes, native kernels would be faster: %s", error)
+        _log.info("using torch, native kernels would be faster: %s", error)
         return
-    _log.info("native kernels are being built for the next start (a minute or so); until then torch computes")
+    _log.info("building native kernels for the next start (about a minute); using torch until then")
     try:
         problem = await _compile(cache_dir)
     except OSError as error:
         problem = os.strerror(error.errno or 0)
     if problem:
-        _log.warning("native kernels could not be built, torch computes: %s", problem)
+        _log.warning("native kernels could not be built, using torch: %s", problem)
     else:
         _log.info("native kernels are built: restart to use them")
 
 
 async def _compile(cache_dir: Path | None) -> str:
     """Runs the build; returns an error message, or an empty string."""
-    # -P and our own path, so that a folder named app in the working directory is not imported.
+    # -P and an explicit path, so that a folder named app in the working directory is not imported.
     command = [sys.executable, "-P", "-m", "app", "compile", "--quiet", "--time-limit", str(_LIMIT_SECONDS)]
-    where = ["--cache-dir", str(cache_dir)] if cache_dir else []
+    cache_option = ["--cache-dir", str(cache_dir)] if cache_dir else []
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = await asyncio.create_subprocess_exec(
-        *leashed([*command, *where], idle=True),
+        *leashed([*command, *cache_option], idle=True),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
@@ -70,10 +70,10 @@ async def _compile(cache_dir: Path | None) -> str:
     )
     assert process.stdin and process.stderr
     try:
-        told = (await process.stderr.read()).decode("utf-8", "replace").strip().splitlines()
+        output = (await process.stderr.read()).decode("utf-8", "replace").strip().splitlines()
         code = await process.wait()
     finally:
         process.stdin.close()  # closing stdin makes the guarded subprocess kill everything that still runs
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _PATIENCE_SECONDS)
-    return (told[-1] if told else f"exit code {code}").removeprefix("error: ") if code else ""
+            await asyncio.wait_for(process.wait(), _GRACE_SECONDS)
+    return (output[-1] if output else f"exit code {code}").removeprefix("error: ") if code else ""

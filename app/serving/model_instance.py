@@ -1,8 +1,9 @@
 """Model instance: the engine pool, tokenizer, grammar validator and chat template of one set of weights.
 
-made --start()--> loading --load()--> loaded --close()--> closed
+created --start()--> loading --load()--> loaded --close()--> closed
 
-Reference counted: each request holds it until its response is complete, so that a reload knows when it can be closed.
+Reference counted: each request holds a reference until its response is complete, so that a reload knows when to close
+the instance.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class ModelInstance:
     def __init__(
         self,
         weights: Path,
-        seen: WeightsFingerprint,
+        fingerprint: WeightsFingerprint,
         engine: EnginePool,
         chat_template: ChatTemplate | None,
         *,
-        guide_seconds: float,
+        grammar_seconds: float,
         snapshot: WeightsSnapshot | None = None,
         copies: Sequence[Path] = (),
     ) -> None:
-        """`seen` is the directory's fingerprint from before anything was read.
+        """`fingerprint` is the directory's fingerprint from before anything was read.
 
         snapshot: of the weights, owned by this object; without one, restarted processes read the directory again.
         copies: folders for copies of weights that take space.
@@ -51,20 +52,20 @@ class ModelInstance:
         self._snapshot = snapshot or WeightsSnapshot(weights, {}, {})
         self._copies = copies
         self._copying: asyncio.Task[None] | None = None
-        self.seen = seen
+        self.fingerprint = fingerprint
         self.model_name = weights.resolve().name
         """The model's name for clients: that of its directory."""
         self.created = int(time.time())
         self.engine = engine
-        self.guides = GrammarValidator(weights, seconds=guide_seconds, files=self._snapshot.files)
+        self.grammar_validator = GrammarValidator(weights, seconds=grammar_seconds, files=self._snapshot.files)
         self.chat_template = chat_template
         self.tokenizer: Tokenizer | None = None
         """None until it is loaded."""
         self._sandbox: TokenizerSandbox | None = None
         self.is_closed = False
-        self._holders = 0
-        self._free = asyncio.Event()
-        self._free.set()
+        self._references = 0
+        self._unreferenced = asyncio.Event()
+        self._unreferenced.set()
 
     def start(self) -> None:
         """Starts the engine, which imports its modules while the weights are copied, and then loads."""
@@ -78,7 +79,7 @@ class ModelInstance:
         ready = await self.engine.wait_ready()
         check_vocabulary(self.weights, tokenizer, ready.vocab_size)
         if tokenizer.unproven and not is_armed("tokenizer.trusted"):
-            _log.info("the tokenizer has unusual regular expressions: texts are read in sandboxed processes")
+            _log.info("the tokenizer has unusual regular expressions: texts are tokenized in sandboxed processes")
             with self._snapshot.reading():
                 self._sandbox = TokenizerSandbox(self.weights)
         self.tokenizer = tokenizer
@@ -88,29 +89,29 @@ class ModelInstance:
         assert self.tokenizer
         return TextEncoder(self.tokenizer, self._sandbox)
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """Acquires a reference until release()."""
-        self._holders += 1
-        self._free.clear()
+        self._references += 1
+        self._unreferenced.clear()
 
     def release(self) -> None:
-        """Releases a reference of hold()."""
-        self._holders -= 1
-        if not self._holders:
-            self._free.set()
+        """Releases a reference of acquire()."""
+        self._references -= 1
+        if not self._references:
+            self._unreferenced.set()
 
     @contextmanager
-    def held(self) -> Iterator[ModelInstance]:
+    def acquired(self) -> Iterator[ModelInstance]:
         """Holds a reference inside the block."""
-        self.hold()
+        self.acquire()
         try:
             yield self
         finally:
             self.release()
 
-    async def wait_free(self) -> None:
+    async def wait_unreferenced(self) -> None:
         """Waits until no reference is held."""
-        await self._free.wait()
+        await self._unreferenced.wait()
 
     async def close(self, error: EngineError | None = None) -> None:
         """Stops its processes; idempotent. Open streams end with `error`."""
@@ -121,7 +122,7 @@ class ModelInstance:
             await self.chat_template.close()
         if self._sandbox:
             self._sandbox.close()
-        await asyncio.gather(self.engine.stop(), self.guides.close())
+        await asyncio.gather(self.engine.stop(), self.grammar_validator.close())
         if self._copying:
             await asyncio.gather(self._copying, return_exceptions=True)
         self._snapshot.close()

@@ -1,10 +1,10 @@
-"""The service, independent of HTTP: settings, the served model instance, and admission of requests.
+"""The service, independent of HTTP: settings, the current model instance, and admission of requests.
 
 FailureMonitor detects that the service fails every request, and reports it through /health/ready:
 
-healthy --every one of the last FAILURES answers failed on the server's side--> suspected --the canary fails--> failing
-   ^                                                                                |                              |
-   +------------------------- any answer succeeds, or the canary does --------------+------------------------------+
+healthy --the last FAILURES requests all failed with server errors--> suspected --the canary fails--> failing
+   ^                                                                     |                              |
+   +-------------------- any request succeeds, or the canary does -------+------------------------------+
 
 Failures alone prove nothing: one client may send the same poisoned request again and again. So a canary request, whose
 content no client controls, confirms them. It runs at most once in RECHECK_SECONDS, and only while failures are
@@ -28,11 +28,11 @@ from app.common.ipc import Ready
 from app.common.settings import Settings
 from app.common.types import SamplingParams
 from app.engine_client.engine_pool import EnginePool
-from app.engine_client.supervisor import EngineGone
+from app.engine_client.supervisor import EngineStopped
 from app.generation.prompt_encoder import PromptEncoder
 from app.generation.request import GenerationRequest
 from app.generation.session import BuiltRequests, GenerationSession, SessionTimes, Timeouts
-from app.guided.grammar import MOST_BYTES, guide_of
+from app.guided.grammar import MAX_BYTES, grammar_from
 from app.guided.validator import GrammarValidator
 from app.serving.admission import AdmissionControl
 from app.serving.model_instance import ModelInstance
@@ -43,8 +43,8 @@ _log = logging.getLogger("inkstream")
 FAILURES = 8
 RECHECK_SECONDS = 2.0
 _PROBLEM = (
-    "the last answers failed on the server's side, and a request of its own does, too: the log names the reason; load "
-    "good weights (kill -HUP) or start the service again"
+    "the last requests failed on the server's side, and so does a canary request: the log names the reason; load "
+    "working weights (kill -HUP) or restart the service"
 )
 
 
@@ -62,7 +62,7 @@ class FailureMonitor:
         self.problem = ""
         """Why the service is not ready; empty while it is healthy."""
         self._canary = canary
-        self._most_failures = failures
+        self._max_failures = failures
         self._recheck_seconds = recheck_seconds
         self._failures = 0
         self._is_suspected = asyncio.Event()
@@ -78,7 +78,7 @@ class FailureMonitor:
     def record_failure(self) -> None:
         """A request failed through the server's fault."""
         self._failures += 1
-        if self._failures >= self._most_failures:
+        if self._failures >= self._max_failures:
             self._is_suspected.set()
 
     async def run(self) -> None:
@@ -102,67 +102,67 @@ _CANARY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """A completion that was submitted to the engine; its owner must also release `served`."""
+    """A request that was submitted to the engine; its owner must also release `instance`."""
 
-    served: ModelInstance
-    completion: GenerationSession
-    wish: GenerationRequest
+    instance: ModelInstance
+    session: GenerationSession
+    request: GenerationRequest
     params: SamplingParams
     tokenizer: Tokenizer
     weights_version: str
     numerics: str
     truncated: bool
-    lease: Reservation
+    reservation: Reservation
     """The reservation on its tenant's rate limits."""
 
 
 class Service:
     """State shared by all routes; created in app/main.py."""
 
-    def __init__(self, settings: Settings, served: ModelInstance, long_texts: TokenizerPool) -> None:
+    def __init__(self, settings: Settings, instance: ModelInstance, tokenizer_pool: TokenizerPool) -> None:
         self.settings = settings
-        self.served = served
+        self.instance = instance
         """The model instance for new requests. A request keeps its own across awaits."""
-        self._long_texts = long_texts
-        self.gate = AdmissionControl()
+        self._tokenizer_pool = tokenizer_pool
+        self.admission = AdmissionControl()
         self.loop_share = LoopShare()
         self.draining = False
         self.failures = FailureMonitor(self._run_canary)
         """Detects that every recent request failed."""
-        self._names = {served.model_name}
+        self._model_names = {instance.model_name}
         self._retiring: list[ModelInstance] = []
         self._loaded, self._switched = asyncio.Event(), asyncio.Event()
-        self._failed: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
 
     @property
     def engine(self) -> EnginePool:
         """The current engine pool."""
-        return self.served.engine
+        return self.instance.engine
 
     @property
     def engines(self) -> list[EnginePool]:
         """The current engine pool, and those of old weights that still serve requests."""
-        return [served.engine for served in (self.served, *self._retiring)]
+        return [instance.engine for instance in (self.instance, *self._retiring)]
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The current tokenizer; None until it is loaded."""
-        return self.served.tokenizer
+        return self.instance.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The current chat template, if the weights have one."""
-        return self.served.chat_template
+        return self.instance.chat_template
 
     @property
     def model_name(self) -> str:
         """The current model's name for clients."""
-        return self.served.model_name
+        return self.instance.model_name
 
     @property
     def created(self) -> int:
         """Unix time at which the current model was loaded."""
-        return self.served.created
+        return self.instance.created
 
     @property
     def phase(self) -> str:
@@ -171,60 +171,60 @@ class Service:
             return "draining"
         return self.engine.phase if self.tokenizer or self.engine.phase != "ready" else "loading tokenizer"
 
-    def is_called(self, name: str) -> bool:
+    def is_model_name(self, name: str) -> bool:
         """Whether `name` is the model's name, or the name of weights that were served before."""
-        return name in self._names
+        return name in self._model_names
 
     def require_open(self) -> None:
         """Raises NotReady while draining."""
         if self.draining:
             raise NotReady("the service is shutting down: try again in a moment", 5)
 
-    def require_ready(self, served: ModelInstance | None = None) -> tuple[Ready, Tokenizer]:
-        """Facts and tokenizer of the current instance or `served`. Raises NotReady while loading or draining."""
+    def require_ready(self, instance: ModelInstance | None = None) -> tuple[Ready, Tokenizer]:
+        """Facts and tokenizer of the current instance or `instance`. Raises NotReady while loading or draining."""
         self.require_open()
-        served = served or self.served
-        if served.engine.ready is None or served.tokenizer is None:
+        instance = instance or self.instance
+        if instance.engine.ready is None or instance.tokenizer is None:
             raise NotReady(f"the model is not ready yet ({self.phase}): try again in a moment", 1)
-        return served.engine.ready, served.tokenizer
+        return instance.engine.ready, instance.tokenizer
 
     async def load(self) -> None:
         """Loads the first model instance, which has been started; an unusable tokenizer ends the service."""
         try:
-            await self.served.load()
+            await self.instance.load()
             self._loaded.set()
         except TokenizerError as error:
-            self._fail(EngineGone(str(error), 2))
+            self._fail(EngineStopped(str(error), 2))
         except Exception as error:  # nothing awaits this task: an error must end the service, not hang it
-            self._fail(EngineGone(f"the tokenizer cannot be used ({type(error).__name__})", 2))
+            self._fail(EngineStopped(f"the tokenizer cannot be used ({type(error).__name__})", 2))
 
     async def wait_loaded(self) -> None:
         """Waits until the first model instance is loaded."""
         await self._loaded.wait()
 
-    async def wait_gone(self) -> EngineGone:
+    async def wait_stopped(self) -> EngineStopped:
         """Waits for a permanent failure of the current engine; failures of old weights are ignored."""
         while not self._failed.done():
-            served = self.served
+            instance = self.instance
             self._switched.clear()
-            engine_gone = asyncio.ensure_future(served.engine.wait_gone())
+            engine_stopped = asyncio.ensure_future(instance.engine.wait_stopped())
             others: list[asyncio.Future[Any]] = [self._failed, asyncio.ensure_future(self._switched.wait())]
             try:
-                await asyncio.wait([engine_gone, *others], return_when=asyncio.FIRST_COMPLETED)
-                if engine_gone.done() and served is self.served:
-                    self._fail(engine_gone.result())
+                await asyncio.wait([engine_stopped, *others], return_when=asyncio.FIRST_COMPLETED)
+                if engine_stopped.done() and instance is self.instance:
+                    self._fail(engine_stopped.result())
             finally:
-                engine_gone.cancel()
+                engine_stopped.cancel()
                 others[1].cancel()
         return self._failed.result()
 
-    def switch(self, served: ModelInstance) -> ModelInstance:
-        """Routes new requests to this loaded instance. Returns the old one, for which the caller must call retire()."""
-        old, self.served = self.served, served
+    def switch(self, instance: ModelInstance) -> ModelInstance:
+        """Routes new requests to this loaded instance. Returns the old one, which must be closed with retire()."""
+        old, self.instance = self.instance, instance
         self._retiring.append(old)
-        self._names.add(served.model_name)
+        self._model_names.add(instance.model_name)
         self._switched.set()
-        self.failures.record_success()  # earlier failures were of the old weights
+        self.failures.record_success()  # earlier failures concern the old weights
         return old
 
     async def retire(self, old: ModelInstance, error: EngineError) -> None:
@@ -240,52 +240,58 @@ class Service:
     async def close(self) -> None:
         """Stops all processes; open streams end with an error."""
         self.loop_share.close()
-        await asyncio.gather(*[served.close() for served in (self.served, *self._retiring)])
+        await asyncio.gather(*[instance.close() for instance in (self.instance, *self._retiring)])
 
     async def begin(
-        self, name: str, wish: GenerationRequest, caller: Tenant, heartbeat: float, served: ModelInstance | None = None
+        self,
+        name: str,
+        request: GenerationRequest,
+        tenant: Tenant,
+        heartbeat: float,
+        instance: ModelInstance | None = None,
     ) -> Admitted:
-        """Validates, admits and submits a request to the current instance or `served`, which is held until released.
+        """Validates, admits and submits a request to the current instance or `instance`, which it acquires.
 
-        Raises InvalidRequest, ContextLengthExceeded, QueueFull, QuotaUsedUp, NotReady, DeadlineExceeded.
+        Raises InvalidRequest, ContextLengthExceeded, QueueFull, RateLimitExceeded, NotReady, DeadlineExceeded.
         """
-        served = served or self.served
-        served.hold()
+        instance = instance or self.instance
+        instance.acquire()
         try:
-            return await self._begin(name, wish, caller, heartbeat, served)
+            return await self._begin(name, request, tenant, heartbeat, instance)
         except BaseException:  # including a client disconnect
-            served.release()
+            instance.release()
             raise
 
     async def _begin(
-        self, name: str, wish: GenerationRequest, caller: Tenant, heartbeat: float, served: ModelInstance
+        self, name: str, request: GenerationRequest, tenant: Tenant, heartbeat: float, instance: ModelInstance
     ) -> Admitted:
-        clock = SessionTimes()
-        ready, tokenizer = self.require_ready(served)
-        patience = self._patience(wish, heartbeat)
-        with self.gate.lease(wish, caller, tokenizer, ready.context) as lease:
-            with self.gate.room(wish, caller, patience, served.engine.queue):
-                account = WorkAccount(caller.salt, lease)
-                reader = PromptEncoder(ready, served.text_encoder(), self._long_texts, account)
-                async with _deadline(patience):
-                    reads, source = await reader.prompts(wish), await reader.source(wish.source)
-                    guide = await self._guide(wish, served.guides, account)
-            batch = BuiltRequests(name, wish, ready, tokenizer, caller.salt)
-            requests = batch.requests(reads, source, guide)
-            self.gate.charge(lease, wish, requests)
-            choices = batch.choices(requests, reads)  # anything that can fail comes before submission
-            stream = served.engine.submit(requests)
-        completion = GenerationSession(stream, choices, patience, clock)
+        times = SessionTimes()
+        ready, tokenizer = self.require_ready(instance)
+        timeouts = self._timeouts(request, heartbeat)
+        with self.admission.reserve_tokens(request, tenant, tokenizer, ready.context) as reservation:
+            with self.admission.reserve_queue(request, tenant, timeouts, instance.engine.queue):
+                account = WorkAccount(tenant.cache_namespace, reservation)
+                encoder = PromptEncoder(ready, instance.text_encoder(), self._tokenizer_pool, account)
+                async with _deadline(timeouts):
+                    encoded = await encoder.encode_prompts(request)
+                    source = await encoder.encode_source(request.source)
+                    grammar = await self._compile_grammar(request, instance.grammar_validator, account)
+            built = BuiltRequests(name, request, ready, tokenizer, tenant.cache_namespace)
+            engine_requests = built.requests(encoded, source, grammar)
+            self.admission.charge(reservation, request, engine_requests)
+            choices = built.choices(engine_requests, encoded)  # anything that can fail comes before submission
+            stream = instance.engine.submit(engine_requests)
+        session = GenerationSession(stream, choices, timeouts, times)
         return Admitted(
-            served=served,
-            completion=completion,
-            wish=wish,
-            params=requests[0].params,
+            instance=instance,
+            session=session,
+            request=request,
+            params=engine_requests[0].params,
             tokenizer=tokenizer,
             weights_version=ready.weights_version,
             numerics=ready.numerics,
-            truncated=any(read.truncated for read in reads),
-            lease=lease,
+            truncated=any(prompt.truncated for prompt in encoded),
+            reservation=reservation,
         )
 
     async def _run_canary(self) -> bool | None:
@@ -301,52 +307,54 @@ class Service:
 
     async def _continue_canary(self) -> None:
         """Runs a canary request; raises the errors that a client's request would get."""
-        longest = min(_CANARY_SECONDS, self.settings.request_timeout)
+        deadline = min(_CANARY_SECONDS, self.settings.request_timeout)
         source = "Once" if self.require_ready()[0].has_encoder else None
-        wish = GenerationRequest(
-            prompts=["Once"], source=source, max_tokens=2, ignore_eos=True, deadline_ms=int(longest * 1e3)
+        request = GenerationRequest(
+            prompts=["Once"], source=source, max_tokens=2, ignore_eos=True, deadline_ms=int(deadline * 1e3)
         )
-        admitted = await self.begin(_CANARY, wish, Tenant(salt=_CANARY), heartbeat=longest)
+        admitted = await self.begin(_CANARY, request, Tenant(cache_namespace=_CANARY), heartbeat=deadline)
         try:
-            while not admitted.completion.is_over:
-                if await admitted.completion.ready():
-                    admitted.completion.take()
+            while not admitted.session.is_done:
+                if await admitted.session.wait_event():
+                    admitted.session.next_event()
         finally:
-            admitted.completion.close()
-            admitted.lease.end(0)
-            admitted.served.release()
+            admitted.session.close()
+            admitted.reservation.end(0)
+            admitted.instance.release()
 
-    async def _guide(self, wish: GenerationRequest, guides: GrammarValidator, account: WorkAccount) -> str:
+    async def _compile_grammar(
+        self, request: GenerationRequest, validator: GrammarValidator, account: WorkAccount
+    ) -> str:
         """The validated grammar of the request; empty for none."""
-        if not wish.guide:
+        if not request.grammar:
             return ""
-        field, value = wish.guide
-        length = len(value) if isinstance(value, str) else MOST_BYTES  # a schema may be as large as the request body
-        guide = await self._long_texts.run(length, lambda: guide_of(field, value), account)
-        if guide is None:
+        field, value = request.grammar
+        length = len(value) if isinstance(value, str) else MAX_BYTES  # a schema may be as large as the request body
+        grammar = await self._tokenizer_pool.run(length, lambda: grammar_from(field, value), account)
+        if grammar is None:
             return ""
-        await guides.check(guide, account)
-        return guide.grammar
+        await validator.check(grammar, account)
+        return grammar.lark
 
-    def _fail(self, gone: EngineGone) -> None:
+    def _fail(self, reason: EngineStopped) -> None:
         if not self._failed.done():
-            self._failed.set_result(gone)
+            self._failed.set_result(reason)
 
-    def _patience(self, wish: GenerationRequest, heartbeat: float) -> Timeouts:
-        longest = self.settings.longest_deadline_ms
-        if wish.deadline_ms is not None and wish.deadline_ms > longest:
-            raise InvalidRequest(f"deadline_ms must be at most {longest}, this server's own limit", "deadline_ms")
-        deadline = self.settings.request_timeout if wish.deadline_ms is None else wish.deadline_ms / 1e3
+    def _timeouts(self, request: GenerationRequest, heartbeat: float) -> Timeouts:
+        limit = self.settings.max_deadline_ms
+        if request.deadline_ms is not None and request.deadline_ms > limit:
+            raise InvalidRequest(f"deadline_ms must be at most {limit}, this server's own limit", "deadline_ms")
+        deadline = self.settings.request_timeout if request.deadline_ms is None else request.deadline_ms / 1e3
         return Timeouts(deadline=deadline, queue=self.settings.queue_timeout, heartbeat=heartbeat)
 
 
 @asynccontextmanager
-async def _deadline(patience: Timeouts) -> AsyncIterator[None]:
+async def _deadline(timeouts: Timeouts) -> AsyncIterator[None]:
     """Applies the request's deadline to tokenization and grammar validation, including their queues."""
     try:
-        async with asyncio.timeout(patience.deadline) as limit:
+        async with asyncio.timeout(timeouts.deadline) as limit:
             yield
     except TimeoutError:
         if not limit.expired():
             raise
-        raise DeadlineExceeded("the deadline passed before the text was read: raise deadline_ms") from None
+        raise DeadlineExceeded("the deadline passed while the prompt was encoded: raise deadline_ms") from None

@@ -37,25 +37,25 @@ _IGNORED = ("README.md",)
 class WeightsFingerprint:
     """State of a weights directory: equal fingerprints mean that no file was replaced in between."""
 
-    place: str
+    path: str
     """The directory's real path."""
     files: tuple[tuple[str, int, int, int], ...]
     """Name, inode, bytes, modification time in ns; sorted by name. Empty if the directory is unreadable."""
 
 
-def look(weights: Path) -> WeightsFingerprint:
+def take_fingerprint(weights: Path) -> WeightsFingerprint:
     """The directory's current fingerprint. Ignores hidden files, which may be uploads in progress."""
-    place = os.path.realpath(weights)
+    path = os.path.realpath(weights)
     files = []
     try:
-        with os.scandir(place) as entries:
+        with os.scandir(path) as entries:
             for entry in entries:
                 if not entry.name.startswith(".") and entry.name not in _IGNORED:
-                    facts = os.stat(entry.path)  # noqa: PTH116 (follows links, as the loader does)
-                    files.append((entry.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+                    status = os.stat(entry.path)  # noqa: PTH116 (follows links, as the loader does)
+                    files.append((entry.name, status.st_ino, status.st_size, status.st_mtime_ns))
     except OSError:
-        return WeightsFingerprint(place, ())
-    return WeightsFingerprint(place, tuple(sorted(files)))
+        return WeightsFingerprint(path, ())
+    return WeightsFingerprint(path, tuple(sorted(files)))
 
 
 def what_is_missing(weights: Path) -> str:
@@ -78,8 +78,8 @@ _log = logging.getLogger("inkstream")
 _SUFFIXES = (".json", ".jinja", ".safetensors")
 _SMALL_BYTES = 1 << 20
 """A manifest may name files that are not weights: only small ones are kept."""
-_MOST_FILES = 256
-_MOST_COPIED_BYTES, _MOST_IN_MEMORY_BYTES = 1 << 30, 24 << 20
+_MAX_FILES = 256
+_MAX_COPIED_BYTES, _MAX_IN_MEMORY_BYTES = 1 << 30, 24 << 20
 """Limits of all copies together, on disk and in a memory file system."""
 _SHARE_OF_FREE_SPACE = 0.5
 _FICLONE = 0x40049409
@@ -104,8 +104,8 @@ class WeightsSnapshot:
         try:
             names = [name for name in os.listdir(directory) if not name.startswith(".")]  # noqa: PTH208
             for name in names:
-                if len(descriptors) > _MOST_FILES:
-                    raise OSError(0, f"more than {_MOST_FILES} files")
+                if len(descriptors) > _MAX_FILES:
+                    raise OSError(0, f"more than {_MAX_FILES} files")
                 if (descriptor := _open(directory / name)) is not None:
                     descriptors[name] = descriptor
         except OSError as error:
@@ -128,16 +128,16 @@ class WeightsSnapshot:
 
         folders: for copies that take space, in order of preference.
         """
-        total, stays = 0, dict[str, str]()
+        total, failed = 0, dict[str, str]()
         for size, name in sorted((os.fstat(number).st_size, name) for name, number in self._descriptors.items()):
             try:
                 total += size
                 with _private_copy(self._descriptors[name], self.directory, folders, total=total) as copy:
                     os.dup2(copy.fileno(), self._descriptors[name], inheritable=False)
             except OSError as error:
-                stays[name] = str(error.strerror)
-        if stays:
-            reason = ", ".join(f"{name} ({reason})" for name, reason in stays.items())
+                failed[name] = str(error.strerror)
+        if failed:
+            reason = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
             _log.warning("%s: no private copy of %s: %s", self.directory, reason, _REPLACE)
 
     def close(self) -> None:
@@ -157,8 +157,8 @@ def _open(path: Path) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
         return None
-    facts = os.fstat(descriptor)
-    if stat.S_ISREG(facts.st_mode) and (path.suffix in _SUFFIXES or facts.st_size <= _SMALL_BYTES):
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and (path.suffix in _SUFFIXES or status.st_size <= _SMALL_BYTES):
         return descriptor
     os.close(descriptor)
     return None
@@ -175,9 +175,9 @@ def _private_copy(descriptor: int, directory: Path, folders: Sequence[Path], *, 
     problem = OSError(0, "no temporary directory")
     for folder in folders:
         try:
-            most = _MOST_IN_MEMORY_BYTES if _is_in_memory(folder) else _MOST_COPIED_BYTES
-            if total > most:
-                raise OSError(0, f"more than {most >> 20} MiB for {folder}")
+            limit = _MAX_IN_MEMORY_BYTES if _is_in_memory(folder) else _MAX_COPIED_BYTES
+            if total > limit:
+                raise OSError(0, f"more than {limit >> 20} MiB for {folder}")
             return _copied(descriptor, folder)
         except OSError as error:
             problem = error

@@ -26,9 +26,9 @@ from model.files import one_line
 from model.tokenizer.token_spans import CompactSpans
 from model.tokenizer.tokenizer import Tokenizer
 
-_SECONDS, _SECONDS_PER_CHARACTER, _LEAST_SECONDS = 2.0, 1e-5, 0.1
-"""Time limits for all texts of a request, and a minimum for each: about twenty times what known tokenizers take."""
-_OFF_THE_LOOP = 1 << 14
+_SECONDS, _SECONDS_PER_CHARACTER, _MIN_SECONDS = 2.0, 1e-5, 0.1
+"""Time limits for all texts of a request, and a minimum for each: about twenty times the time of known tokenizers."""
+_POOL_LENGTH = 1 << 14
 _T = TypeVar("_T")
 _log = logging.getLogger("inkstream")
 
@@ -37,7 +37,7 @@ class TextEncoder:
     """Encodes the texts of one request, and limits the time that they take together.
 
     A proven tokenizer runs in this process. An unproven one runs in the sandbox, so that calls block: make them from a
-    worker thread, which `turn_length` ensures.
+    worker thread, which `pool_length` ensures.
     """
 
     def __init__(self, tokenizer: Tokenizer, sandbox: TokenizerSandbox | None = None) -> None:
@@ -45,9 +45,9 @@ class TextEncoder:
         self._sandbox = sandbox
         self._seconds_left = _SECONDS
 
-    def turn_length(self, length: int) -> int:
+    def pool_length(self, length: int) -> int:
         """The length for TokenizerPool.run(): with a sandbox, no text is short enough for the event loop."""
-        return max(length, _OFF_THE_LOOP) if self._sandbox else length
+        return max(length, _POOL_LENGTH) if self._sandbox else length
 
     def encode(self, text: str) -> list[int]:
         """Tokenizer.encode(). Raises InvalidRequest, EngineFailed."""
@@ -71,19 +71,19 @@ class TextEncoder:
                 return (yield from self.tokenizer.span_slices(text, add_special_tokens=special))
         return self._timed(text, lambda box, seconds: box.encode_spans(text, is_plain=not special, seconds=seconds))
 
-    def _timed(self, text: str, ask: Callable[[TokenizerSandbox, float], _T]) -> _T:
+    def _timed(self, text: str, call: Callable[[TokenizerSandbox, float], _T]) -> _T:
         assert self._sandbox
         self._seconds_left += len(text) * _SECONDS_PER_CHARACTER
-        began = time.monotonic()
+        started = time.monotonic()
         try:
-            return ask(self._sandbox, max(self._seconds_left, _LEAST_SECONDS))
+            return call(self._sandbox, max(self._seconds_left, _MIN_SECONDS))
         except TooSlow as error:
             raise InvalidRequest(
                 f"the model's tokenizer {error} for this text: shorten it, or break up long runs of one kind of "
                 "character"
             ) from None
         finally:
-            self._seconds_left -= time.monotonic() - began
+            self._seconds_left -= time.monotonic() - started
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def _panics_reported() -> Iterator[None]:
         raise EngineFailed("the model's tokenizer failed on this text") from None
 
 
-_SHORT = 5_000
-_WORKERS, _MOST_JOBS, _MOST_CHARACTERS = 2, 1024, 32 << 20
+_MAX_INLINE_LENGTH = 5_000
+_WORKERS, _MAX_JOBS, _MAX_CHARACTERS = 2, 1024, 32 << 20
 SLICE = 1 << 15
 """Characters of a slice."""
 _NICE = 5  # a third of the event loop's share of a contended core; a higher value would starve tokenization
@@ -109,8 +109,8 @@ class TokenizerPool:
     """Threads and the queue in front of them; owned by the event loop."""
 
     def __init__(self) -> None:
-        self._queue = TenantQueue(_WORKERS, most_jobs=_MOST_JOBS, most_size=_MOST_CHARACTERS)
-        self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="long-texts", initializer=_lower_priority)
+        self._queue = TenantQueue(_WORKERS, max_jobs=_MAX_JOBS, max_size=_MAX_CHARACTERS)
+        self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="tokenizer", initializer=_lower_priority)
 
     async def run(self, length: int, work: Callable[[], _T], account: WorkAccount) -> _T:
         """The result of `work` on `length` characters or tokens: at once for a short text, else in one turn.
@@ -160,7 +160,7 @@ def _advance(slices: Generator[None, None, _T]) -> tuple[_T] | None:
 
 
 def _is_short(length: int) -> bool:
-    return length <= _SHORT or is_armed("long_texts.on_loop")
+    return length <= _MAX_INLINE_LENGTH or is_armed("long_texts.on_loop")
 
 
 def _lower_priority() -> None:

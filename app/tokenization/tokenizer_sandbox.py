@@ -26,10 +26,10 @@ from model.tokenizer.token_spans import CompactSpans, Spans
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
-_IDLE = 2
+_MAX_IDLE = 2
 """Idle children that are kept; more run only while more threads call."""
-_MOST_ANSWER_BYTES = 64 << 20
-MOST_ATTACK_SECONDS = 0.25
+_MAX_RESPONSE_BYTES = 64 << 20
+MAX_ATTACK_SECONDS = 0.25
 """CPU time limit for 4,096 characters; known patterns take 10 ms."""
 
 
@@ -74,18 +74,18 @@ class TokenizerSandbox:
 
     def encode(self, text: str, *, is_plain: bool = False, seconds: float) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer adds or plain. Raises TooSlow, EngineFailed."""
-        return list(_numbers(self._ask(Encode(text=text, is_plain=is_plain), seconds).ids))
+        return list(_numbers(self._call(Encode(text=text, is_plain=is_plain), seconds).ids))
 
     def encode_spans(self, text: str, *, is_plain: bool = False, seconds: float) -> CompactSpans:
         """Like Tokenizer.encode_spans(). Raises TooSlow, EngineFailed."""
-        answer = self._ask(Encode(text=text, is_plain=is_plain, has_spans=True), seconds)
+        response = self._call(Encode(text=text, is_plain=is_plain, has_spans=True), seconds)
         spans = CompactSpans()
-        spans.append(Spans(*map(_numbers, (answer.ids, answer.starts, answer.ends))))
+        spans.append(Spans(*map(_numbers, (response.ids, response.starts, response.ends))))
         return spans
 
     def attack(self, pattern: str | None, *, seconds: float) -> None:
         """Times a pattern, or with None the whole tokenizer, on adversarial texts. Raises TooSlow, EngineFailed."""
-        self._ask(AttackTrial(pattern=pattern), seconds)
+        self._call(AttackTrial(pattern=pattern), seconds)
 
     @property
     def pids(self) -> list[int]:
@@ -101,21 +101,21 @@ class TokenizerSandbox:
         for child in children:
             child.kill()
 
-    def _ask(self, question: Encode | AttackTrial, seconds: float) -> TokenizerReply:
-        content = msgspec.msgpack.encode(question)
+    def _call(self, request: Encode | AttackTrial, seconds: float) -> TokenizerReply:
+        content = msgspec.msgpack.encode(request)
         for _ in range(2):  # something else may have killed the child; a second death is caused by the request
             child = self._acquire()
             try:
-                answer = child.ask(content, seconds)
+                response = child.call(content, seconds)
             except BaseException:
                 self._release(child, is_usable=False)
                 raise
-            self._release(child, is_usable=answer is not None)
-            if answer is not None:
-                found = msgspec.msgpack.decode(answer, type=TokenizerReply)
-                if found.problem:
-                    raise TooSlow(found.problem)
-                return found
+            self._release(child, is_usable=response is not None)
+            if response is not None:
+                reply = msgspec.msgpack.decode(response, type=TokenizerReply)
+                if reply.problem:
+                    raise TooSlow(reply.problem)
+                return reply
         raise TooSlow("takes too much memory")
 
     def _acquire(self) -> _Child:
@@ -133,7 +133,7 @@ class TokenizerSandbox:
 
     def _release(self, child: _Child, *, is_usable: bool) -> None:
         with self._lock:
-            if is_usable and len(self._idle) < _IDLE and not self._is_closed:
+            if is_usable and len(self._idle) < _MAX_IDLE and not self._is_closed:
                 self._idle.append(child)
                 return
             self._all.discard(child)
@@ -155,20 +155,20 @@ class _Child:
             start_new_session=True,  # Ctrl+C on the terminal must not end it
         )
         self.pid = self._process.pid
-        if self._within(_START_SECONDS, self._read) is None:
+        if self._with_timeout(_START_SECONDS, self._read) is None:
             self.kill()
             raise EngineFailed("the tokenizer's process does not start")
 
-    def ask(self, question: bytes, seconds: float) -> bytes | None:
+    def call(self, request: bytes, seconds: float) -> bytes | None:
         """The response; None if the child died. Raises TooSlow."""
 
         def exchange() -> bytes | None:
             assert self._process.stdin
-            self._process.stdin.write(LENGTH.pack(len(question)) + question)
+            self._process.stdin.write(LENGTH.pack(len(request)) + request)
             self._process.stdin.flush()
             return self._read()
 
-        return self._within(seconds, exchange)
+        return self._with_timeout(seconds, exchange)
 
     def kill(self) -> None:
         """Kills the process; idempotent."""
@@ -179,31 +179,31 @@ class _Child:
             self._process.stdin.close()
         self._process.stdout.close()
 
-    def _within(self, seconds: float, exchange: Callable[[], bytes | None]) -> bytes | None:
-        is_late = False
+    def _with_timeout(self, seconds: float, exchange: Callable[[], bytes | None]) -> bytes | None:
+        has_timed_out = False
 
         def end() -> None:
-            nonlocal is_late
-            is_late = True
+            nonlocal has_timed_out
+            has_timed_out = True
             self._process.kill()
 
         timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
         try:
-            answer = exchange()
+            response = exchange()
         except (OSError, ValueError):  # the pipe is broken or closed
-            answer = None
+            response = None
         finally:
             timer.cancel()
-        if is_late:
+        if has_timed_out:
             raise TooSlow(f"takes more than {seconds:.1f} s")
-        return answer
+        return response
 
     def _read(self) -> bytes | None:
         assert self._process.stdout
         header = self._process.stdout.read(LENGTH.size)
-        if len(header) < LENGTH.size or (length := LENGTH.unpack(header)[0]) > _MOST_ANSWER_BYTES:
+        if len(header) < LENGTH.size or (length := LENGTH.unpack(header)[0]) > _MAX_RESPONSE_BYTES:
             return None
         content = self._process.stdout.read(length)
         return content if len(content) == length else None

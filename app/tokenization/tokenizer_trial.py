@@ -17,7 +17,7 @@ from app.tokenization.tokenizer_sandbox import TokenizerSandbox, TooSlow
 from model.tokenizer.regexes import Unproven, find_unproven
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError, read_tokenizer_json
 
-_MOST_PATTERNS = 16
+_MAX_PATTERNS = 16
 _CHECK_SECONDS = 15.0
 """Time limit for all patterns of a tokenizer; typical ones take 0.1 s each."""
 
@@ -31,28 +31,30 @@ def check_regexes(directory: Path) -> Unproven:
         raise TokenizerError(str(error)) from None
     if not unproven or is_armed("tokenizer.unchecked"):
         return unproven
-    if len(unproven.patterns) > _MOST_PATTERNS:
+    if len(unproven.patterns) > _MAX_PATTERNS:
         raise TokenizerError(
-            f"{path}: has {len(unproven.patterns)} unusual regular expressions; {_MOST_PATTERNS} are allowed"
+            f"{path}: has {len(unproven.patterns)} unusual regular expressions; {_MAX_PATTERNS} are allowed"
         )
-    sandbox, end = TokenizerSandbox(directory, "attack"), time.monotonic() + _CHECK_SECONDS
+    sandbox, deadline = TokenizerSandbox(directory, "attack"), time.monotonic() + _CHECK_SECONDS
     try:
         for pattern in (*dict.fromkeys(unproven.patterns), None):
-            _attack(sandbox, path, pattern, max(0.1, end - time.monotonic()))
+            _attack(sandbox, path, pattern, max(0.1, deadline - time.monotonic()))
     finally:
         sandbox.close()
     return unproven
 
 
 def _attack(sandbox: TokenizerSandbox, path: Path, pattern: str | None, seconds: float) -> None:
-    what = f"the regular expression {json.dumps(pattern[:200])}" if pattern is not None else "the tokenizer"
+    subject = f"the regular expression {json.dumps(pattern[:200])}" if pattern is not None else "the tokenizer"
     try:
         sandbox.attack(pattern, seconds=seconds)
     except TooSlow as error:
         change = "write it without nested or adjacent repetitions of the same characters" if pattern else "simplify it"
-        raise TokenizerError(f"{path}: {what} {error} on adversarial texts, and 0.25 s is allowed: {change}") from None
+        raise TokenizerError(
+            f"{path}: {subject} {error} on adversarial texts, and 0.25 s is allowed: {change}"
+        ) from None
     except EngineFailed:
-        raise TokenizerError(f"{path}: {what} could not be tried in a process of its own") from None
+        raise TokenizerError(f"{path}: {subject} could not be tested in a sandboxed process") from None
 
 
 _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
@@ -60,7 +62,7 @@ _SAMPLE = "Once upon a time, 12 caf\u00e9s \u2014\n\tand \U0001f98a!"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedTokenizer:
-    """The result of try_tokenizer()."""
+    """Result of try_tokenizer()."""
 
     tokenizer: Tokenizer
     is_exact: bool
@@ -74,15 +76,15 @@ class TriedTokenizer:
 def try_tokenizer(directory: Path) -> TriedTokenizer:
     """Loads the tokenizer and round-trips a short text. Raises TokenizerError or CheckpointError."""
     path = directory / "tokenizer.json"
-    checked = check_regexes(directory)  # before this process runs any of them
-    with _errors_of_rust(path):
+    unproven = check_regexes(directory)  # before this process runs any of them
+    with _library_errors(path):
         tokenizer = Tokenizer.load(directory)
         ids = tokenizer.encode(_SAMPLE)
         text = tokenizer.decode(ids)
-    if not set(tokenizer.unproven.patterns) <= set(checked.patterns):
+    if not set(tokenizer.unproven.patterns) <= set(unproven.patterns):
         raise TokenizerError(f"{path}: changed while it was loaded: load it again")
     if not ids:
-        raise TokenizerError(f"{path}: makes no tokens of a short text")
+        raise TokenizerError(f"{path}: encodes a short text to no tokens")
     return TriedTokenizer(
         tokenizer=tokenizer,
         is_exact=text.removeprefix(" " if tokenizer.strips_first_space else "") == _SAMPLE,
@@ -97,7 +99,7 @@ def check_vocabulary(directory: Path, tokenizer: Tokenizer, model_size: int) -> 
 
 
 @contextlib.contextmanager
-def _errors_of_rust(path: Path) -> Iterator[None]:
+def _library_errors(path: Path) -> Iterator[None]:
     """Turns bare Exceptions and panics (which are not Exceptions) of the tokenizers library into TokenizerErrors."""
     try:
         yield

@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 
 from app.sandbox.sandbox_child import confine, serve
-from app.tokenization.tokenizer_sandbox import MOST_ATTACK_SECONDS, AttackTrial, Encode, TokenizerReply
+from app.tokenization.tokenizer_sandbox import MAX_ATTACK_SECONDS, AttackTrial, Encode, TokenizerReply
 from model.files import Files, reading_from
 from model.tokenizer.regexes import attacks, slowest
 from model.tokenizer.tokenizer import Tokenizer
@@ -41,37 +41,37 @@ class _Worker:
         with reading_from(self._weights, self._files):
             return Tokenizer.load(self._weights)
 
-    def answer(self, content: bytes) -> bytes:
+    def handle(self, content: bytes) -> bytes:
         """Handles one encoded request; returns the encoded response."""
-        question = msgspec.msgpack.decode(content, type=Encode | AttackTrial)
+        request = msgspec.msgpack.decode(content, type=Encode | AttackTrial)
         try:
-            found = self._encode(question) if isinstance(question, Encode) else self._attack(question.pattern)
+            reply = self._encode(request) if isinstance(request, Encode) else self._attack(request.pattern)
         except MemoryError:
-            found = TokenizerReply(problem="takes too much memory")
+            reply = TokenizerReply(problem="takes too much memory")
         except BaseException as error:  # a Rust panic is not an Exception
             gives_up = "retry-limit" in str(error) or "stack" in str(error)
-            found = TokenizerReply(
+            reply = TokenizerReply(
                 problem="gives up" if gives_up else f"fails ({str(error)[:200] or type(error).__name__})"
             )
-        return msgspec.msgpack.encode(found)
+        return msgspec.msgpack.encode(reply)
 
-    def _encode(self, question: Encode) -> TokenizerReply:
-        tokenizer, text = self.tokenizer, question.text
-        if question.has_spans:
-            spans = tokenizer.encode_spans(text, add_special_tokens=not question.is_plain).flat()
+    def _encode(self, request: Encode) -> TokenizerReply:
+        tokenizer, text = self.tokenizer, request.text
+        if request.has_spans:
+            spans = tokenizer.encode_spans(text, add_special_tokens=not request.is_plain).flat()
             return TokenizerReply(ids=spans.ids.tobytes(), starts=spans.starts.tobytes(), ends=spans.ends.tobytes())
-        ids = tokenizer.encode_many([text])[0] if question.is_plain else tokenizer.encode(text)
+        ids = tokenizer.encode_many([text])[0] if request.is_plain else tokenizer.encode(text)
         return TokenizerReply(ids=array("I", ids).tobytes())
 
     def _attack(self, pattern: str | None) -> TokenizerReply:
         if pattern is None:
             encode = self.tokenizer.encode_many
-            found = list(slowest(lambda text: encode([text]), attacks(""), MOST_ATTACK_SECONDS))
+            timings = list(slowest(lambda text: encode([text]), attacks(""), MAX_ATTACK_SECONDS))
         else:
             split = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
-            found = list(slowest(split, attacks(pattern), MOST_ATTACK_SECONDS))
-        length, seconds = found[-1]
-        if seconds <= MOST_ATTACK_SECONDS:
+            timings = list(slowest(split, attacks(pattern), MAX_ATTACK_SECONDS))
+        length, seconds = timings[-1]
+        if seconds <= MAX_ATTACK_SECONDS:
             return TokenizerReply()
         return TokenizerReply(problem=f"takes {seconds:.1f} s for {length} characters")
 
@@ -82,9 +82,9 @@ def main(weights: Path, purpose: str, files: Files) -> None:
     worker = _Worker(weights, files)
     if purpose == "encode":
         _ = worker.tokenizer  # load now, so that the first text does not wait for it
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most_bytes = taken + _MEMORY_BYTES if purpose == "encode" else _LOADING_BYTES
-    serve(worker.answer, seconds=_SECONDS, most_bytes=most_bytes)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    max_bytes = used_bytes + _MEMORY_BYTES if purpose == "encode" else _LOADING_BYTES
+    serve(worker.handle, seconds=_SECONDS, max_bytes=max_bytes)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def _run_modes(engine: Engine, batches: list[list[Request]]) -> Iterator[_Mode]:
     yield _Mode(name="eager", outputs=synchronous)
 
 
-def _outputs(engine: Engine, batches: list[list[Request]], namespace: str) -> list[Outputs]:
+def _outputs(engine: Engine, batches: list[list[Request]], space: str) -> list[Outputs]:
     """Each mode has its own cache namespace, so that it finds no blocks that another mode has computed."""
-    return [run_all(engine, [msgspec.structs.replace(r, salt=namespace) for r in batch]) for batch in batches]
+    return [run_all(engine, [msgspec.structs.replace(r, cache_namespace=space) for r in batch]) for batch in batches]
 
 
 def _compare(mode: _Mode, plainest: _Mode, batches: list[list[Request]]) -> Finding:

@@ -21,7 +21,7 @@ def _run(story: Coroutine[Any, Any, None]) -> None:
 
 
 def _queue(workers: int = 2, **options: Any) -> TenantQueue:
-    return TenantQueue(workers, **{"most_jobs": 64, "most_size": 1000, **options})
+    return TenantQueue(workers, **{"max_jobs": 64, "max_size": 1000, **options})
 
 
 class Line:
@@ -127,7 +127,7 @@ def test_jobs_of_one_tenant_keep_their_order() -> None:
 
 def test_a_tenant_may_hold_half_alone_and_always_leaves_space_for_another() -> None:
     async def story() -> None:
-        queue = _queue(most_jobs=16)
+        queue = _queue(max_jobs=16)
         held = []
 
         def admit(tenant: str, size: int) -> None:
@@ -159,7 +159,8 @@ def test_size_is_bounded_like_jobs_and_a_first_job_always_fits() -> None:
 def test_a_turn_is_charged_to_the_lease_and_frees_its_worker_once() -> None:
     async def story() -> None:
         quotas = RateLimiter()
-        lease = quotas.take(Tenant(name="a", salt="a", quota=RateLimits(tokens_per_minute=10_000)), 0, 0.0)
+        tenant = Tenant(name="a", cache_namespace="a", limits=RateLimits(tokens_per_minute=10_000))
+        lease = quotas.reserve(tenant, 0, 0.0)
         queue = _queue(workers=1)
         turn = await queue.acquire(WorkAccount("a", lease), 1)
         turn.end(2.05)
@@ -191,7 +192,7 @@ def test_a_job_that_is_cancelled_takes_no_turn_from_others() -> None:
 
 def test_a_worker_rests_in_proportion_to_its_turns() -> None:
     async def story() -> None:
-        queue, loop = _queue(workers=1, most_busy=0.25), asyncio.get_running_loop()
+        queue, loop = _queue(workers=1, max_busy_share=0.25), asyncio.get_running_loop()
         begun = loop.time()
         for _ in range(3):
             (await queue.acquire(WorkAccount("a"), 1)).end(0.01)

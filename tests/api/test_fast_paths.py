@@ -80,7 +80,7 @@ def test_a_choice_with_nothing_to_look_for_gives_the_text_of_one_that_looks_in_v
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
         event = SampledEvent("r", index, token, finish=finish)
         for place, choice in enumerate((plain, looking)):
-            texts[place] += "".join(delta.text for delta in choice.take(event))
+            texts[place] += "".join(delta.text for delta in choice.add(event))
     assert texts[0] == texts[1] == bytes(ids).decode("utf-8", "replace")
     assert plain.n_tokens == looking.n_tokens == len(ids)
     assert plain.ended == looking.ended is not None

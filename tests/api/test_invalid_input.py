@@ -227,7 +227,7 @@ def test_the_end_of_a_long_prompt_is_the_same_whether_all_of_it_is_read_or_not(
     prompt = text * (40_000 // len(text))
     ready = SimpleNamespace(context=8192, vocab_size=tokenizer.vocab_size, start_id=0)
     reader = PromptEncoder(ready, TextEncoder(tokenizer), TokenizerPool(), WorkAccount())  # type: ignore[arg-type]
-    (read,) = asyncio.run(reader.prompts(GenerationRequest(prompts=[prompt], truncate_prompt_tokens=limit)))
+    (read,) = asyncio.run(reader.encode_prompts(GenerationRequest(prompts=[prompt], truncate_prompt_tokens=limit)))
     assert read.truncated and len(read.ids) == limit
     assert prompt.encode().endswith(tokenizer.written(read.ids))
     if " " in text:

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.common.logs import MOST_LINES, AsyncLogHandler, impatient
+from app.common.logs import MAX_PENDING_LINES, AsyncLogHandler, open_nonblocking
 from tests.support.armed_faults import Faults
 from tests.support.paths import ROOT
 
@@ -144,7 +144,7 @@ def _logger(writer: AsyncLogHandler) -> logging.Logger:
 def test_lines_beyond_the_bound_are_dropped_and_counted_and_told(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
     writer = AsyncLogHandler(theirs, "utf-8")
-    logger, n = _logger(writer), MOST_LINES + 1000
+    logger, n = _logger(writer), MAX_PENDING_LINES + 1000
     for number in range(n):
         logger.info("%s %d", "x" * 100, number)
     began = time.monotonic()
@@ -187,7 +187,7 @@ def test_a_non_blocking_pipe_loses_nothing(pipe: tuple[int, int]) -> None:
 
 def test_a_crash_is_told_without_waiting(pipe: tuple[int, int]) -> None:
     ours, theirs = pipe
-    descriptor = impatient(theirs)
+    descriptor = open_nonblocking(theirs)
     try:
         assert os.get_blocking(theirs) and not os.get_blocking(descriptor)
         os.set_blocking(theirs, False)
@@ -200,4 +200,4 @@ def test_a_crash_is_told_without_waiting(pipe: tuple[int, int]) -> None:
     finally:
         os.close(descriptor)
     with Path(os.devnull).open() as file:
-        assert impatient(file.fileno()) == file.fileno()
+        assert open_nonblocking(file.fileno()) == file.fileno()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.common import fault_injection
-from app.common.fault_injection import InjectedFault, _Switchboard
+from app.common.fault_injection import InjectedFault, _FaultRegistry
 from tests.support.armed_faults import Faults
 from tests.support.paths import ROOT
 
@@ -42,7 +42,7 @@ def test_a_fault_happens_as_often_as_ordered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: tuple[str, type[Exception]]
 ) -> None:
     do, error = raised
-    monkeypatch.setattr(fault_injection, "_SWITCHBOARD", _Switchboard(tmp_path))
+    monkeypatch.setattr(fault_injection, "_REGISTRY", _FaultRegistry(tmp_path))
     Faults(tmp_path).arm("a.point", do, after=1, times=2, match="victim")
     happened = []
     for detail in ("victim 1", "bystander", "victim 2", "victim 3", "victim 4"):

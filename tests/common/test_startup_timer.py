@@ -13,7 +13,7 @@ from app.common.startup_timer import (
     PROVING,
     STARTING,
     StartupTimer,
-    in_words,
+    format_phases,
 )
 from app.engine.worker_loop import keep_triton_cache
 
@@ -21,16 +21,16 @@ from app.engine.worker_loop import keep_triton_cache
 def test_each_phase_lasts_until_the_next_and_news_begin_none() -> None:
     clock = StartupTimer(10.0)
     for words, now in ((LOADING_WEIGHTS, 12.0), (PROVING, 15.0), ("golden.json met", 15.5)):
-        clock.hear(words, now)
+        clock.on_phase(words, now)
     seconds = clock.finish(16.0)
     assert seconds == {STARTING: 2.0, LOADING_WEIGHTS: 3.0, PROVING: 1.0}
-    assert in_words(seconds) == "6.0 s: starting 2.0, loading weights 3.0, proving 1.0"
+    assert format_phases(seconds) == "6.0 s: starting 2.0, loading weights 3.0, proving 1.0"
 
 
 def test_a_phase_that_comes_again_is_counted_together() -> None:
     clock = StartupTimer(0.0)
     for words, now in ((CAPTURING_GRAPHS, 1.0), (PROVING, 2.0), (CAPTURING_GRAPHS, 4.0)):
-        clock.hear(words, now)
+        clock.on_phase(words, now)
     assert clock.finish(7.0) == {STARTING: 1.0, CAPTURING_GRAPHS: 4.0, PROVING: 2.0}
 
 

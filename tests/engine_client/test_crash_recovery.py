@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine_client.crash_recovery import PROOF, CrashRecovery
+from app.engine_client.crash_recovery import TOKENS_TO_CLEAR, CrashRecovery
 
 
 class _World:
@@ -24,11 +24,11 @@ class _World:
 
     def come(self, name: str) -> None:
         self.progress[name] = 0
-        self.quarantine.hold(name)
+        self.quarantine.add(name)
         self._send()
 
     def leave(self, name: str) -> None:
-        self.quarantine.leave(name)
+        self.quarantine.remove(name)
         self._queue = [one for one in self._queue if one != name]
         self._running.pop(name, None)
 
@@ -36,7 +36,7 @@ class _World:
         for name in self._queue[: self._slots - len(self._running)]:
             self._queue.remove(name)
             self._running[name] = 0
-            self.quarantine.begun(name)
+            self.quarantine.on_started(name)
         for name in self._running:
             if name in self._poison and self._running[name] == self._fuse:
                 self.crash()
@@ -49,9 +49,9 @@ class _World:
     def crash(self) -> None:
         self.crashes += 1
         self._queue, self._running = [], {}
-        for name in self.quarantine.crash(self.progress.__getitem__):
+        for name in self.quarantine.on_crash(self.progress.__getitem__):
             self.refused.append(name)
-            self.quarantine.leave(name)
+            self.quarantine.remove(name)
         self._send()
 
     @property
@@ -59,17 +59,17 @@ class _World:
         return [name for name in self.progress if name not in self.refused]
 
     def _send(self) -> None:
-        self.quarantine.look(self.progress.__getitem__)
-        while name := self.quarantine.next(self.progress.__getitem__):
+        self.quarantine.update_trial(self.progress.__getitem__)
+        while name := self.quarantine.pop_next(self.progress.__getitem__):
             self._queue.append(name)
-            self.quarantine.taken(name)
+            self.quarantine.on_queued(name)
 
 
 @given(
     names=st.integers(1, 12).map(lambda n: [f"r{i}" for i in range(n)]),
     poison=st.integers(0, 11),
     slots=st.integers(1, 12),
-    fuse=st.integers(0, PROOF - 1),
+    fuse=st.integers(0, TOKENS_TO_CLEAR - 1),
     late=st.integers(0, 5),
 )
 def test_only_the_poisoned_request_is_refused_after_two_crashes(
@@ -111,10 +111,10 @@ def test_crashes_from_outside_with_progress_between_them_refuse_no_request(data:
         elif deed == "kill":
             world.crash()
             # Everybody who was in flight comes to run again and makes its steps, as far as there are slots.
-            for _ in range((len(world.open) + 1) * (PROOF + 1)):
+            for _ in range((len(world.open) + 1) * (TOKENS_TO_CLEAR + 1)):
                 world.step()
     assert not world.refused
-    assert not world.quarantine.is_careful or slots < len(world.open)
+    assert not world.quarantine.has_pending or slots < len(world.open)
 
 
 def test_suspects_go_one_by_one_in_order_and_before_all_others() -> None:
@@ -122,72 +122,72 @@ def test_suspects_go_one_by_one_in_order_and_before_all_others() -> None:
 
     def sent() -> list[str]:
         names = []
-        while name := quarantine.next(progress.__getitem__):
+        while name := quarantine.pop_next(progress.__getitem__):
             names.append(name)
         return names
 
     for name in progress:
-        quarantine.hold(name)
+        quarantine.add(name)
     assert sent() == ["a", "b", "c", "d"]
     for name in progress:
-        quarantine.taken(name)
+        quarantine.on_queued(name)
     for name in ("a", "c"):  # b and d wait in the engine
-        quarantine.begun(name)
-    assert quarantine.owes_progress
-    assert quarantine.crash(progress.__getitem__) == []
-    assert not quarantine.owes_progress and quarantine.is_careful
+        quarantine.on_started(name)
+    assert quarantine.expects_progress
+    assert quarantine.on_crash(progress.__getitem__) == []
+    assert not quarantine.expects_progress and quarantine.has_pending
     progress["e"] = 0
-    quarantine.hold("e")
+    quarantine.add("e")
     assert sent() == ["a"]
-    progress["a"] += PROOF - 1
-    assert not quarantine.look(progress.__getitem__) and sent() == []
+    progress["a"] += TOKENS_TO_CLEAR - 1
+    assert not quarantine.update_trial(progress.__getitem__) and sent() == []
     progress["a"] += 1
-    assert quarantine.look(progress.__getitem__) and sent() == ["c"]
-    quarantine.leave("c")
+    assert quarantine.update_trial(progress.__getitem__) and sent() == ["c"]
+    quarantine.remove("c")
     assert sent() == ["b", "d", "e"], "those that only waited go together, and newcomers behind them"
-    assert not quarantine.is_careful
+    assert not quarantine.has_pending
 
 
 def test_what_only_waited_in_the_engine_is_no_suspect_and_what_it_had_not_taken_is() -> None:
     quarantine = CrashRecovery()
     for name in ("waits", "unread"):
-        quarantine.hold(name)
-    while quarantine.next(lambda _: 0):
+        quarantine.add(name)
+    while quarantine.pop_next(lambda _: 0):
         pass
     for crash in range(2):
-        quarantine.taken("waits")
-        refused = quarantine.crash(lambda _: 0)
+        quarantine.on_queued("waits")
+        refused = quarantine.on_crash(lambda _: 0)
         assert refused == (["unread"] if crash else [])
-        while quarantine.next(lambda _: 0):
+        while quarantine.pop_next(lambda _: 0):
             pass
-    assert quarantine.next(lambda _: 0) is None
+    assert quarantine.pop_next(lambda _: 0) is None
 
 
 def test_a_canceled_suspect_lets_the_next_one_go() -> None:
     quarantine = CrashRecovery()
     for name in ("a", "b"):
-        quarantine.hold(name)
-        quarantine.next(lambda _: 0)
-    quarantine.crash(lambda _: 0)
-    assert [quarantine.next(lambda _: 0), quarantine.next(lambda _: 0)] == ["a", None]
-    quarantine.leave("a")
-    assert quarantine.next(lambda _: 0) == "b"
-    quarantine.taken("gone")
-    quarantine.begun("gone")
-    quarantine.leave("gone")
+        quarantine.add(name)
+        quarantine.pop_next(lambda _: 0)
+    quarantine.on_crash(lambda _: 0)
+    assert [quarantine.pop_next(lambda _: 0), quarantine.pop_next(lambda _: 0)] == ["a", None]
+    quarantine.remove("a")
+    assert quarantine.pop_next(lambda _: 0) == "b"
+    quarantine.on_queued("gone")
+    quarantine.on_started("gone")
+    quarantine.remove("gone")
 
 
 def test_a_suspect_never_goes_before_its_leader_who_alone_tells_their_prompts_scores() -> None:
     quarantine, progress = CrashRecovery(), dict.fromkeys(["other", "leader", "follower"], 0)
     for name in progress:
-        quarantine.hold(name, "leader" if name == "follower" else None)
-        quarantine.next(progress.__getitem__)
+        quarantine.add(name, "leader" if name == "follower" else None)
+        quarantine.pop_next(progress.__getitem__)
     for name in ("other", "leader"):  # the follower's guide is still being compiled
-        quarantine.taken(name)
-    assert quarantine.crash(progress.__getitem__) == []
-    assert [quarantine.next(progress.__getitem__), quarantine.next(progress.__getitem__)] == ["leader", None]
-    quarantine.begun("leader")
-    progress["leader"] += PROOF
-    quarantine.look(progress.__getitem__)
-    assert quarantine.next(progress.__getitem__) == "follower"
-    assert quarantine.crash(progress.__getitem__) == ["follower"], "its leader had proven itself"
+        quarantine.on_queued(name)
+    assert quarantine.on_crash(progress.__getitem__) == []
+    assert [quarantine.pop_next(progress.__getitem__), quarantine.pop_next(progress.__getitem__)] == ["leader", None]
+    quarantine.on_started("leader")
+    progress["leader"] += TOKENS_TO_CLEAR
+    quarantine.update_trial(progress.__getitem__)
+    assert quarantine.pop_next(progress.__getitem__) == "follower"
+    assert quarantine.on_crash(progress.__getitem__) == ["follower"], "its leader had proven itself"

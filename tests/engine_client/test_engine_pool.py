@@ -25,11 +25,11 @@ from app.engine_client.client import EngineClient
 from app.engine_client.crash_recovery import CANARY_ID
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
-from app.engine_client.supervisor import EngineGone, FilesOfWeights, as_in_directory
-from app.engine_client.token_stream import MOST_WAITING, TokenStream
+from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
+from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
 from app.main import _worker_configs, make_fleet
 from app.serving.model_instance import ModelInstance
-from app.serving.weights_snapshot import look
+from app.serving.weights_snapshot import take_fingerprint
 from model.config import ModelConfig
 from model.tokenizer.tokenizer import TokenizerError
 
@@ -54,7 +54,7 @@ class Played:
         self.client = client
         self.places = places
         self.ready: Ready | None = None
-        self.phase, self.restarts, self.is_gone = "loading weights", 0, False
+        self.phase, self.restarts, self.is_stopped = "loading weights", 0, False
         self.report_age = self.progress_age = 0.0
         self.start_seconds: dict[str, float] = {}
         self.frames: list[Down] = []
@@ -69,11 +69,11 @@ class Played:
     def send(self, frame: Down) -> None:
         self.frames.append(frame)
 
-    def start(self, _files: FilesOfWeights = as_in_directory) -> None:
+    def start(self, _files: WeightsFiles = read_directory) -> None:
         self.load()
 
     async def stop(self) -> None:
-        self.give_up(EngineGone("the service is shutting down", 0))
+        self.give_up(EngineStopped("the service is shutting down", 0))
 
     def load(self, **changes: Any) -> None:
         self.ready = _ready(**changes)
@@ -86,11 +86,11 @@ class Played:
             held.clear()
         self.client.on_crash()
 
-    def give_up(self, reason: EngineGone) -> None:
-        self.ready, self.is_gone = None, True
-        self.client.on_gone(reason)
+    def give_up(self, reason: EngineStopped) -> None:
+        self.ready, self.is_stopped = None, True
+        self.client.on_stopped(reason)
 
-    dismiss = give_up
+    abandon = give_up
 
     def step(self) -> None:
         """Reads its pipe, and gives a token to each request that has a slot."""
@@ -113,7 +113,7 @@ class Played:
             self.running[name] = self.waiting.pop(name)
             started.append(RequestStarted(name, 0))
         if self.deadly in self.running:
-            self.client.on_report(StepReport(started=tuple(started), taken=tuple(taken), counters=self.counters))
+            self.client.on_report(StepReport(started=tuple(started), queued=tuple(taken), counters=self.counters))
             self.crash()
             return
         for name, tokens in list(self.running.items()):
@@ -125,7 +125,9 @@ class Played:
             if finish:
                 del self.running[name]
         self.client.on_report(
-            StepReport(events=tuple(events), started=tuple(started), taken=tuple(taken), counters=self.counters, at=1.0)
+            StepReport(
+                events=tuple(events), started=tuple(started), queued=tuple(taken), counters=self.counters, at=1.0
+            )
         )
 
     @property
@@ -147,11 +149,19 @@ class World:
         if load:
             self.fleet.start()
 
-    def submit(self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, salt: str = "") -> TokenStream:
+    def submit(
+        self, prompt: tuple[int, ...], n: int = 1, max_tokens: int = 12, cache_namespace: str = ""
+    ) -> TokenStream:
         number = len(self.streams)
         names = [f"r{number}/{i}" for i in range(n)]
         requests = [
-            Request(id=name, prompt=prompt, max_tokens=max_tokens, leader=names[0] if i else None, salt=salt)
+            Request(
+                id=name,
+                prompt=prompt,
+                max_tokens=max_tokens,
+                leader=names[0] if i else None,
+                cache_namespace=cache_namespace,
+            )
             for i, name in enumerate(names)
         ]
         self.streams.append(self.fleet.submit(requests))
@@ -217,7 +227,7 @@ def test_engines_that_differ_from_the_start_do_not_serve(other: str) -> None:
         world.engines[0].load()
         world.engines[1].load(**{other: "another"})
         assert world.fleet.ready is None
-        gone = await asyncio.wait_for(world.fleet.wait_gone(), 60)
+        gone = await asyncio.wait_for(world.fleet.wait_stopped(), 60)
         assert gone.exit_code == 1 and other in str(gone)
 
     in_loop(scenario)
@@ -227,8 +237,8 @@ def test_an_engine_that_cannot_start_ends_the_start() -> None:
     async def scenario() -> None:
         world = World(3, load=False)
         world.engines[0].load()
-        world.engines[2].give_up(EngineGone("--replicas 3: each takes a GPU, and there are 2", 2))
-        gone = await asyncio.wait_for(world.fleet.wait_gone(), 60)
+        world.engines[2].give_up(EngineStopped("--replicas 3: each takes a GPU, and there are 2", 2))
+        gone = await asyncio.wait_for(world.fleet.wait_stopped(), 60)
         assert gone.exit_code == 2 and "there are 2" in str(gone)
 
     in_loop(scenario)
@@ -244,8 +254,8 @@ def test_one_engine_is_as_without_a_fleet() -> None:
         world.engines[0].load(numerics="another")
         assert world.fleet.ready and world.fleet.ready.numerics == "another"
         assert await world.texts() == [alone(stream)]
-        world.engines[0].give_up(EngineGone("three times", 1))
-        assert (await asyncio.wait_for(world.fleet.wait_gone(), 60)).exit_code == 1
+        world.engines[0].give_up(EngineStopped("three times", 1))
+        assert (await asyncio.wait_for(world.fleet.wait_stopped(), 60)).exit_code == 1
 
     in_loop(scenario)
 
@@ -355,14 +365,14 @@ def test_an_engine_that_is_given_up_leaves_all_it_had_to_the_others() -> None:
             world.submit((who,) * 8)
         world.step(3)
         world.engines[0].crash()
-        world.engines[0].give_up(EngineGone("it crashed three times", 1))
-        assert world.fleet.ready and not world.fleet._gone_event.is_set()
+        world.engines[0].give_up(EngineStopped("it crashed three times", 1))
+        assert world.fleet.ready and not world.fleet._stopped_event.is_set()
         assert await world.texts() == [alone(stream) for stream in world.streams]
         stream = world.submit((1,) * 8)
         assert world.home(stream) == 1
-        world.engines[1].give_up(EngineGone("so did this one", 1))
+        world.engines[1].give_up(EngineStopped("so did this one", 1))
         assert await _text(stream) == "EngineFailed"
-        assert str(await asyncio.wait_for(world.fleet.wait_gone(), 60)) == "so did this one"
+        assert str(await asyncio.wait_for(world.fleet.wait_stopped(), 60)) == "so did this one"
         with pytest.raises(NotReady):
             world.submit((1,))
 
@@ -376,7 +386,7 @@ def test_an_engine_that_comes_back_with_other_weights_is_given_up() -> None:
         world.step(2)
         world.engines[0].crash()
         world.engines[0].load(numerics="another")
-        assert world.engines[0].is_gone and world.fleet.ready
+        assert world.engines[0].is_stopped and world.fleet.ready
         assert await world.texts() == [alone(stream) for stream in streams]
         assert not world.engines[0].requests, "nothing was sent to it"
 
@@ -393,7 +403,7 @@ def test_the_end_of_the_service_ends_every_stream_once_and_sends_nothing_about()
         await world.fleet.stop()
         assert [await _text(stream) for stream in world.streams] == ["NotReady"] * 6
         assert [world.home(stream) for stream in world.streams] == homes
-        assert (await asyncio.wait_for(world.fleet.wait_gone(), 60)).exit_code == 0
+        assert (await asyncio.wait_for(world.fleet.wait_stopped(), 60)).exit_code == 0
 
     in_loop(scenario)
 
@@ -404,7 +414,7 @@ def test_a_tokenizer_that_does_not_fit_is_found_also_where_an_engine_has_crashed
 
     async def scenario() -> None:
         world = World(n, load=False)
-        served = ModelInstance(weights, look(weights), world.fleet, None, guide_seconds=1.0)
+        served = ModelInstance(weights, take_fingerprint(weights), world.fleet, None, grammar_seconds=1.0)
         for engine in world.engines:
             engine.load(vocab_size=2)
         for engine in world.engines:
@@ -460,7 +470,7 @@ def test_a_text_that_goes_to_an_engine_that_still_loads_is_counted_once() -> Non
             world.submit((who,) * 8)
         world.step(3)
         world.engines[1].crash()
-        world.engines[0].give_up(EngineGone("three times", 1))
+        world.engines[0].give_up(EngineStopped("three times", 1))
         world.engines[1].load()
         assert sum(client.replayed for client in world.fleet.engines) == 2
 
@@ -510,9 +520,9 @@ def test_the_phase_is_that_of_an_engine_that_will_come() -> None:
         for engine, phase in zip(world.engines, ("the weights are gone", "warming up"), strict=True):
             engine.phase = phase
             engine.crash()
-        world.engines[0].give_up(EngineGone("the weights are gone", 2))
+        world.engines[0].give_up(EngineStopped("the weights are gone", 2))
         assert world.fleet.phase == "warming up"
-        world.engines[1].give_up(EngineGone("so they are", 2))
+        world.engines[1].give_up(EngineStopped("so they are", 2))
         assert world.fleet.phase == "the weights are gone"
 
     in_loop(scenario)
@@ -531,10 +541,10 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
         def send(self, frame: WorkerConfig) -> None:
             sent.append(frame)
 
-        async def gone(self) -> None:
+        async def wait_closed(self) -> None:
             await self.over.wait()
 
-        async def end(self) -> int:
+        async def terminate(self) -> int:
             return 1
 
     async def scenario() -> None:
@@ -545,7 +555,7 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
             return made[-1]
 
         monkeypatch.setattr("app.engine_client.supervisor.EngineProcess.spawn", spawn)
-        config = WorkerConfig(weights="", replica=1, replicas=2, loading_beside=1)
+        config = WorkerConfig(weights="", replica=1, replicas=2, concurrent_loaders=1)
         client = EngineClient(config, FairQueue(QueueLimits(max_requests=1, max_prompt_tokens=1)))
         client.supervisor.start()
         for count in (1, 2, 3):
@@ -553,21 +563,21 @@ def test_an_engine_that_comes_back_does_not_share_memory_that_is_free(monkeypatc
                 if len(sent) < count:
                     await asyncio.sleep(0)
             if count == 2:  # the first had not loaded when it ended
-                client.supervisor._take(_ready())
+                client.supervisor._on_frame(_ready())
             made[-1].over.set()
         await client.supervisor.stop()
 
     in_loop(scenario)
-    assert [config.loading_beside for config in sent[:3]] == [1, 1, 0]
+    assert [config.concurrent_loaders for config in sent[:3]] == [1, 1, 0]
     assert {config.name for config in sent} == {"engine 1"}
 
 
 def test_every_engine_gets_the_same_number_of_threads() -> None:
     settings = Settings(replicas=2, kernels="torch")
     configs = _worker_configs(settings, 5)
-    assert [(config.replica, config.threads, config.loading_beside) for config in configs] == [(0, 2, 1), (1, 2, 1)]
+    assert [(config.replica, config.threads, config.concurrent_loaders) for config in configs] == [(0, 2, 1), (1, 2, 1)]
     assert _worker_configs(Settings(kernels="torch"), 5) == [
-        replace(configs[0], threads=5, replicas=1, loading_beside=0)
+        replace(configs[0], threads=5, replicas=1, concurrent_loaders=0)
     ]
     assert {config.threads for config in _worker_configs(Settings(replicas=4, threads=2, kernels="torch"), 5)} == {1}
 
@@ -637,12 +647,12 @@ def test_a_paused_stream_goes_on_at_home_or_where_there_is_an_engine() -> None:
 def test_a_stream_that_is_held_outlives_its_engine() -> None:
     async def scenario() -> None:
         world = World()
-        stream = world.submit((1,) * 8, max_tokens=MOST_WAITING + 50)
-        world.step(MOST_WAITING + 10)
-        assert stream.holds == 1
+        stream = world.submit((1,) * 8, max_tokens=MAX_BUFFERED + 50)
+        world.step(MAX_BUFFERED + 10)
+        assert stream.n_suspensions == 1
         home = world.home(stream)
         world.engines[home].crash()
-        world.engines[home].give_up(EngineGone("three times", 1))
+        world.engines[home].give_up(EngineStopped("three times", 1))
         assert world.home(stream) == 1 - home and stream.is_open
         taken = await stream.receive()
         assert world.fleet.engines[1 - home].load == 1
@@ -692,8 +702,8 @@ def test_whatever_happens_every_stream_says_what_it_says_alone(seed: int) -> Non
                 engine.load()
         texts = await world.texts()
         assert texts == [alone(stream) for stream in world.streams]
-        assert not any(client._streams or client._held for client in world.fleet.engines)
-        assert not world.fleet.queue._places and not world.fleet.queue._behind
+        assert not any(client._streams or client._suspended for client in world.fleet.engines)
+        assert not world.fleet.queue._entries and not world.fleet.queue._backlogged
         assert len({world.home(stream) for stream in world.streams}) > 1
 
     in_loop(scenario)
@@ -711,22 +721,24 @@ def test_after_a_request_is_blamed_the_engine_shows_first_that_it_works() -> Non
             world.step()
             if engine.ready is None:
                 engine.load()
-        assert engine.restarts == 2 and not streams[0].is_open and client.is_probing
+        assert engine.restarts == 2 and not streams[0].is_open and client.is_running_canary
         replayed = client.replayed
         engine.seen.clear()
         world.step()
         assert engine.seen == [CANARY_ID] and client.n_suspects == 3 and world.fleet.queue.position(CANARY_ID) is None
         engine.crash()
-        assert client.n_suspects == 2 and not client.is_probing, "a crash during the canary request blames no request"
+        assert client.n_suspects == 2 and not client.is_running_canary, (
+            "a crash during the canary request blames no request"
+        )
         assert CANARY_ID not in client._streams
         engine.load()
         newcomer = world.submit((9,) * 8)
         world.step(2)
-        assert not client.is_probing and engine.seen[-1] == CANARY_ID
+        assert not client.is_running_canary and engine.seen[-1] == CANARY_ID
         assert (await world.texts())[1:] == [alone(stream) for stream in (*streams[1:], newcomer)]
         engine.crash()
         engine.load()
-        assert not client.is_probing, "no request was blamed for this crash"
+        assert not client.is_running_canary, "no request was blamed for this crash"
         assert client.replayed == replayed + 2
 
     in_loop(scenario)

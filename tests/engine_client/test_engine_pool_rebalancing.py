@@ -8,7 +8,7 @@ import pytest
 
 from app.common.ipc import Cancel
 from app.common.types import RequestStarted, SampledEvent, StepReport
-from app.engine_client.supervisor import EngineGone
+from app.engine_client.supervisor import EngineStopped
 from tests.engine_client.test_engine_pool import World, alone, in_loop
 
 LONG = 400
@@ -29,7 +29,7 @@ def test_an_engine_that_has_places_takes_what_waits_for_another() -> None:
         world.step(12)
         assert not any(stream.queue_position is not None for stream in streams), "a request waits despite free slots"
         assert [len(engine.running) for engine in world.engines] == [2, 2]
-        assert not world.engines[0].waiting and not world.fleet.queue._places
+        assert not world.engines[0].waiting and not world.fleet.queue._entries
         assert await world.texts() == [alone(stream) for stream in streams]
         assert sum(client.replayed for client in world.fleet.engines) == 0, "no engine has crashed"
 
@@ -41,7 +41,7 @@ def test_those_that_move_begin_in_the_order_of_the_queue_for_every_tenant() -> N
         world = lopsided(1)
         world.submit((0,), max_tokens=LONG)
         world.step()
-        streams = [world.submit((who,) * 8, salt="ab"[who == 5], max_tokens=3) for who in range(1, 6)]
+        streams = [world.submit((who,) * 8, cache_namespace="ab"[who == 5], max_tokens=3) for who in range(1, 6)]
         world.step()
         places = {stream.queue_position: stream.requests[0].id for stream in streams}
         assert sorted(places) == [0, 1, 2, 3, 4] and places[1] == "r5/0", "one caller waits with four, another with one"
@@ -97,12 +97,14 @@ def test_what_must_not_move_does_not(what: str) -> None:
         world = lopsided(8)
         running = [world.submit((who,), max_tokens=LONG) for who in range(8)]
         world.step()
-        filler = [world.submit((9, who), max_tokens=LONG, salt="s") for who in range(1 if what == "unread" else 7)]
+        filler = [
+            world.submit((9, who), max_tokens=LONG, cache_namespace="s") for who in range(1 if what == "unread" else 7)
+        ]
         world.step()
         if what == "suspect":
             world.engines[0].crash()
             world.engines[0].load()
-        last = world.submit((3,) * 4, n=8 if what == "too many" else 1, salt="s")
+        last = world.submit((3,) * 4, n=8 if what == "too many" else 1, cache_namespace="s")
         if what in ("too many", "last eighth"):
             world.step()
         world.engines[1].load()
@@ -140,7 +142,7 @@ def test_what_moved_outlives_the_end_of_both_engines() -> None:
         world.engines[1].load()
         world.step(8)
         world.engines[0].crash()
-        world.engines[0].give_up(EngineGone("three times", 1))
+        world.engines[0].give_up(EngineStopped("three times", 1))
         assert await asyncio.wait_for(world.texts(), 30) == [alone(stream) for stream in streams]
 
     in_loop(scenario)

@@ -20,7 +20,7 @@ def _drawn(draw: random.Random) -> tuple[int, ...]:
 
 
 def _request(prompt: tuple[int, ...], salt: str = "", **more: object) -> Request:
-    return Request(id="r", prompt=prompt, max_tokens=1, salt=salt, **more)  # type: ignore[arg-type]
+    return Request(id="r", prompt=prompt, max_tokens=1, cache_namespace=salt, **more)  # type: ignore[arg-type]
 
 
 def _hashes(prompt: tuple[int, ...], salt: str = "") -> list[int]:
@@ -53,7 +53,7 @@ def test_names_of_a_batch_are_those_of_its_prompts_each_once_and_bounded() -> No
 def test_the_choice_keeps_the_bound_and_takes_the_longest_beginning_within_it(seed: int, n: int) -> None:
     draw, router = random.Random(seed), PrefixRouter(n)
     for _ in range(draw.randrange(12)):
-        router.note(draw.randrange(n), _hashes(_drawn(draw)), 1000)
+        router.record(draw.randrange(n), _hashes(_drawn(draw)), 1000)
     loads = {place: draw.randrange(draw.choice((2, 40))) for place in draw.sample(range(n), draw.randint(1, n))}
     adding, hashes = draw.randint(1, 16), _hashes(_drawn(draw))
     chosen = router.choose(hashes, loads, adding)
@@ -62,8 +62,8 @@ def test_the_choice_keeps_the_bound_and_takes_the_longest_beginning_within_it(se
     assert loads[chosen] == min(loads.values()) or loads[chosen] + adding <= bound
     for other, load in loads.items():
         if load + adding <= bound:
-            assert router.known(other, hashes) <= router.known(chosen, hashes)
-            if router.known(other, hashes) == router.known(chosen, hashes):
+            assert router.n_cached(other, hashes) <= router.n_cached(chosen, hashes)
+            if router.n_cached(other, hashes) == router.n_cached(chosen, hashes):
                 assert loads[chosen] <= load
 
 
@@ -74,12 +74,12 @@ def test_what_is_remembered_is_bounded_and_is_whole_beginnings(seed: int, most: 
     sent = [_drawn(draw) for _ in range(12)]
     chains = [_hashes(prompt) for prompt in sent]
     for hashes in chains:
-        router.note(0, hashes, most)
-        assert len(router._known[0]) <= most
+        router.record(0, hashes, most)
+        assert len(router._blocks_of[0]) <= most
         for names in chains:
-            flags = [router.known(0, [name]) for name in names]
+            flags = [router.n_cached(0, [name]) for name in names]
             assert flags == sorted(flags, reverse=True)
-        assert router.known(0, hashes) == min(most, len(hashes))
+        assert router.n_cached(0, hashes) == min(most, len(hashes))
 
 
 def _simulate(n: int, prompts: list[tuple[int, ...]], lasting: int) -> tuple[list[int], list[list[int]]]:
@@ -89,7 +89,7 @@ def _simulate(n: int, prompts: list[tuple[int, ...]], lasting: int) -> tuple[lis
         if time >= lasting:
             open_at[went[time - lasting]] -= 1
         chosen = router.choose(_hashes(prompt), dict(enumerate(open_at)), 1)
-        router.note(chosen, _hashes(prompt), 10_000)
+        router.record(chosen, _hashes(prompt), 10_000)
         open_at[chosen] += 1
         went.append(chosen)
         loads.append(list(open_at))
@@ -120,8 +120,8 @@ def test_what_shares_nothing_goes_round() -> None:
 
 def test_an_engine_that_lost_its_cache_is_not_sought_for_it() -> None:
     router, hashes = PrefixRouter(2), _hashes((1,) * 20)
-    router.note(1, hashes, 100)
+    router.record(1, hashes, 100)
     assert router.choose(hashes, {0: 0, 1: 0}, 1) == 1
     assert router.choose(hashes, {0: 0}, 1) == 0
-    router.forget(1)
-    assert router.known(1, hashes) == 0 and router.choose(hashes, {0: 0, 1: 0}, 1) == 0
+    router.clear(1)
+    assert router.n_cached(1, hashes) == 0 and router.choose(hashes, {0: 0, 1: 0}, 1) == 0

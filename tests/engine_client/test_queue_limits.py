@@ -17,7 +17,7 @@ from app.engine_client.fair_queue import FairQueue, QueueLimits, ThroughputEstim
 
 
 def _request(name: str, salt: str = "", *, prompt: int = 1, max_tokens: int = 10, leader: str | None = None) -> Request:
-    return Request(id=name, prompt=(1,) * prompt, max_tokens=max_tokens, salt=salt, leader=leader)
+    return Request(id=name, prompt=(1,) * prompt, max_tokens=max_tokens, cache_namespace=salt, leader=leader)
 
 
 def _line(requests: int = 100, tokens: int = 1000) -> FairQueue:
@@ -25,7 +25,7 @@ def _line(requests: int = 100, tokens: int = 1000) -> FairQueue:
 
 
 def _start(line: FairQueue, name: str, now: float, *, has_backlog: bool = True) -> None:
-    line.begin([RequestStarted(name, 0)], now, has_backlog=has_backlog)
+    line.on_report([RequestStarted(name, 0)], now, has_backlog=has_backlog)
 
 
 def test_texts_that_are_being_read_count_as_waiting() -> None:
@@ -38,7 +38,7 @@ def test_texts_that_are_being_read_count_as_waiting() -> None:
         with pytest.raises(QueueFull):
             line.check([_request("a", prompt=41)], 0.0)
         line.check([_request("a", prompt=40)], 0.0)
-    assert not line._lanes
+    assert not line._subqueues
     with line.reserved("", 3, 1000, 0.0):  # the only one may be longer than the bound
         pass
 
@@ -64,7 +64,7 @@ def test_no_caller_fills_the_queue_alone_where_callers_are_told_apart() -> None:
                 line.check([_request(f"{salt}{i}", salt)], 0.0)
             except QueueFull:
                 return i
-            line.join(_request(f"{salt}{i}", salt))
+            line.add(_request(f"{salt}{i}", salt))
         raise AssertionError("no bound")
 
     assert fill("ann") == 56
@@ -77,16 +77,16 @@ def _line_filled_by_everybody() -> int:
     line = _line(requests=64)
     for i in range(64):
         line.check([_request(str(i))], 0.0)
-        line.join(_request(str(i)))
+        line.add(_request(str(i)))
     with pytest.raises(QueueFull):
         line.check([_request("more")], 0.0)
-    return len(line._places)
+    return len(line._entries)
 
 
 def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
     line = _line()
     for i in range(20):
-        line.join(_request(str(i)))
+        line.add(_request(str(i)))
     for i in range(10):
         _start(line, str(i), float(i))
     with pytest.raises(QueueFull, match=r"would wait (9|1[01]) s for its turn, and its time allows 5") as refused:
@@ -94,7 +94,7 @@ def test_a_request_that_would_begin_too_late_is_refused_at_once() -> None:
     assert 8 <= refused.value.retry_after <= 12
     with line.reserved("", 1, 1, 9.0, 15.0):
         pass
-    line.begin([], 10.0, has_backlog=False)  # the measured pace means nothing once no request waits in the engine
+    line.on_report([], 10.0, has_backlog=False)  # the measured pace means nothing once no request waits in the engine
     with line.reserved("", 1, 1, 10.0, 5.0):
         pass
 
@@ -108,28 +108,28 @@ def test_places_are_those_of_the_engine(n_callers: int, seed: int) -> None:
     for i in range(40):
         request = _request(f"r{i}", f"salt {draw.randrange(n_callers)}", max_tokens=1)
         scheduler.add(request)
-        line.join(request)
+        line.add(request)
         if draw.random() < 0.1:
-            victim = draw.choice(list(line._places))
+            victim = draw.choice(list(line._entries))
             scheduler.cancel(victim)
-            line.leave(victim)
-    for name in line._places:
+            line.remove(victim)
+    for name in line._entries:
         foretold[name] = line.position(name) or 0
     order = []
     while scheduler.has_work:
         plan = scheduler.plan()
         order += [started.request_id for started in plan.started]
-        line.begin(plan.started, 0.0, has_backlog=True)
+        line.on_report(plan.started, 0.0, has_backlog=True)
         scheduler.cancel(plan.chunks[0].sequence.request.id)
         scheduler.commit(type(plan)(()), StepResult())
     assert [foretold[name] for name in order] == list(range(len(order)))
-    assert not line._places and not line._lanes
+    assert not line._entries and not line._subqueues
 
 
 def test_a_replayed_request_keeps_its_place() -> None:
     line = _line()
     for name in ("a", "b", "a"):
-        line.join(_request(name))
+        line.add(_request(name))
     assert [line.position(name) for name in ("a", "b", "c")] == [0, 1, None]
 
 
@@ -138,10 +138,10 @@ def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one
     for at_once in (1, 8):
         line = _line()
         for i in range(100):
-            line.join(_request(str(i)))
+            line.add(_request(str(i)))
         for i in range(0, 80, at_once):
             started = [RequestStarted(str(i + k), 0) for k in range(at_once)]
-            line.begin(started, i / 10, has_backlog=True)
+            line.on_report(started, i / 10, has_backlog=True)
         waits.append(line.eta_seconds(9, i / 10))
     assert waits[0] == pytest.approx(1.0, rel=0.05)
     assert waits[1] == pytest.approx(1.0, rel=0.15)
@@ -150,11 +150,11 @@ def test_a_batch_of_starts_moves_the_queue_as_fast_as_the_same_starts_one_by_one
 def test_idle_time_and_starts_without_a_queue_do_not_count() -> None:
     pace = ThroughputEstimate()
     for i in range(100):
-        pace.note(10, i * 10.0, has_backlog=False)
+        pace.record(10, i * 10.0, has_backlog=False)
     assert pace.seconds_for(10, 10, 1e6) == pytest.approx(0.1)
-    pace.note(0, 1000.0, has_backlog=True)
+    pace.record(0, 1000.0, has_backlog=True)
     for i in range(1, 101):
-        pace.note(10, 1000.0 + i, has_backlog=i < 100)
+        pace.record(10, 1000.0 + i, has_backlog=i < 100)
     before = pace.seconds_for(100, 10, 1100.0)
     assert before == pytest.approx(10, rel=0.1)
     assert pace.seconds_for(100, 10, 5000.0) == before
@@ -166,11 +166,11 @@ def test_work_counts_not_requests_alone() -> None:
     for last in ([_request(f"x{i}") for i in range(10)], [_request(f"x{i}", max_tokens=100) for i in range(10)]):
         line = _line()
         for i in range(50):
-            line.join(_request(str(i)))
+            line.add(_request(str(i)))
         for i in range(50):
             _start(line, str(i), float(i))
         for request in last:
-            line.join(request)
+            line.add(request)
         waits.append(line.eta_seconds(9, 49.0))
     assert 7 < waits[1] / waits[0] < 11
 
@@ -179,7 +179,7 @@ def test_an_engine_that_stands_still_is_told_by_retry_after_between_its_bounds()
     line = _line()
     assert line.retry_after(0.0) == 1
     for i in range(50):
-        line.join(_request(str(i)))
+        line.add(_request(str(i)))
     for i in range(10):
         _start(line, str(i), i * 0.1)
     seen = [line.retry_after(1.0 + seconds) for seconds in (0, 5, 20, 100, 10_000)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from app.engine_client.crash_recovery import MOST_PARDONS, WINDOW_SECONDS, RestartPolicy
+from app.engine_client.crash_recovery import MAX_FORGIVEN, WINDOW_SECONDS, RestartPolicy
 
 
 def _verdicts(*crashes: tuple[bool, bool], pause: float = 1.0) -> list[bool]:
     """(delivered, explained) of each crash."""
     loop = RestartPolicy()
     return [
-        loop.record(number * pause, delivered=delivered, explained=explained)
+        loop.record(number * pause, delivered=delivered, is_refused=explained)
         for number, (delivered, explained) in enumerate(crashes)
     ]
 
@@ -45,22 +45,22 @@ def _of_bad_requests(count: int, pause: float, *, is_proven: bool = True) -> lis
         for explained in (False, True):
             now += pause / 2
             proven = is_proven and number > 0 and not explained
-            verdicts.append(loop.record(now, delivered=False, explained=explained, proven=proven))
+            verdicts.append(loop.record(now, delivered=False, is_refused=explained, canary_answered=proven))
     return verdicts
 
 
 def test_bad_requests_do_not_end_an_otherwise_idle_service() -> None:
-    assert not any(_of_bad_requests(MOST_PARDONS, 1.0))
+    assert not any(_of_bad_requests(MAX_FORGIVEN, 1.0))
     assert _of_bad_requests(2, 1.0, is_proven=False)[-1], "an engine that cannot even answer the probe"
 
 
 def test_an_engine_that_does_nothing_but_answer_probes_is_given_up() -> None:
-    assert _of_bad_requests(MOST_PARDONS + 1, 1.0).index(True) == 2 * MOST_PARDONS + 1
-    assert not any(_of_bad_requests(50, 2 * WINDOW_SECONDS / MOST_PARDONS))
+    assert _of_bad_requests(MAX_FORGIVEN + 1, 1.0).index(True) == 2 * MAX_FORGIVEN + 1
+    assert not any(_of_bad_requests(50, 2 * WINDOW_SECONDS / MAX_FORGIVEN))
 
 
 def test_tokens_for_any_client_forgive_all() -> None:
     loop = RestartPolicy()
-    for number in range(5 * MOST_PARDONS):
-        assert not loop.record(number, delivered=True, explained=False)
-        assert not loop.record(number, delivered=False, explained=True)
+    for number in range(5 * MAX_FORGIVEN):
+        assert not loop.record(number, delivered=True, is_refused=False)
+        assert not loop.record(number, delivered=False, is_refused=True)

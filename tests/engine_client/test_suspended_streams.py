@@ -12,8 +12,8 @@ from app.common.ipc import Cancel, Down, Submit, WorkerConfig
 from app.common.types import FinishReason, PromptScores, Request, RequestStarted, SampledEvent, StepReport
 from app.engine_client.client import EngineClient
 from app.engine_client.fair_queue import FairQueue, QueueLimits
-from app.engine_client.supervisor import EngineGone
-from app.engine_client.token_stream import MOST_WAITING, Cancelled, TokenStream
+from app.engine_client.supervisor import EngineStopped
+from app.engine_client.token_stream import MAX_BUFFERED, Cancelled, TokenStream
 from app.generation.session import GenerationSession, SessionTimes, Timeouts
 
 TOP = tuple((token, -1.0) for token in range(20))
@@ -23,7 +23,7 @@ class _Supervisor:
     """A fake engine that receives all messages and that the test drives."""
 
     ready: Any = object()
-    is_gone = False
+    is_stopped = False
     phase = "ready"
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _World:
                 self.submitted += 1
                 self.open[frame.request.id] = frame.request
                 self.written[frame.request.id] = len(frame.request.generated)
-                self.report(started=(RequestStarted(frame.request.id, 0),), taken=(frame.request.id,))
+                self.report(started=(RequestStarted(frame.request.id, 0),), queued=(frame.request.id,))
             elif isinstance(frame, Cancel):
                 self.open.pop(frame.request_id, None)
         self.supervisor.frames.clear()
@@ -84,7 +84,7 @@ class _World:
             self.step(top=top)
         return steps
 
-    def submit(self, n: int = 1, max_tokens: int = 3 * MOST_WAITING, **wish: Any) -> TokenStream:
+    def submit(self, n: int = 1, max_tokens: int = 3 * MAX_BUFFERED, **wish: Any) -> TokenStream:
         names = [f"r{i}" for i in range(n)]
         requests = [
             Request(id=name, prompt=(1, 2, 3), max_tokens=max_tokens, leader="r0" if i else None, **wish)
@@ -113,20 +113,20 @@ def _run(test: Any) -> None:
 def test_an_unread_stream_is_suspended_and_resumes_when_it_is_read(n: int, top: Any) -> None:
     async def check() -> None:
         world = _World(room=n)
-        stream = world.submit(n, 900 if top else 3 * MOST_WAITING)
+        stream = world.submit(n, 900 if top else 3 * MAX_BUFFERED)
         world.run(top=top)
         weight = sum(1 + len(a.item.top) for a in stream._arrivals if isinstance(a.item, SampledEvent))
-        assert MOST_WAITING < weight <= MOST_WAITING + 1 + len(top)
-        assert stream.holds == 1 and stream.is_open and not world.open
+        assert MAX_BUFFERED < weight <= MAX_BUFFERED + 1 + len(top)
+        assert stream.n_suspensions == 1 and stream.is_open and not world.open
         assert not world.client.queue.position("r0~2")
         got: list[Any] = []
         while stream.is_open or stream._arrivals:
             got += await asyncio.wait_for(stream.receive(), 60)
             world.run(top=top)
         for choice in range(n):
-            assert _tokens(got, choice) == list(range(900 if top else 3 * MOST_WAITING)), "each token once, in order"
-        assert stream.holds >= 2
-        assert not world.client._held and not world.client._streams
+            assert _tokens(got, choice) == list(range(900 if top else 3 * MAX_BUFFERED)), "each token once, in order"
+        assert stream.n_suspensions >= 2
+        assert not world.client._suspended and not world.client._streams
 
     _run(check())
 
@@ -140,7 +140,7 @@ def test_a_reader_who_waits_is_never_held() -> None:
         reader = asyncio.create_task(stream.receive())
         await asyncio.sleep(0)
         world.run(top=TOP)
-        assert stream.holds == 0 and not stream.is_open
+        assert stream.n_suspensions == 0 and not stream.is_open
         assert len(_tokens(await reader)) == 900
 
     _run(check())
@@ -151,9 +151,9 @@ def test_a_client_that_leaves_a_held_stream_and_comes_back_is_submitted_once() -
         world = _World()
         stream = world.submit(3)
         world.run()
-        assert stream.holds == 1
+        assert stream.n_suspensions == 1
         stream.pause()
-        assert not world.client._held
+        assert not world.client._suspended
         waiting = len(stream._arrivals)
         before = world.submitted
         taken = await stream.receive()
@@ -163,7 +163,7 @@ def test_a_client_that_leaves_a_held_stream_and_comes_back_is_submitted_once() -
         world.listen()
         assert world.submitted == before + 3
         got = taken + await _read_to_the_end(world, stream)
-        assert [_tokens(got, choice) for choice in range(3)] == [list(range(3 * MOST_WAITING))] * 3
+        assert [_tokens(got, choice) for choice in range(3)] == [list(range(3 * MAX_BUFFERED))] * 3
 
     _run(check())
 
@@ -179,8 +179,8 @@ def test_a_stream_that_is_held_again_at_once_gets_on() -> None:
             stream.pause()
             world.client.resume(stream)
             assert world.run() == 1
-            assert stream.holds == held
-            assert len(_tokens(stream._arrivals)) == MOST_WAITING + held
+            assert stream.n_suspensions == held
+            assert len(_tokens(stream._arrivals)) == MAX_BUFFERED + held
 
     _run(check())
 
@@ -214,7 +214,7 @@ def test_held_streams_end_with_what_ends_the_others() -> None:
     async def check() -> None:
         for end, error in (
             (lambda world, _: world.client.fail_all(NotReady("draining", 5)), NotReady),
-            (lambda world, _: world.client.on_gone(EngineGone("gone", 1)), EngineFailed),
+            (lambda world, _: world.client.on_stopped(EngineStopped("gone", 1)), EngineFailed),
             (lambda _, stream: stream.cancel(), Cancelled),
         ):
             world = _World()
@@ -224,7 +224,7 @@ def test_held_streams_end_with_what_ends_the_others() -> None:
             got = await stream.receive()
             world.listen()
             assert [type(a.item) for a in got[-3:]] == [error] * 3
-            assert not stream.is_open and not world.open and not world.client._held
+            assert not stream.is_open and not world.open and not world.client._suspended
 
     _run(check())
 
@@ -235,7 +235,7 @@ def test_a_held_stream_that_is_closed_or_left_is_not_submitted_again() -> None:
         stream = world.submit(3)
         world.run()
         before = world.submitted
-        stream.leave(1)
+        stream.cancel_sequence(1)
         await stream.receive()
         world.listen()
         assert world.submitted == before + 2
@@ -244,7 +244,7 @@ def test_a_held_stream_that_is_closed_or_left_is_not_submitted_again() -> None:
         await stream.receive()
         world.listen()
         assert world.submitted == before + 2
-        assert not world.open and not world.client._held
+        assert not world.open and not world.client._suspended
 
     _run(check())
 
@@ -254,7 +254,7 @@ def test_it_needs_no_room_in_a_queue_that_is_full_by_now() -> None:
         world = _World(room=1)
         stream = world.submit()
         world.run()
-        world.client.queue.join(Request(id="other", prompt=(1,), max_tokens=1))
+        world.client.queue.add(Request(id="other", prompt=(1,), max_tokens=1))
         await stream.receive()
         world.listen()
         assert list(world.open) == ["r0~2"]
@@ -278,7 +278,7 @@ def test_unread_prompt_scores_resume_where_they_stopped() -> None:
         for start in (1, 101):
             world.report(scores=(PromptScores("r0", start, scores),))
         world.listen()
-        assert stream.holds == 1 and not world.open
+        assert stream.n_suspensions == 1 and not world.open
         world.report(scores=(PromptScores("r0", 201, scores),))  # sent before the engine heard of it
         assert len([a for a in await stream.receive() if isinstance(a.item, PromptScores)]) == 2
         world.listen()
@@ -297,12 +297,12 @@ def test_the_time_a_reader_took_is_no_gap_between_tokens_and_no_turn_to_wait_for
         patience = Timeouts(deadline=1000, queue=0.0, heartbeat=1000)
         completion = GenerationSession(stream, [choice], patience, SessionTimes())  # type: ignore[list-item]
         world.run()
-        await completion.ready()
-        gaps = len(completion.gaps)
+        await completion.wait_event()
+        gaps = len(completion.inter_token_latencies)
         world.step()
-        await completion.ready()
-        assert gaps == MOST_WAITING
-        assert len(completion.gaps) == gaps
+        await completion.wait_event()
+        assert gaps == MAX_BUFFERED
+        assert len(completion.inter_token_latencies) == gaps
         assert stream.queue_position is None, "no patience of the queue ends it"
 
     _run(check())
@@ -314,5 +314,5 @@ class _Silent:
     ended = echo = None
     n_tokens = 1
 
-    def take(self, _event: SampledEvent) -> list[Any]:
+    def add(self, _event: SampledEvent) -> list[Any]:
         return []

@@ -36,7 +36,7 @@ def _read(tokenizer: Tokenizer, **wish: Any) -> list[EncodedPrompt]:
     texts = TokenizerPool()
     try:
         return asyncio.run(
-            PromptEncoder(Ready(**READY), TextEncoder(tokenizer), texts, WorkAccount()).prompts(
+            PromptEncoder(Ready(**READY), TextEncoder(tokenizer), texts, WorkAccount()).encode_prompts(
                 GenerationRequest(**wish)
             )
         )

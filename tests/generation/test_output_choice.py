@@ -36,7 +36,7 @@ def _run(
         if choice.ended:
             break
         finish = last if index == len(ids) - 1 else None
-        deltas += choice.take(SampledEvent("r", index, token, -0.5, ((token, -0.5),), finish))
+        deltas += choice.add(SampledEvent("r", index, token, -0.5, ((token, -0.5),), finish))
     return choice, deltas
 
 
@@ -131,8 +131,8 @@ def test_an_echo_that_must_end_early_tells_what_was_scored(prompt: list[int], pa
     echo = _echo(prompt, scored)
     table: Any = _Table()
     choice = OutputChoice(3, Request(id="r", prompt=tuple(prompt), max_tokens=1), table, TextRules(), echo)
-    deltas = choice.end("timeout")
+    deltas = choice.finish("timeout")
     assert "".join(delta.text for delta in deltas) == echo.text
     assert [d.id for delta in deltas for d in delta.tokens] == prompt[:scored]
     assert all(len(delta.tokens) <= 8 and delta.index == 3 for delta in deltas)
-    assert choice.end("timeout") == [], "the echo comes once"
+    assert choice.finish("timeout") == [], "the echo comes once"

@@ -19,7 +19,7 @@ def _text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
     choice, text = OutputChoice(0, request, tokenizer, TextRules()), ""
     for index, token in enumerate(ids):
         finish = FinishReason.LENGTH if index == len(ids) - 1 else None
-        text += "".join(delta.text for delta in choice.take(SampledEvent("r", index, token, finish=finish)))
+        text += "".join(delta.text for delta in choice.add(SampledEvent("r", index, token, finish=finish)))
     return text
 
 

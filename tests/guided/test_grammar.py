@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from app.common.errors import InvalidRequest
-from app.guided.grammar import MOST_BYTES, MOST_LEVELS, Grammar, guide_of
+from app.guided.grammar import MAX_BYTES, MAX_DEPTH, Grammar, grammar_from
 
 
 def _schema(guide: Grammar | None) -> dict[str, Any]:
     assert guide
-    text = guide.grammar.removeprefix("start: %json ").partition("\n%llguidance")[0]
+    text = guide.lark.removeprefix("start: %json ").partition("\n%llguidance")[0]
     schema: dict[str, Any] = json.loads(text)
     assert "whitespace_pattern" in schema.pop("x-guidance")
     return schema
@@ -27,32 +27,32 @@ def _nested(levels: int) -> dict[str, Any]:
 
 
 def test_any_text_is_no_guide() -> None:
-    assert guide_of("response_format", {"type": "text"}) is None
+    assert grammar_from("response_format", {"type": "text"}) is None
 
 
 def test_every_way_to_write_a_schema_means_the_same() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     for guide in (
-        guide_of("json_schema", schema),
-        guide_of("json_schema", json.dumps(schema)),
-        guide_of("response_format", wrapped),
+        grammar_from("json_schema", schema),
+        grammar_from("json_schema", json.dumps(schema)),
+        grammar_from("response_format", wrapped),
     ):
         found = _schema(guide)
         assert found == schema
         assert list(found["properties"]) == ["b", "a"], "the order of properties is the order of the text"
-    assert _schema(guide_of("json_schema", True)) == _schema(guide_of("json_schema", "true")) == {}
-    assert _schema(guide_of("response_format", {"type": "json_object"})) == {"type": "object"}
+    assert _schema(grammar_from("json_schema", True)) == _schema(grammar_from("json_schema", "true")) == {}
+    assert _schema(grammar_from("response_format", {"type": "json_object"})) == {"type": "object"}
 
 
 def test_white_space_is_the_schemas_own_where_it_says_so() -> None:
-    guide = guide_of("json_schema", {"x-guidance": {"whitespace_pattern": "", "lenient": True}})
+    guide = grammar_from("json_schema", {"x-guidance": {"whitespace_pattern": "", "lenient": True}})
     assert guide
-    assert '"x-guidance": {"whitespace_pattern": "", "lenient": true}' in guide.grammar
+    assert '"x-guidance": {"whitespace_pattern": "", "lenient": true}' in guide.lark
 
 
 def test_a_regex_stays_inside_its_slashes() -> None:
-    guide = guide_of("regex", "a/b\\/c\\\\/\n")
+    guide = grammar_from("regex", "a/b\\/c\\\\/\n")
     assert guide == Grammar("start: /a\\/b\\/c\\\\\\/\\n/", "regex")
 
 
@@ -60,16 +60,16 @@ def test_a_regex_stays_inside_its_slashes() -> None:
     "text", ['start: "<[0]> @a stop="', "start: /<[0]> stop= %llguidance/", 'start: "a" # <[0]> @b\n']
 )
 def test_what_only_looks_like_a_token_is_text(text: str) -> None:
-    assert guide_of("grammar", text)
+    assert grammar_from("grammar", text)
 
 
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
     [
-        ({"regex": "a\\"}, "regex", "middle of an escape"),
+        ({"regex": "a\\"}, "regex", "incomplete escape"),
         ({"regex": "\ud800"}, "regex", "half a character"),
-        ({"regex": "a" * (MOST_BYTES + 1)}, "regex", f"at most {MOST_BYTES}"),
-        ({"grammar": "#" * (MOST_BYTES + 1)}, "grammar", f"at most {MOST_BYTES}"),
+        ({"regex": "a" * (MAX_BYTES + 1)}, "regex", f"at most {MAX_BYTES}"),
+        ({"grammar": "#" * (MAX_BYTES + 1)}, "grammar", f"at most {MAX_BYTES}"),
         ({"grammar": 'start: <[0]> "a"'}, "grammar", "tokens cannot be named"),
         ({"grammar": "start: <|endoftext|>"}, "grammar", "tokens cannot be named"),
         ({"grammar": "start: @other"}, "grammar", "another grammar"),
@@ -80,9 +80,9 @@ def test_what_only_looks_like_a_token_is_text(text: str) -> None:
         ({"json_schema": False}, "json_schema", "true for any JSON"),
         ({"json_schema": "[]"}, "json_schema", "must be a JSON object"),
         ({"json_schema": "[" * 60_000}, "json_schema", "nested too deeply"),
-        ({"json_schema": _nested(MOST_LEVELS + 1)}, "json_schema", "nested too deeply"),
-        ({"json_schema": {"enum": ["a" * MOST_BYTES]}}, "json_schema", f"at most {MOST_BYTES}"),
-        ({"json_schema": {"const": float("nan")}}, "json_schema", "JSON cannot write"),
+        ({"json_schema": _nested(MAX_DEPTH + 1)}, "json_schema", "nested too deeply"),
+        ({"json_schema": {"enum": ["a" * MAX_BYTES]}}, "json_schema", f"at most {MAX_BYTES}"),
+        ({"json_schema": {"const": float("nan")}}, "json_schema", "JSON cannot represent"),
         ({"json_schema": {"x-guidance": 1}}, "json_schema", "x-guidance must be an object"),
         ({"json_schema": {"items": {"$ref": "http://elsewhere"}}}, "json_schema", "into the schema itself"),
         ({"response_format": {}}, "response_format", "must be text, json_object or json_schema"),
@@ -98,10 +98,10 @@ def test_what_only_looks_like_a_token_is_text(text: str) -> None:
 )
 def test_what_cannot_be_a_guide_is_refused_by_name(fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        guide_of(*next(iter(fields.items())))
+        grammar_from(*next(iter(fields.items())))
     assert caught.value.param == field
     assert message in str(caught.value)
 
 
 def test_as_many_levels_as_are_allowed_pass() -> None:
-    assert guide_of("json_schema", _nested(MOST_LEVELS))
+    assert grammar_from("json_schema", _nested(MAX_DEPTH))

@@ -17,8 +17,8 @@ import pytest
 
 from app.access.tenant_queue import Busy, WorkAccount
 from app.common.errors import EngineFailed, InvalidRequest
-from app.guided.grammar import guide_of
-from app.guided.validator import MOST_JOBS, GrammarValidator
+from app.guided.grammar import grammar_from
+from app.guided.validator import MAX_JOBS, GrammarValidator
 from app.guided.validator_worker import explain
 from tests.support.paths import ROOT
 
@@ -27,7 +27,7 @@ SLOW = {"anyOf": [{"type": "integer", "multipleOf": prime} for prime in (999983,
 
 
 async def _check(checker: GrammarValidator, tenant: str = "", **fields: Any) -> None:
-    guide = guide_of(*next(iter(fields.items())))
+    guide = grammar_from(*next(iter(fields.items())))
     assert guide
     await checker.check(guide, WorkAccount(tenant))
 
@@ -184,13 +184,13 @@ def test_an_acceptance_is_known_to_its_own_tenant_only(weights: Path) -> None:
 def test_requests_of_one_tenant_for_one_grammar_share_a_question_and_leave_one_by_one(weights: Path) -> None:
     async def story() -> None:
         checker, asked = GrammarValidator(weights, seconds=60), []
-        ask = checker._pool.ask
+        ask = checker._pool.call
 
         async def counted(question: bytes, account: WorkAccount) -> bytes:
             asked.append(account.tenant)
             return await ask(question, account)
 
-        checker._pool.ask = counted  # type: ignore[assignment]
+        checker._pool.call = counted  # type: ignore[assignment]
         try:
             checks = [asyncio.create_task(_check(checker, tenant=t, regex="x+y")) for t in ("a", "a", "a", "b")]
             await asyncio.sleep(0)
@@ -272,10 +272,10 @@ def test_without_the_extra_the_error_says_how_to_get_it(weights: Path) -> None:
 def test_only_so_many_guides_wait(weights: Path) -> None:
     async def story() -> None:
         checker = GrammarValidator(weights, seconds=60)
-        checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MOST_JOBS // 2 + 8)]
+        checks = [asyncio.create_task(_check(checker, regex=f"a{{{i + 1}}}")) for i in range(MAX_JOBS // 2 + 8)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
         await checker.close()
-        assert [type(answer) for answer in answers] == [type(None)] * (MOST_JOBS // 2) + [Busy] * 8
+        assert [type(answer) for answer in answers] == [type(None)] * (MAX_JOBS // 2) + [Busy] * 8
 
     _run(story())
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.engine_client.crash_recovery import PROOF
+from app.engine_client.crash_recovery import TOKENS_TO_CLEAR
 from tests.support.armed_faults import Faults
 from tests.support.load.concurrent_clients import Answer, Ask, crowd, engine_pid, is_ready, visit
 from tests.support.model.tiny_models import tiny_weights
@@ -70,7 +70,7 @@ def _all_move(answers: list[Answer], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         streams = [(a, n) for a, n in zip(answers, before, strict=True) if a.body[:3] == b"id:"]
-        if all(b"event: done" in a.body[-2000:] or a.n_events >= n + PROOF + 1 for a, n in streams):
+        if all(b"event: done" in a.body[-2000:] or a.n_events >= n + TOKENS_TO_CLEAR + 1 for a, n in streams):
             return True
         time.sleep(0.02)
     return False

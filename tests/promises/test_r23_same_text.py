@@ -41,7 +41,7 @@ def _requests(seed: int) -> Iterator[Request]:
 
 def _alone(engine: Engine, request: Request) -> Outcome:
     """Alone in the engine, in a cache namespace without cached blocks."""
-    engine.add(msgspec.structs.replace(request, leader=None, salt=request.id))
+    engine.add(msgspec.structs.replace(request, leader=None, cache_namespace=request.id))
     outcome = Outcome()
     while engine.has_work:
         report = engine.step()

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from app.access import api_keys as keys_module
-from app.access.api_keys import MOST_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
+from app.access.api_keys import MAX_KEYS, ApiKeys, KeyFileError, add_key, new_key, read_keys, revoke_key, stored
 from app.access.rate_limiter import RateLimits
 from tests.support.keyed_server import Keyring, bearer, exchange, keyed_server, log_lines, raw, run_keys, status_of
 from tests.support.paths import ROOT
@@ -123,7 +123,7 @@ def test_two_that_add_at_once_lose_nothing(ring: Keyring, promise: Promise) -> N
     ]
     made = [process.communicate(timeout=60)[0].decode().strip() for process in processes]
     held = ApiKeys(ring.file)
-    kept = sum(held.caller_of(key.encode()) is not None for key in made)
+    kept = sum(held.tenant_of(key.encode()) is not None for key in made)
     promise.all_of("S2", "keys added at the same time that are kept", kept, n)
     assert len(set(made)) == n and [p.name for p in ring.file.parent.iterdir()] == ["keys.json"], (
         "nothing is left behind"
@@ -210,7 +210,7 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
     monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
     for key, name in ((made[0], "key-0"), (made[-1], "key-19"), ("ink-unknown", None), ("", None)):
         compared.clear()
-        found = held.caller_of(key.encode())
+        found = held.tenant_of(key.encode())
         assert (found and found.name) == name
         assert len(compared) == 20 and all(len(a) == len(b) == 32 for a, b in compared)
 
@@ -218,24 +218,24 @@ def test_every_key_is_compared_whichever_it_is(ring: Keyring, monkeypatch: pytes
 def test_a_caller_is_made_of_the_key_alone(ring: Keyring) -> None:
     key = ring.add("alice", requests_per_minute=5, tokens_per_minute=6, concurrency=7)
     other = ring.add("other")
-    caller = ApiKeys(ring.file).caller_of(key.encode())
+    caller = ApiKeys(ring.file).tenant_of(key.encode())
     assert caller and caller.name == "alice"
-    assert caller.quota == RateLimits(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
-    again = ApiKeys(ring.file).caller_of(key.encode())
-    assert again and again.salt == caller.salt, "the same after a restart"
-    salts = {caller.salt, ApiKeys(ring.file).caller_of(other.encode()).salt}  # type: ignore[union-attr]
+    assert caller.limits == RateLimits(requests_per_minute=5, tokens_per_minute=6, concurrency=7)
+    again = ApiKeys(ring.file).tenant_of(key.encode())
+    assert again and again.cache_namespace == caller.cache_namespace, "the same after a restart"
+    salts = {caller.cache_namespace, ApiKeys(ring.file).tenant_of(other.encode()).cache_namespace}  # type: ignore[union-attr]
     assert len(salts) == 2 and all(len(salt) == 64 for salt in salts)
-    assert caller.salt not in ring.file.read_text()
+    assert caller.cache_namespace not in ring.file.read_text()
 
 
 def test_a_key_ends_when_its_days_are_over(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     key = new_key()
     add_key(ring.file, stored(key, "alice", days=1))
     held = ApiKeys(ring.file)
-    assert held.caller_of(key.encode())
+    assert held.tenant_of(key.encode())
     later = datetime.now(UTC) + timedelta(days=1, seconds=1)
     monkeypatch.setattr(keys_module.time, "time", later.timestamp)
-    assert held.caller_of(key.encode()) is None
+    assert held.tenant_of(key.encode()) is None
 
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
         {**key, "sha256": "0" * 63}, {**key, "sha256": "G" * 64}, {**key, "name": "a b"}, {**key, "name": "a\n"},
         {**key, "created": "2026-01-01T00:00:00"}, {**key, "concurrency": -1}, {**key, "admin": True},
     ]  # fmt: skip
-    files = [[one] for one in wrong] + [[key, key], [{**key, "name": f"k{i}"} for i in range(MOST_KEYS + 1)]]
+    files = [[one] for one in wrong] + [[key, key], [{**key, "name": f"k{i}"} for i in range(MAX_KEYS + 1)]]
     path = tmp_path / "keys.json"
     path.touch(mode=0o600)
     texts = [json.dumps({"keys": keys}) for keys in files]

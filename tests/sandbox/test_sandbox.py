@@ -26,11 +26,11 @@ class Pool(SandboxPool):
     """One tenant's questions."""
 
     def __init__(self, seconds: float = 60.0) -> None:
-        super().__init__("tests.support.sandbox_echo", seconds=seconds, most_jobs=6)
+        super().__init__("tests.support.sandbox_echo", seconds=seconds, max_jobs=6)
 
     async def put(self, question: bytes, tenant: str = "", **options: Any) -> bytes:
         """The answer for this tenant."""
-        return await self.ask(question, WorkAccount(tenant), **options)
+        return await self.call(question, WorkAccount(tenant), **options)
 
     def allow(self, seconds: float) -> None:
         """For the next questions alone: others may be late on a machine that is busy."""
@@ -83,8 +83,8 @@ def test_a_question_that_never_ends_is_killed_and_the_next_one_answered() -> Non
 def test_a_child_that_dies_or_says_too_much_gives_no_answer(question: bytes) -> None:
     async def use(pool: Pool) -> None:
         with pytest.raises(SandboxKilled):
-            await pool.put(question, most_bytes=100_000)
-        assert await pool.put(b"grow 100000", most_bytes=100_000) == b"x" * 100_000
+            await pool.put(question, max_bytes=100_000)
+        assert await pool.put(b"grow 100000", max_bytes=100_000) == b"x" * 100_000
 
     _with(use)
 

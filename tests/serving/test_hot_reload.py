@@ -21,12 +21,12 @@ from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.common.errors import EngineError, NotReady
 from app.common.settings import Settings
-from app.engine_client.supervisor import EngineGone
+from app.engine_client.supervisor import EngineStopped
 from app.http.errors import ApiError
 from app.serving.hot_reload import HotReload
 from app.serving.model_instance import ModelInstance
 from app.serving.service import Service
-from app.serving.weights_snapshot import look, what_is_missing, without_links
+from app.serving.weights_snapshot import take_fingerprint, what_is_missing, without_links
 from app.tokenization.text_encoder import TokenizerPool
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.files import write_files
@@ -45,7 +45,7 @@ class FakeEngine:
         self.is_running = False
         self.failed_with: EngineError | None = None
         self._ready = asyncio.Event()
-        self._gone: asyncio.Future[EngineGone] = asyncio.get_running_loop().create_future()
+        self._gone: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
 
     def start(self, _files: object) -> None:
         self.is_running = True
@@ -60,7 +60,7 @@ class FakeEngine:
         await self._ready.wait()
         return self._facts
 
-    async def wait_gone(self) -> EngineGone:
+    async def wait_stopped(self) -> EngineStopped:
         return await asyncio.shield(self._gone)
 
     def finish(self, vocab_size: int = 320) -> None:
@@ -73,7 +73,7 @@ class FakeEngine:
         self.ready, self.phase = None, "restarting"
 
     def give_up(self, message: str) -> None:
-        self._gone.set_result(EngineGone(message, 2))
+        self._gone.set_result(EngineStopped(message, 2))
 
 
 class House:
@@ -92,10 +92,10 @@ class House:
         self.engines.append(FakeEngine())
         return ModelInstance(
             without_links(self.weights),
-            look(self.weights),
+            take_fingerprint(self.weights),
             self.engines[-1],
             None,
-            guide_seconds=1.0,  # type: ignore[arg-type]
+            grammar_seconds=1.0,  # type: ignore[arg-type]
         )
 
     async def _make_later(self) -> ModelInstance:
@@ -115,7 +115,7 @@ async def _house(weights: Path, **options: float) -> AsyncIterator[House]:
 @asynccontextmanager
 async def _serving(house: House) -> AsyncIterator[House]:
     """Serves its first weights; its tasks end with it, and so does every engine."""
-    house.service.served.start()
+    house.service.instance.start()
     tasks = [asyncio.create_task(house.service.load()), asyncio.create_task(house.reloader.run())]
     house.engines[0].finish()
     await house.service.wait_loaded()
@@ -140,7 +140,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 async def _new_engine(house: House) -> FakeEngine:
     """Asks for new weights; the engine that loads them."""
     count = len(house.engines)
-    house.reloader.ask()
+    house.reloader.request_reload()
     await _until(lambda: len(house.engines) > count and house.engines[-1].is_running)
     return house.engines[-1]
 
@@ -154,12 +154,12 @@ def directory(tmp_path: Path, weights: Path) -> Path:
 def test_new_requests_get_the_new_weights_and_the_old_ones_end_with_their_last_answer(directory: Path) -> None:
     async def scenario() -> None:
         async with _house(directory) as house:
-            old = house.service.served
-            old.hold()
+            old = house.service.instance
+            old.acquire()
             engine = await _new_engine(house)
-            assert house.service.served is old and house.running == [0, 1]
+            assert house.service.instance is old and house.running == [0, 1]
             engine.finish()
-            await _until(lambda: house.service.served is not old)
+            await _until(lambda: house.service.instance is not old)
             assert house.noted == ["switched"] and house.service.engine is engine  # type: ignore[comparison-overlap]
             await asyncio.sleep(0.2)
             assert house.running == [0, 1]
@@ -184,10 +184,10 @@ def test_whatever_is_wrong_with_new_weights_the_old_ones_stay(
 ) -> None:
     async def scenario() -> None:
         async with _house(directory) as house:
-            old = house.service.served
+            old = house.service.instance
             fault(await _new_engine(house))
             await _until(lambda: house.running == [0])
-            assert house.service.served is old and house.noted == ["refused"]
+            assert house.service.instance is old and house.noted == ["refused"]
             (await _new_engine(house)).finish()
             await _until(lambda: house.running == [2])
 
@@ -205,14 +205,14 @@ def test_an_unexpected_error_refuses_one_load_and_no_later_one(
     async def scenario() -> None:
         async with _house(directory) as house:
             house._make, make = broken, house._make  # type: ignore[method-assign]
-            house.reloader.ask()
+            house.reloader.request_reload()
             await _until(lambda: house.noted == ["refused"])
             house._make = make  # type: ignore[method-assign]
             (await _new_engine(house)).finish()
             await _until(lambda: house.running == [1])
 
     asyncio.run(scenario())
-    assert "the old ones stay: RuntimeError on our side" in caplog.text
+    assert "the old ones stay: RuntimeError in the service" in caplog.text
 
 
 def test_files_that_change_while_they_are_loaded_are_refused(directory: Path) -> None:
@@ -232,7 +232,7 @@ def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: 
         async with _house(directory) as house:
             engine = await _new_engine(house)
             for _ in range(5):
-                house.reloader.ask()
+                house.reloader.request_reload()
             engine.finish()
             await _until(lambda: len(house.engines) == 3)
             house.engines[2].finish()
@@ -246,11 +246,11 @@ def test_however_often_it_is_asked_while_it_loads_it_loads_once_more(directory: 
 def test_there_are_never_more_than_two_engines(directory: Path) -> None:
     async def scenario() -> None:
         async with _house(directory) as house:
-            old = house.service.served
-            old.hold()
+            old = house.service.instance
+            old.acquire()
             (await _new_engine(house)).finish()
-            await _until(lambda: house.service.served is not old)
-            house.reloader.ask()
+            await _until(lambda: house.service.instance is not old)
+            house.reloader.request_reload()
             await asyncio.sleep(0.2)
             assert house.running == [0, 1]
             old.release()
@@ -262,8 +262,8 @@ def test_there_are_never_more_than_two_engines(directory: Path) -> None:
 def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory: Path) -> None:
     async def scenario() -> None:
         async with _house(directory, drain=0.1) as house:
-            old = house.service.served
-            old.hold()
+            old = house.service.instance
+            old.acquire()
             (await _new_engine(house)).finish()
             await _until(lambda: house.running == [1])
             error = house.engines[0].failed_with
@@ -275,8 +275,8 @@ def test_an_answer_that_never_ends_does_not_keep_old_weights_for_ever(directory:
 def test_the_end_of_an_old_engine_is_not_the_end_of_the_service_and_that_of_the_new_one_is(directory: Path) -> None:
     async def scenario() -> None:
         async with _house(directory) as house:
-            gone = asyncio.create_task(house.service.wait_gone())
-            house.service.served.hold()
+            gone = asyncio.create_task(house.service.wait_stopped())
+            house.service.instance.acquire()
             (await _new_engine(house)).finish()
             await _until(lambda: house.noted == ["switched"])
             house.engines[0].give_up("it crashed three times")
@@ -327,7 +327,7 @@ def test_asking_while_the_first_weights_load_waits_for_them(directory: Path) -> 
     async def scenario() -> None:
         house = House(directory)
         run = asyncio.create_task(house.reloader.run())
-        house.reloader.ask()
+        house.reloader.request_reload()
         await asyncio.sleep(0.1)
         assert len(house.engines) == 1
         run.cancel()
@@ -381,7 +381,7 @@ def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_plac
 
     async def scenario() -> None:
         async with _house(link, watch=0.05) as house:
-            old = house.service.served
+            old = house.service.instance
             assert (old.weights, old.model_name) == (directory, "mine")
             new = link.with_name("next")
             new.symlink_to(other.name)
@@ -389,23 +389,23 @@ def test_a_link_that_leads_elsewhere_is_a_change_and_old_weights_keep_their_plac
             await _until(lambda: len(house.engines) == 2)
             house.engines[1].finish()
             await _until(lambda: house.noted == ["switched"])
-            assert (house.service.served.weights, house.service.model_name) == (other, "other")
+            assert (house.service.instance.weights, house.service.model_name) == (other, "other")
             assert old.weights == directory
-            assert house.service.is_called("mine") and house.service.is_called("other")
-            assert not house.service.is_called("current")
+            assert house.service.is_model_name("mine") and house.service.is_model_name("other")
+            assert not house.service.is_model_name("current")
 
     asyncio.run(scenario())
 
 
 def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) -> None:
-    before = look(directory)
+    before = take_fingerprint(directory)
     (directory / ".model.safetensors.1.tmp").write_bytes(b"half")
     (directory / "README.md").write_text("a card")
-    assert look(directory) == before
+    assert take_fingerprint(directory) == before
     config = (directory / "config.json").read_bytes()
     write_files(directory, {"config.json": config})
-    assert look(directory) != before
-    assert look(directory / "nothing").files == ()
+    assert take_fingerprint(directory) != before
+    assert take_fingerprint(directory / "nothing").files == ()
 
 
 def test_what_is_missing_is_told(directory: Path) -> None:
@@ -458,7 +458,7 @@ def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest
     job: Any = SimpleNamespace(
         name="req-1",
         headers={},
-        admitted=SimpleNamespace(served=served),
+        admitted=SimpleNamespace(instance=served),
         completion=SimpleNamespace(stream=stream),
         service=SimpleNamespace(require_open=lambda: None),
         pause=lambda: None,

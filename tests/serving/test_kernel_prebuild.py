@@ -20,7 +20,7 @@ from tests.support.servers import Server, start_server, stop_server
 
 pytestmark = pytest.mark.slow
 
-BUILDING = "native kernels are being built for the next start"
+BUILDING = "building native kernels for the next start"
 BUILT = "native kernels are built: restart to use them"
 
 
@@ -118,7 +118,7 @@ def test_a_failed_build_is_one_line_in_the_log(
     monkeypatch.setenv("CXX", str(fake.path))
     server = start_server(tmp_path, weights, "--kernels", "auto", "--cache-dir", str(tmp_path / "cache"))
     try:
-        _said(server, f'native kernels could not be built, torch computes: {fake.path} failed: a.h:1: error: bad"}}\n')
+        _said(server, f'native kernels could not be built, using torch: {fake.path} failed: a.h:1: error: bad"}}\n')
         assert _numerics(server) == {"torch-bfloat16"}
     finally:
         assert stop_server(server) == 0

@@ -40,5 +40,5 @@ class Faults:
 
 def arm_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
     """For an engine in the test's own process."""
-    monkeypatch.setattr(fault_injection, "_SWITCHBOARD", fault_injection._Switchboard(folder))
+    monkeypatch.setattr(fault_injection, "_REGISTRY", fault_injection._FaultRegistry(folder))
     return Faults(folder)

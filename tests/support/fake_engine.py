@@ -77,7 +77,7 @@ class NoGuides:
 
     def prepare(self, request: Request) -> Job:
         """Nothing to do but to fail where a test wants it."""
-        job = Job(request.salt, lambda: fault("engine.guide", request), is_long=True)
+        job = Job(request.cache_namespace, lambda: fault("engine.guide", request), is_long=True)
         self._workers.submit(job)
         return job
 

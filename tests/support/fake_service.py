@@ -16,18 +16,19 @@ from fastapi import FastAPI, Request
 from app import main as wiring
 from app import server
 from app.__main__ import main
-from app.access.rate_limiter import EVERYBODY, RateLimits, Tenant
+from app.access.rate_limiter import ANONYMOUS, RateLimits, Tenant
 from app.api.dependencies import CallerDep
 from app.engine_client import client
 
 
 def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitable[Tenant]]:
     callers = {
-        name: Tenant(name=name, salt=f"salt of {name}", quota=RateLimits(**quota)) for name, quota in quotas.items()
+        name: Tenant(name=name, cache_namespace=f"salt of {name}", limits=RateLimits(**quota))
+        for name, quota in quotas.items()
     }
 
     async def caller(request: Request) -> Tenant:
-        return callers.get(request.headers.get("x-caller", ""), EVERYBODY)
+        return callers.get(request.headers.get("x-caller", ""), ANONYMOUS)
 
     return caller
 

@@ -40,4 +40,4 @@ def _answer(question: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(_answer, seconds=float(sys.argv[1]), most_bytes=256 << 20)
+    serve(_answer, seconds=float(sys.argv[1]), max_bytes=256 << 20)

@@ -21,7 +21,7 @@ from app.api.request_handle import RequestHandle
 from app.api.response_schemas import Cancellation, CompleteResponse
 from app.api.resume_store import ReplayBuffer, ResumeStore
 from app.common.event_loop import TimeSlice
-from app.generation.request import Delta, Finished, GenerationRequest, Heartbeat, News, Queued, Started
+from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
 from app.http.access_record import record_of
 from app.http.errors import ApiError
@@ -55,7 +55,7 @@ class ResumableStream:
     def attach(self) -> Subscription:
         """Subscribes a connection. Raises Unavailable or ApiError if the completion cannot be resumed."""
         if self._paused and self._job.completion.stream.is_open:
-            if self._job.admitted.served.is_closed:
+            if self._job.admitted.instance.is_closed:
                 raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
             self._job.service.require_open()  # an engine that is not ready is fine: the stream waits
             self._job.go_on()
@@ -114,11 +114,11 @@ class ResumableStream:
         completion = self._job.completion
         frames: list[bytes] = []
         try:
-            if not completion.is_over and not await completion.ready():
+            if not completion.is_done and not await completion.wait_event():
                 return b""
             breather = TimeSlice()
-            while reader is self._reader and completion.has_news and not (frames and breather.is_due):
-                news = completion.take()
+            while reader is self._reader and completion.has_event and not (frames and breather.is_due):
+                news = completion.next_event()
                 self._job.note(news)
                 frames.append(sse.PING if isinstance(news, Heartbeat) else self._written(news))
         except Exception as error:
@@ -126,7 +126,7 @@ class ResumableStream:
             frames.append(self._kept("error", self._job.failure(error).body(self.name)))
         return b"".join(frames)
 
-    def _written(self, news: News) -> bytes:
+    def _written(self, news: CompletionEvent) -> bytes:
         match news:
             case Delta(index, text, details):
                 if not details:
@@ -140,7 +140,7 @@ class ResumableStream:
                 return self._kept("start", self._start())
             case Finished(index):
                 self._ends[index] = news
-                if self._job.completion.is_over:
+                if self._job.completion.is_done:
                     self.is_finished = True
                     return self._kept("done", self._done())
         return b""
@@ -155,7 +155,7 @@ class ResumableStream:
     def _start(self) -> dict[str, Any]:
         return {
             "id": self.name,
-            "model": self._job.admitted.served.model_name,
+            "model": self._job.admitted.instance.model_name,
             "weights_version": self._receipt["weights_version"],
             "seed": self._receipt["seed"],
             "prompt_tokens": self._job.completion.prompt_tokens,
@@ -276,14 +276,14 @@ def next_number(request_id: str, last_event_id: str | None) -> int:
 async def _whole(job: RequestHandle, extra: dict[str, Any]) -> dict[str, Any]:
     """The response as one object. Raises EngineError."""
     collected = await job.collect()
-    asked = job.admitted.wish.logprobs is not None
+    asked = job.admitted.request.logprobs is not None
     choices = []
     for one in collected:
         tokens = response_schemas.token_elements(job.admitted.tokenizer, one.tokens) if asked else None
         choices.append({**response_schemas.choice(one.ended), "text": one.text, "tokens": tokens})
     return {
         "id": job.name,
-        "model": job.admitted.served.model_name,
+        "model": job.admitted.instance.model_name,
         "choices": choices,
         "usage": job.completion.usage(),
         "timings": job.completion.timings(),

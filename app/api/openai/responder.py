@@ -15,7 +15,7 @@ from app.api.request_handle import CollectedOutput, RequestHandle
 from app.api.response_schemas import echoed, piece
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
-from app.generation.request import Delta, Finished, News, TokenDetail, TokenTable
+from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
 from app.http.json_stream import Elements
 from model.tokenizer.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def head_of(job: RequestHandle, prefix: str, kind: str) -> dict[str, Any]:
         "id": f"{prefix}-{job.name.removeprefix('req-')}",
         "object": kind,
         "created": int(time.time()),
-        "model": job.admitted.served.model_name,
+        "model": job.admitted.instance.model_name,
         "system_fingerprint": f"{job.admitted.weights_version[:16]}-{job.admitted.numerics}",
         "seed": job.admitted.params.seed,
     }
@@ -203,11 +203,11 @@ class Responder:
         completion = self.job.completion
         frames: list[bytes] = []
         try:
-            await completion.ready()
+            await completion.wait_event()
             breather = TimeSlice()
-            while completion.has_news and not (frames and breather.is_due):
-                frames.append(self._written(completion.take()))
-            self._is_over = completion.is_over
+            while completion.has_event and not (frames and breather.is_due):
+                frames.append(self._written(completion.next_event()))
+            self._is_over = completion.is_done
             if self._is_over and self._tells_usage:
                 frames.append(frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra}))
         except Exception as error:
@@ -215,7 +215,7 @@ class Responder:
             frames.append(frame(self.job.failure(error).body(self.job.name)))
         return b"".join(frames)
 
-    def _written(self, news: News) -> bytes:
+    def _written(self, news: CompletionEvent) -> bytes:
         self.job.note(news)
         if isinstance(news, Finished):
             return self._chunk(news.index, "", self._pending.pop(news.index, ()), news)
@@ -240,12 +240,12 @@ class Responder:
 
     def _best(self, collected: list[CollectedOutput]) -> list[CollectedOutput]:
         """The n best continuations of each prompt, by the mean log-probability of their tokens."""
-        wish, choices = self.job.admitted.wish, self.job.completion.choices
-        if not wish.ranks:
+        wish, choices = self.job.admitted.request, self.job.completion.choices
+        if not wish.is_ranked:
             return collected
         best = []
-        for start in range(0, len(collected), wish.n_drawn):
-            places = range(start, start + wish.n_drawn)
+        for start in range(0, len(collected), wish.n_sampled):
+            places = range(start, start + wish.n_sampled)
             ranked = sorted(places, key=lambda place: -choices[place].mean_logprob)
             best += [collected[place] for place in ranked[: wish.n]]
         return best

@@ -44,7 +44,7 @@ class _TextAnswer(Responder):
     """Choices with text and log-probabilities in the legacy format; chunks of a stream have the same format."""
 
     def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
-        asked = self.job.admitted.wish.logprobs is not None
+        asked = self.job.admitted.request.logprobs is not None
         logprobs = shapes.logprob_elements(self.job.admitted.tokenizer, one.tokens) if asked else None
         return self._choice(index, one.text, logprobs, one.ended)
 
@@ -129,8 +129,8 @@ async def chat_completions(request: Request, service: ServiceDep, metrics: Metri
     body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
     check_model(body.model, service)
     service.require_ready()
-    with service.served.held() as served:
-        with service.gate.preparing(caller) as account:
+    with service.instance.acquired() as served:
+        with service.admission.prepare(caller) as account:
             prompt = await while_connected(request, _rendered(served.chat_template, body, account))
         wish = body.wish_for(prompt)
         job = await RequestHandle.begin(request, wish, service, metrics, caller, heartbeat=PING_SECONDS, served=served)
@@ -155,7 +155,7 @@ class _ChatAnswer(Responder):
 
     def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
         tokenizer = self.job.admitted.tokenizer
-        asked = self.job.admitted.wish.logprobs is not None
+        asked = self.job.admitted.request.logprobs is not None
         content = Elements(lambda: ([_entry(tokenizer, detail)] for detail in one.tokens))
         message = {"role": "assistant", "content": one.text}
         return {"index": index, "message": message, **_facts(content if asked else None, one.ended)}

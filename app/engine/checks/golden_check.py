@@ -49,7 +49,7 @@ def prove_finite(
             params=SamplingParams(temperature=0.0),
             prompt_logprobs=0,
             source=prompt if config.n_encoder_layers else (),
-            salt=_TRIAL,
+            cache_namespace=_TRIAL,
         )
         for place, prompt in enumerate(prompts)
     ]
@@ -77,7 +77,9 @@ def prove(engine: Engine, directory: Path, config: ModelConfig, *, context: int,
         return f"{GOLDEN_FILE} is longer than --max-context"
     source = prompt if config.n_encoder_layers else ()
     # A cache namespace of its own: no request finds what this one leaves in the cache.
-    request = Request(id=GOLDEN_FILE, prompt=prompt, max_tokens=0, prompt_logprobs=0, source=source, salt=GOLDEN_FILE)
+    request = Request(
+        id=GOLDEN_FILE, prompt=prompt, max_tokens=0, prompt_logprobs=0, source=source, cache_namespace=GOLDEN_FILE
+    )
     logprobs, failed = _run(engine, [request])
     if failed:
         raise CheckpointError(f"{golden.path}: {_problem(failed[0], number)}")

@@ -264,7 +264,7 @@ class Engine:
         """Notes which sequences the next step leaves out."""
         if self._masks:
             for sequence in self.scheduler.running:
-                sequence.waits_for_mask = bool(sequence.request.guide) and self._masks.must_wait(sequence)
+                sequence.waits_for_mask = bool(sequence.request.grammar) and self._masks.must_wait(sequence)
 
     def _begin(self, plan: BatchPlan, announce: Announce) -> _Begun:
         if plan.started:

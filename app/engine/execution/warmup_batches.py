@@ -21,7 +21,7 @@ _USUAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, l
 _COUNTED: dict[str, Any] = {"params": structs.replace(_USUAL["params"], repetition_penalty=1.1)}
 _GREEDY: dict[str, Any] = {"params": SamplingParams(temperature=0)}
 _COSTLY: dict[str, Any] = {
-    "guide": "any",
+    "grammar": "any",
     "stop_ids": (0,),
     # Hot, so that it takes more tokens than a filter finds without a sort over all of them.
     "params": SamplingParams(

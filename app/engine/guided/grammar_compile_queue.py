@@ -64,7 +64,7 @@ class GrammarCompileQueue:
 
     def enter(self, request: Request) -> None:
         """Adds a request."""
-        self._lanes.setdefault(request.salt, deque()).append(_Entry(request))
+        self._lanes.setdefault(request.cache_namespace, deque()).append(_Entry(request))
         self._compile()
 
     def leave(self) -> list[Request]:

@@ -107,7 +107,7 @@ class GrammarMasks:
         try:
             if state.matcher is None:
                 fault("engine.guide", state.request)
-                state.matcher = vocabulary.matcher(state.request.guide)
+                state.matcher = vocabulary.matcher(state.request.grammar)
             fault("engine.mask", state.request)
             for token in tokens:  # one by one: the GIL is kept for as long as a call takes
                 state.matcher.consume_token(token)
@@ -299,7 +299,7 @@ class GrammarTracker:
     def _submit(self, state: GrammarState, tokens: tuple[int, ...]) -> None:
         """Where cores are scarce, a mask that is likely to be cheap waits for the step that needs it."""
         is_compile, state.is_late = state.matcher is None, False
-        state.job = Job(state.request.salt, partial(self._masks.advance, state, tokens), is_long=is_compile)
+        state.job = Job(state.request.cache_namespace, partial(self._masks.advance, state, tokens), is_long=is_compile)
         if is_compile or state.is_slow or self._workers.n_spare_cores:
             self._workers.submit(state.job)
 
@@ -350,4 +350,4 @@ class GrammarTracker:
 
 
 def _is_guided(sequence: Sequence) -> bool:
-    return bool(sequence.request.guide) and sequence.request.max_tokens > 0
+    return bool(sequence.request.grammar) and sequence.request.max_tokens > 0

@@ -224,7 +224,7 @@ class BlockAllocator:
 
     def admit(self, sequence: Sequence, length: int, *, spare: int) -> bool:
         """Gives a sequence the blocks of `length` tokens; False where `spare` blocks would not be left."""
-        leader = sequence.living_leader
+        leader = sequence.active_leader
         there = leader.blocks[: self._full(leader)] if leader else self._find(sequence)
         self.pool.share(there)
         missing = self.pool.needed(length) - len(there)
@@ -232,7 +232,7 @@ class BlockAllocator:
             self.pool.release(there)
             return False
         sequence.blocks = there + self._allocate(missing)
-        sequence.num_published = len(there)
+        sequence.num_registered = len(there)
         sequence.num_computed = len(there) * self.pool.block_size
         if leader and not leader.ahead:
             self._take_over_rest(sequence, leader)
@@ -240,7 +240,7 @@ class BlockAllocator:
 
     def missing(self, sequence: Sequence) -> int:
         """Blocks that its pending tokens need beyond those it has."""
-        return self.pool.needed(max(len(sequence.tokens), sequence.num_begun + 1)) - len(sequence.blocks)
+        return self.pool.needed(max(len(sequence.tokens), sequence.num_scheduled + 1)) - len(sequence.blocks)
 
     def extend(self, sequence: Sequence) -> None:
         """Room for them. The caller has seen to it that there is enough."""
@@ -250,20 +250,20 @@ class BlockAllocator:
         """Names the blocks that have become full."""
         full = sequence.num_computed // self.pool.block_size
         names = self._hashes(sequence, full)
-        for index in range(sequence.num_published, full):
+        for index in range(sequence.num_registered, full):
             self.pool.publish(sequence.blocks[index], names[index])
-        sequence.num_published = max(full, sequence.num_published)
+        sequence.num_registered = max(full, sequence.num_registered)
 
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks of a sequence back, once no step can use them any more; full ones stay cached."""
         if len(sequence.tokens) - sequence.num_computed > 1:  # no draw has shown yet whether what it wrote is finite
             self._dirty |= set(sequence.blocks)
-        elif sequence.ahead or sequence.request.guide:  # and none will of what it still writes, or of a late row
+        elif sequence.ahead or sequence.request.grammar:  # and none will of what it still writes, or of a late row
             self._dirty |= set(sequence.blocks[sequence.num_computed // self.pool.block_size :])
         if not is_armed("allocator.release"):
             self._flights.release(sequence.blocks)
         sequence.blocks = []
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = sequence.num_registered = 0
 
     def spoil(self, sequence: Sequence) -> None:
         """Removes the sequence's blocks, which may hold non-finite values, from the prefix cache."""
@@ -288,7 +288,7 @@ class BlockAllocator:
             self._copies.append((leader.blocks[full], sequence.blocks[full]))
 
     def _find(self, sequence: Sequence) -> list[int]:
-        return self.pool.find(self._hashes(sequence, sequence.num_reusable // self.pool.block_size))
+        return self.pool.find(self._hashes(sequence, sequence.max_cached_tokens // self.pool.block_size))
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self.pool.allocate(count)
@@ -300,7 +300,11 @@ class BlockAllocator:
         """Names of the first `count` blocks."""
         size, hashes = self.pool.block_size, sequence.hashes
         while len(hashes) < count:
-            parent = hashes[-1] if hashes else root_hash(self._version, sequence.request.salt, sequence.request.source)
+            parent = (
+                hashes[-1]
+                if hashes
+                else root_hash(self._version, sequence.request.cache_namespace, sequence.request.source)
+            )
             start = len(hashes) * size
             hashes.append(chain_hash(parent, sequence.tokens[start : start + size]))
         return hashes[:count]

@@ -103,7 +103,7 @@ class WaitingQueue:
 
     def append(self, sequence: Sequence) -> None:
         """Appends a sequence to its tenant's lane; a tenant without a lane takes its turn after all others."""
-        self._lanes.setdefault(sequence.request.salt, deque()).append(sequence)
+        self._lanes.setdefault(sequence.request.cache_namespace, deque()).append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Returns a preempted sequence to the head of the queue."""
@@ -129,9 +129,9 @@ class WaitingQueue:
         for sequence in sequences:
             is_turn = sequence not in self._returned
             self.remove([sequence])
-            lane = self._lanes.pop(sequence.request.salt, None) if is_turn else None
+            lane = self._lanes.pop(sequence.request.cache_namespace, None) if is_turn else None
             if lane:
-                self._lanes[sequence.request.salt] = lane
+                self._lanes[sequence.request.cache_namespace] = lane
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Removes sequences from the queue."""
@@ -139,16 +139,16 @@ class WaitingQueue:
             if sequence in self._returned:
                 self._returned.remove(sequence)
                 continue
-            lane = self._lanes[sequence.request.salt]
+            lane = self._lanes[sequence.request.cache_namespace]
             lane.remove(sequence)
             if not lane:
-                del self._lanes[sequence.request.salt]
+                del self._lanes[sequence.request.cache_namespace]
 
 
 def has_place(salt: str, running: PySequence[Sequence], places: int) -> bool:
     """With API keys, reserves the last eighth of the slots for tenants that have nothing running."""
     is_last = places - len(running) <= places // 8
-    return not (is_last and salt and any(sequence.request.salt == salt for sequence in running))
+    return not (is_last and salt and any(sequence.request.cache_namespace == salt for sequence in running))
 
 
 def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
@@ -156,12 +156,14 @@ def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
     if request.leader is None:
         return None
     leader = next((sequence for sequence in older if sequence.request.id == request.leader), None)
-    same = leader and all(getattr(leader.request, x) == getattr(request, x) for x in ("prompt", "source", "salt"))
+    same = leader and all(
+        getattr(leader.request, x) == getattr(request, x) for x in ("prompt", "source", "cache_namespace")
+    )
     return leader if same else None
 
 
 def _waits_for_leader(sequence: Sequence) -> bool:
-    leader = sequence.living_leader
+    leader = sequence.active_leader
     return leader is not None and not leader.has_prompt
 
 
@@ -261,7 +263,7 @@ class Scheduler:
                 self._allocator.publish(sequence)
             scored = result.scores[name] if places else ()
             if drawn and drawn.failure and scored is not None:
-                failed.append(RequestFailed(name, drawn.failure, is_asked_for=True))
+                failed.append(RequestFailed(name, drawn.failure, is_user_error=True))
                 self._end(sequence)
                 continue
             if scored is None or (drawn and drawn.token is None and not drawn.finish):
@@ -294,7 +296,7 @@ class Scheduler:
         if sequence.ends_in_flight:
             return True
         # It skips one step, so that its followers share the prompt while no step writes to its blocks.
-        ends_prompt = not sequence.has_prompt and sequence.num_unknown
+        ends_prompt = not sequence.has_prompt and sequence.num_unsampled
         return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
 
     def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
@@ -304,11 +306,11 @@ class Scheduler:
         prompts must not keep a short one waiting.
         """
         prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
-        is_shared = self.waiting.has_namespaces or any(s.request.salt for s in prefilling)
+        is_shared = self.waiting.has_namespaces or any(s.request.cache_namespace for s in prefilling)
         budget = self.limits.prompt_budget(len(chunks), is_shared=is_shared)
         started: list[RequestStarted] = []
         if may_admit and prefilling:
-            present = {sequence.request.salt for sequence in self.running}
+            present = {sequence.request.cache_namespace for sequence in self.running}
             budget -= self._admit_some(budget // 2, chunks, started, lambda salt: salt not in present)
         budget -= _share(budget, prefilling, chunks)
         if may_admit:
@@ -331,7 +333,7 @@ class Scheduler:
 
         for sequence in self.waiting.candidates(has_slot):
             # The encoder reads the source in the same step, and in one piece; a leader's is read already.
-            to_read = 0 if sequence.living_leader else len(sequence.request.source)
+            to_read = 0 if sequence.active_leader else len(sequence.request.source)
             if left <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
                 break
             insort(self.running, sequence, key=lambda s: s.arrival)
@@ -388,7 +390,7 @@ def _share(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
     """Adds chunks of running prompts to a plan, as much of each namespace's as of any other's; what it took."""
     lanes: dict[str, list[Sequence]] = {}
     for sequence in prefilling:
-        lanes.setdefault(sequence.request.salt, []).append(sequence)
+        lanes.setdefault(sequence.request.cache_namespace, []).append(sequence)
     spent = 0
     # The smallest demand first: what it leaves of its share goes to the others.
     for n_before, lane in enumerate(sorted(lanes.values(), key=lambda lane: sum(s.num_pending for s in lane))):
@@ -405,7 +407,7 @@ def _share(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
     # Half as many tokens where each is scored, but one at least.
     room = -(-budget // 2) if sequence.num_unscored else budget
-    start = sequence.num_begun
+    start = sequence.num_scheduled
     return Chunk(sequence, start, start + min(sequence.num_pending, room))
 
 
@@ -415,7 +417,7 @@ def _is_decode(sequence: Sequence) -> bool:
 
 
 def _decode(sequence: Sequence) -> Chunk:
-    return Chunk(sequence, sequence.num_begun, sequence.num_begun + 1)
+    return Chunk(sequence, sequence.num_scheduled, sequence.num_scheduled + 1)
 
 
 _log = logging.getLogger("inkstream")

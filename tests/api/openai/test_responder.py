@@ -25,19 +25,19 @@ class _Texts(Responder):
 class _Completion:
     """News that are there at once, and no end."""
 
-    is_over = False
+    is_done = False
 
     def __init__(self, *texts: str) -> None:
         self._news = deque(Delta(0, text) for text in texts)
 
     @property
-    def has_news(self) -> bool:
+    def has_event(self) -> bool:
         return bool(self._news)
 
-    async def ready(self) -> bool:
+    async def wait_event(self) -> bool:
         return True
 
-    def take(self) -> Delta:
+    def next_event(self) -> Delta:
         return self._news.popleft()
 
 

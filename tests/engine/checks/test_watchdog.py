@@ -68,7 +68,7 @@ def test_an_engine_that_never_says_anything_is_replaced(monkeypatch: pytest.Monk
         client = EnginePool([EngineClient(WorkerConfig(weights=""), line, silence_seconds=0.2, command=command)])
         client.start()
         try:
-            gone = await asyncio.wait_for(client.wait_gone(), 60)
+            gone = await asyncio.wait_for(client.wait_stopped(), 60)
             assert client.restarts == 3 and gone.exit_code == 1
         finally:
             await client.stop()

@@ -17,7 +17,7 @@ from app.engine.gpu.resident_batch import Download, ResidentBatch
 from app.engine.gpu.runner import DeviceRunner, Shapes
 from app.engine.gpu.step import StepProgram
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.guided.grammar import guide_of
+from app.guided.grammar import grammar_from
 from tests.engine.execution.test_parity import _requests
 from tests.engine.execution.test_parity_switches import _config
 from tests.engine.execution.test_parity_switches import _requests as _few_requests
@@ -100,7 +100,7 @@ def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.Mo
     for start in (0, 4):
         assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).drawn == {}
     assert len(waited) == 2
-    request = replace(sequence.request, guide="any", prompt=(3,) * 12)
+    request = replace(sequence.request, grammar="any", prompt=(3,) * 12)
     guided = Sequence(request=request, tokens=[3] * 12, arrival=1, blocks=[1])
     assert runner.run(BatchPlan((Chunk(guided, 0, 4),))).drawn == {} and len(waited) == 3
     assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).drawn) == 1
@@ -249,11 +249,11 @@ def _count_launches(engine: Engine) -> list[int]:
 
 def _mixed() -> list[Request]:
     """Usual ones, forks, guided ones, ones whose prompt is scored, and one that no row has room for."""
-    guide = guide_of("regex", "[ab]{3,9}")
+    guide = grammar_from("regex", "[ab]{3,9}")
     assert guide
     made = []
     for i, request in enumerate(_requests(9, seed=2)):
-        changes: dict[str, Any] = [{}, {"guide": guide.grammar}, {"prompt_logprobs": 2}][i % 3]
+        changes: dict[str, Any] = [{}, {"grammar": guide.lark}, {"prompt_logprobs": 2}][i % 3]
         made.append(replace(request, **changes))
     leader = made[0]
     forked = replace(leader.params, choice=5, temperature=1.0)

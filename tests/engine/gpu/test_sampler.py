@@ -136,7 +136,7 @@ def test_what_the_words_cannot_say_does_not_fit() -> None:
     beyond = _request(early, (*stops, 1000))
     assert table.fits(beyond) and table.words(beyond) == table.words(_request(early, stops))
     assert not table.fits(_request(early, (*stops, 99)))
-    assert not table.fits(Request(id="", prompt=(0,), max_tokens=1, guide="start: /a/"))
+    assert not table.fits(Request(id="", prompt=(0,), max_tokens=1, grammar="start: /a/"))
 
 
 def test_rows_that_are_not_counted_need_no_counts() -> None:

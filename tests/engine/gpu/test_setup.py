@@ -179,7 +179,7 @@ def test_no_wish_of_a_request_takes_more_than_the_costliest_draw(rows: int) -> N
 
     asked = [chunk.sequence.request for chunk in plan.chunks]
     most = held(
-        [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.guide else None) for r in asked]
+        [SamplingInput(r.params, [0] * 64, len(r.prompt), r.stop_ids, allowed if r.grammar else None) for r in asked]
     )
     for wish in WISHES:
         for temperature in (1.0, 10.0):

@@ -21,7 +21,7 @@ class ManualGuides:
         return len(self.jobs)
 
     def prepare(self, request: Request) -> Job:
-        self.jobs[request.id] = Job(request.salt, lambda: None)
+        self.jobs[request.id] = Job(request.cache_namespace, lambda: None)
         return self.jobs[request.id]
 
     def forget(self, request_id: str) -> None:
@@ -37,7 +37,7 @@ class ManualGuides:
 
 
 def _request(name: str, salt: str = "") -> Request:
-    return Request(id=name, prompt=(1,), max_tokens=1, guide='start: "a"', salt=salt)
+    return Request(id=name, prompt=(1,), max_tokens=1, grammar='start: "a"', cache_namespace=salt)
 
 
 def _queue(*names: str, most: int = 9) -> tuple[GrammarCompileQueue, ManualGuides]:

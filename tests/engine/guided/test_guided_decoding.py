@@ -19,7 +19,7 @@ from app.common.types import Sequence as EngineSequence
 from app.engine.guided import grammar_tracker
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.sampling.sampler_io import LATE, SampledToken
-from app.guided.grammar import guide_of
+from app.guided.grammar import grammar_from
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from tests.support.armed_faults import arm_this_process
@@ -40,9 +40,9 @@ def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VO
 
 
 def _grammar(**fields: Any) -> str:
-    guide = guide_of(*next(iter(fields.items())))
+    guide = grammar_from(*next(iter(fields.items())))
     assert guide
-    return guide.grammar
+    return guide.lark
 
 
 def _allowed(guides: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
@@ -84,7 +84,7 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
     bytes_of = [b"", *single, *longer, b"\xa9a", b"a\xc3", b"", b"a"]
     size = len(bytes_of) + 3  # the model's vocabulary is padded
     stop_ids = rng.choice([(0,), (0, 1), ()])
-    request = Request(id="r", prompt=(0,), max_tokens=99, guide=_grammar(regex=regex), stop_ids=stop_ids)
+    request = Request(id="r", prompt=(0,), max_tokens=99, grammar=_grammar(regex=regex), stop_ids=stop_ids)
     for _ in range(4):
         guides, sequence, text = _guides(bytes_of, size), EngineSequence(request=request, tokens=[0], arrival=0), b""
         for _ in range(LONGEST * 2):
@@ -116,7 +116,7 @@ def _requests(guides: Sequence[str], max_tokens: int = 300) -> list[Request]:
             max_tokens=max_tokens,
             params=SamplingParams(temperature=1.0, seed=i, top_k=20 * (i % 2)),
             stop_ids=(EOS,) if i % 3 else (),
-            guide=guide,
+            grammar=guide,
         )
         for i, guide in enumerate(guides)
     ]
@@ -177,7 +177,7 @@ class _LateGuides(GrammarTracker):
         answers = iter(super().allowed(on_time))
         self.n_late += sum(late)
         return [
-            LATE if is_late and sequence.request.guide else None if is_late else next(answers)
+            LATE if is_late and sequence.request.grammar else None if is_late else next(answers)
             for sequence, is_late in zip(sequences, late, strict=True)
         ]
 
@@ -223,12 +223,12 @@ def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: 
     monkeypatch.setattr(grammar_tracker, "_TOKEN_SECONDS", 0.0)
     engine = tiny_engine(_decoder(), guides=_guides())
     grammar = BOMBS["ambiguous words"].value
-    engine.add(Request(id="costly", prompt=(1,), max_tokens=200, guide=grammar))
+    engine.add(Request(id="costly", prompt=(1,), max_tokens=200, grammar=grammar))
     good = Request(id="good", prompt=(2,), max_tokens=30)
     engine.add(good)
     reports = [engine.step() for _ in iter(lambda: engine.has_work, False)]
     (failed,) = [failure for report in reports for failure in report.failed]
-    assert failed.request_id == "costly" and failed.is_asked_for
+    assert failed.request_id == "costly" and failed.is_user_error
     assert "of computing" in failed.message and "make it simpler" in failed.message
     tokens = [event for report in reports for event in report.events if event.request_id == "good"]
     assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
@@ -237,7 +237,7 @@ def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: 
 def test_the_time_of_grammars_is_reported_by_request_once() -> None:
     guides = _guides()
     engine = tiny_engine(_decoder(), guides=guides)
-    engine.add(Request(id="r", prompt=(1,), max_tokens=30, guide=MIXED[0]))
+    engine.add(Request(id="r", prompt=(1,), max_tokens=30, grammar=MIXED[0]))
     work: list[tuple[str, float]] = []
     while engine.has_work:
         engine.step()
@@ -250,10 +250,10 @@ def test_the_time_of_grammars_is_reported_by_request_once() -> None:
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
     """With texts at random, which is the worst that a model may write."""
-    guide = guide_of(*LEGITIMATE[name])
+    guide = grammar_from(*LEGITIMATE[name])
     assert guide
     guides, rng = _guides(), random.Random(1)
-    request = Request(id="r", prompt=(0,), max_tokens=300, guide=guide.grammar)
+    request = Request(id="r", prompt=(0,), max_tokens=300, grammar=guide.lark)
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
     while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
         token = rng.choice(sorted(_ids(allowed_W)))
@@ -287,7 +287,7 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
     monkeypatch.setattr(engine.runner.compute, "run", run)  # type: ignore[attr-defined]
     run_all(engine, requests)
     assert engine.scheduler.preemptions > 3 and engine.isolation.retried > 10
-    assert sorted(compiled) == sorted(request.id for request in requests if request.guide)
+    assert sorted(compiled) == sorted(request.id for request in requests if request.grammar)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -302,21 +302,21 @@ def test_a_guided_request_submitted_again_goes_on_as_before() -> None:
             max_tokens=request.max_tokens,
             params=request.params,
             stop_ids=request.stop_ids,
-            guide=request.guide,
+            grammar=request.grammar,
             generated=generated,
         )
         assert run_all(tiny_engine(_decoder(), guides=_guides()), [again])[request.id] == before[cut:]
 
 
 def test_without_an_end_token_the_text_ends_with_its_last_token() -> None:
-    request = Request(id="r", prompt=(1,), max_tokens=50, guide=_grammar(regex="[ab]{3}"))
+    request = Request(id="r", prompt=(1,), max_tokens=50, grammar=_grammar(regex="[ab]{3}"))
     events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
     assert re.fullmatch("[ab]{3}", _text(events))
     assert events[-1].finish is FinishReason.STOP
 
 
 def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_used_up() -> None:
-    request = Request(id="r", prompt=(1,), max_tokens=20, guide=_grammar(regex="[ab]*"))
+    request = Request(id="r", prompt=(1,), max_tokens=20, grammar=_grammar(regex="[ab]*"))
     events = run_all(tiny_engine(_decoder(), guides=_guides()), [request])["r"]
     assert [event.token is None for event in events] == [False] * 20 + [True]
     assert events[-1].finish is FinishReason.LENGTH
@@ -335,7 +335,7 @@ def test_ignoring_the_end_goes_on_until_nothing_may_follow_or_the_tokens_are_use
 def test_a_guide_that_cannot_be_followed_fails_its_request_alone(grammar: str, message: str) -> None:
     bytes_of = [b"" if "\u00e9".encode()[:1] in data else data for data in TOKENIZER.bytes_of]
     engine = tiny_engine(_decoder(), blocks=200, guides=_guides(bytes_of))
-    engine.add(Request(id="bad", prompt=(1,), max_tokens=400, guide=grammar))
+    engine.add(Request(id="bad", prompt=(1,), max_tokens=400, grammar=grammar))
     good = Request(id="good", prompt=(2,), max_tokens=30)
     engine.add(good)
     failed, tokens = [], []
@@ -358,7 +358,7 @@ def test_nothing_is_kept_for_a_request_that_is_gone(end: str) -> None:
     guides = _guides()
     engine = tiny_engine(_decoder(), guides=guides)
     regex = "a{4}" if end == "stop" else "a*"
-    request = Request(id="r", prompt=(1,), max_tokens=6, guide=_grammar(regex=regex), stop_ids=(0,))
+    request = Request(id="r", prompt=(1,), max_tokens=6, grammar=_grammar(regex=regex), stop_ids=(0,))
     guides.prepare(request)
     engine.add(request)
     engine.step()
@@ -392,7 +392,7 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
     tokenizer = Tokenizer(KINDS[kind][0]())
     regex = "(?: [a-z]{1,9}){3,5}" if kind.startswith("words") else "[a-z ]{9,20}"
     guides, rng = _guides(tokenizer.bytes_of, tokenizer.vocab_size + 5), random.Random(0)
-    request = Request(id="r", prompt=(0,), max_tokens=99, guide=_grammar(regex=regex))
+    request = Request(id="r", prompt=(0,), max_tokens=99, grammar=_grammar(regex=regex))
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
     while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
         allowed = _ids(allowed_W)

@@ -88,7 +88,13 @@ def test_a_follower_lets_others_pass_while_its_leaders_prompt_is_computed() -> N
 def test_a_leader_that_is_gone_or_another_prompts_has_no_followers() -> None:
     lead, follow = _choices(2, 10)
     other = msgspec.structs.replace(lead, prompt=tuple(range(2, 12)))
-    for change in ({"salt": "x"}, {"source": (1,)}, {"prompt": other.prompt}, {"leader": "unknown"}, {"leader": "r/1"}):
+    for change in (
+        {"cache_namespace": "x"},
+        {"source": (1,)},
+        {"prompt": other.prompt},
+        {"leader": "unknown"},
+        {"leader": "r/1"},
+    ):
         requests = [lead, msgspec.structs.replace(follow, **change)]
         delivered, plans, _ = _steps(requests, make_scheduler(64, 4, 64, 8), SimulatedDevice(4))
         assert len(plans[0].chunks) == 2, "nothing to wait for"

@@ -22,7 +22,7 @@ def _world(*requests: Request, blocks: int = 64, running: int = 8, tokens: int =
 
 
 def _request(name: str, length: int = 3, *, max_tokens: int = 9, first: int = 1, salt: str = "") -> Request:
-    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=max_tokens, salt=salt)
+    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=max_tokens, cache_namespace=salt)
 
 
 def _choices(count: int, length: int) -> list[Request]:

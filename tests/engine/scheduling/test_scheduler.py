@@ -153,7 +153,7 @@ def test_the_last_token_is_never_taken_from_the_cache() -> None:
 def test_another_salt_never_hits() -> None:
     scheduler, device = make_scheduler(16, 4, 64, 4), SimulatedDevice(4)
     for salt in ("a", "b"):
-        scheduler.add(Request(id=salt, prompt=tuple(range(1, 9)), max_tokens=1, salt=salt))
+        scheduler.add(Request(id=salt, prompt=tuple(range(1, 9)), max_tokens=1, cache_namespace=salt))
         plan, _ = step(scheduler, device)
     assert plan.started[0].cached_tokens == 0
 
@@ -169,7 +169,7 @@ def test_no_tokens_asked_for_ends_with_length_and_warms_the_cache() -> None:
 def test_a_row_that_is_not_finite_fails_alone_and_its_blocks_are_cleared_for_their_next_owner() -> None:
     scheduler, device = make_scheduler(16, 4, 64, 4), SimulatedDevice(4)
     for name in ("good", "bad"):
-        scheduler.add(Request(id=name, prompt=tuple(range(1, 9)), max_tokens=3, salt=name))
+        scheduler.add(Request(id=name, prompt=tuple(range(1, 9)), max_tokens=3, cache_namespace=name))
     plan = scheduler.plan()
     (bad,) = [set(c.sequence.blocks) for c in plan.chunks if c.sequence.request.id == "bad"]
     report = finish(scheduler, device, plan, bad="bad")
@@ -210,7 +210,7 @@ def test_a_prompt_that_is_scored_takes_half_as_many_tokens_a_step() -> None:
 
 
 def _prompt(name: str, length: int, salt: str, first: int = 1) -> Request:
-    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=1, salt=salt)
+    return Request(id=name, prompt=tuple(range(first, first + length)), max_tokens=1, cache_namespace=salt)
 
 
 def test_a_short_prompt_of_another_key_is_in_the_next_step_however_much_the_first_key_sends() -> None:

@@ -15,7 +15,7 @@ from app.engine.scheduling.scheduler import Scheduler, StepLimits, WaitingQueue
 
 
 def _sequence(name: str, salt: str = "", leader: Sequence | None = None) -> Sequence:
-    request = Request(id=name, prompt=(1, 2), max_tokens=8, salt=salt)
+    request = Request(id=name, prompt=(1, 2), max_tokens=8, cache_namespace=salt)
     return Sequence(request=request, tokens=[1, 2], arrival=0, leader=leader)
 
 
@@ -85,7 +85,7 @@ def test_a_request_waits_at_most_its_own_before_it_times_the_callers(n_callers: 
         # The first tenant sends as many as all others together.
         salt = str(max(0, draw.randrange(2 * n_callers) - n_callers))
         sequence = _sequence(str(i), salt)
-        before = sum(s.request.salt == salt for s in queue)
+        before = sum(s.request.cache_namespace == salt for s in queue)
         waited[sequence.request.id] = [0, (before + 1) * n_callers]
         queue.append(sequence)
         if draw.random() < 0.1:

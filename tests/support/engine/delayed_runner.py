@@ -71,7 +71,7 @@ class Delayed:
         return result
 
     def launchable(self, plan: BatchPlan) -> bool:
-        return not any(c.scores or c.sequence.request.guide for c in plan.chunks) and not self.refuses(plan)
+        return not any(c.scores or c.sequence.request.grammar for c in plan.chunks) and not self.refuses(plan)
 
     def launch(self, plan: BatchPlan) -> _Flight:
         assert len(self._flights) < 2, "more than one step ahead"

@@ -81,12 +81,12 @@ def step(
     With `lateness`, the masks of guided requests are late at random: known when the step is planned, or not.
     """
     for sequence in scheduler.running:
-        sequence.waits_for_mask = bool(sequence.request.guide and lateness and lateness.random() < 0.2)
+        sequence.waits_for_mask = bool(sequence.request.grammar and lateness and lateness.random() < 0.2)
     plan = scheduler.plan()
     assert plan.chunks or any(s.waits_for_mask for s in scheduler.running), "a step without progress"
     assert not any(chunk.sequence.waits_for_mask for chunk in plan.chunks)
     assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.limits.tokens_per_step
-    guided = [chunk.sequence.request.id for chunk in plan.chunks if chunk.sequence.request.guide]
+    guided = [chunk.sequence.request.id for chunk in plan.chunks if chunk.sequence.request.grammar]
     late = frozenset(name for name in guided if lateness and lateness.random() < 0.2)
     return plan, finish(scheduler, device, plan, bad=bad, late=late)
 
@@ -158,8 +158,8 @@ def _random_request(rng: random.Random, name: str, longest: int, common: list[in
         prompt=tuple(prompt),
         max_tokens=rng.randint(0, longest - len(prompt)),
         stop_ids=(EOS,) if rng.random() < 0.7 else (),
-        salt=rng.choice(["", "", "another key"]),
-        guide=rng.choice(["", "", "any"]),
+        cache_namespace=rng.choice(["", "", "another key"]),
+        grammar=rng.choice(["", "", "any"]),
         prompt_logprobs=rng.choice([None, 0]),
         scored=rng.choice([0, 0, rng.randint(0, len(prompt))]),
     )
@@ -174,7 +174,7 @@ def _followers(rng: random.Random, leader: Request) -> list[Request]:
         if rng.random() < 0.9:
             changes["prompt_logprobs"] = None
         if rng.random() < 0.1:
-            changes["salt"] = "a third key"
+            changes["cache_namespace"] = "a third key"
         if rng.random() < 0.1:
             changes["prompt"] = tuple(reversed(leader.prompt))
         made.append(msgspec.structs.replace(leader, **changes))

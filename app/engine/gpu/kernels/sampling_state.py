@@ -56,7 +56,7 @@ def is_counted(request: Request) -> bool:
 
 def fits(request: Request, vocab_size: int) -> bool:
     """Whether these words can say all of it: no guide, and not too many tokens that end the text."""
-    return not request.guide and len(_stops(request, vocab_size)) <= MAX_STOPS
+    return not request.grammar and len(_stops(request, vocab_size)) <= MAX_STOPS
 
 
 def pack(request: Request, vocab_size: int) -> array[int]:
