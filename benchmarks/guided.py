@@ -140,7 +140,7 @@ class _TimedGrammarTracker(GrammarTracker):
     """A GrammarTracker that measures its own time."""
 
     def __init__(self, tokenizer: Tokenizer, streams: int) -> None:
-        super().__init__(lambda: tokenizer.bytes_of, vocab_size=tokenizer.vocab_size, most=streams)
+        super().__init__(lambda: tokenizer.bytes_of, vocab_size=tokenizer.vocab_size, max_states=streams)
         self.seconds = 0.0
 
     def allowed(self, sequences: Sequence[EngineSequence]) -> list[Tensor | SampledToken | None]:
@@ -149,9 +149,9 @@ class _TimedGrammarTracker(GrammarTracker):
         self.seconds += time.perf_counter() - started
         return result
 
-    def follow(self, sequences: Sequence[EngineSequence], sampled: Sequence[SampledToken]) -> list[SampledToken]:
+    def accept_tokens(self, sequences: Sequence[EngineSequence], sampled: Sequence[SampledToken]) -> list[SampledToken]:
         started = time.perf_counter()
-        result = super().follow(sequences, sampled)
+        result = super().accept_tokens(sequences, sampled)
         self.seconds += time.perf_counter() - started
         return result
 

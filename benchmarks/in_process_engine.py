@@ -39,7 +39,7 @@ def build_in_process_engine(
 ) -> Engine:
     """Builds a CPU engine as a service with `--kernels` native or torch would, in the decoder's number format."""
     executor, sampler = _native(decoder, blocks) if kernels == "native" else _torch(decoder, blocks)
-    runner = Runner(executor, sampler=sampler, guides=grammar_tracker)
+    runner = Runner(executor, sampler=sampler, grammars=grammar_tracker)
     runner.warm_up(max_running)
     limits = StepLimits(tokens_per_step=tokens_per_step, max_running=max_running)
     return Engine(Scheduler(limits, BlockPool(blocks, BLOCK)), runner, masks=grammar_tracker)

@@ -24,7 +24,7 @@ from app.common.types import Request, SamplingParams
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
 from app.engine.gpu.linears import install
-from app.engine.startup import assemble
+from app.engine.startup import build_engine
 from model.checkpoint.checkpoint import load
 from model.checkpoint.tensor_index import check_layout
 from model.command_line import OneLineParser
@@ -125,7 +125,7 @@ def _variants(weights: Path) -> Iterator[tuple[str, int, Reader]]:
                 config = WorkerConfig(
                     weights=str(weights), dtype=dtype, kernels=kernels, library=library, quantize=quantize
                 )
-                assembled = assemble(config)
+                assembled = build_engine(config)
                 yield name, assembled.ready.context, partial(_log_probabilities, assembled.engine)
     emulated = EmulatedFp8Decoder(weights)
     yield EMULATED_FP8, emulated.context, lambda windows: chain.from_iterable(map(emulated.log_probabilities, windows))

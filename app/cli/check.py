@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.common.ipc import Ready, WorkerConfig
-from app.engine.startup import assemble
+from app.engine.startup import build_engine
 from app.tokenization.tokenizer_trial import TriedTokenizer, check_vocabulary, try_tokenizer
 from model.checkpoint.checkpoint import Checkpoint, load, load_config
 from model.checkpoint.golden import GOLDEN_FILE, verify
@@ -83,7 +83,7 @@ def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
     context = min(load_config(directory).context, _CONTEXT)
     config = WorkerConfig(weights=str(directory), device="cpu", dtype="float32", kernels="torch", max_running=1,
                           max_context=context)  # fmt: skip
-    ready = assemble(config, read=read).ready
+    ready = build_engine(config, read=read).ready
     return loaded[0], ready
 
 

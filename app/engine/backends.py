@@ -1,4 +1,4 @@
-"""Backends that compute steps: native kernels, torch, Triton on a GPU; each builds a runner from weights."""
+"""Backends that compute steps: C++ kernels, torch, Triton on a GPU; each builds a runner from weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.engine.cpu.compute import NativeCompute, Threads
 from app.engine.cpu.library import Library
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
-from app.engine.execution.engine import Runs, RunsAhead
+from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
@@ -33,139 +33,152 @@ Announce = Callable[[str], None]
 
 
 class BackendRunners(NamedTuple):
-    """What an engine needs (app/engine/execution/engine.py)."""
+    """The runner of an engine (app/engine/execution/engine.py), also as `ahead` if it can launch steps."""
 
-    runner: Runs
-    ahead: RunsAhead | None = None
+    runner: StepRunner
+    ahead: AsyncStepRunner | None = None
 
 
 class Backend(Protocol):
-    """One of them, chosen for a model on a device."""
+    """Builds and warms up the runner of a model on a device."""
 
-    def start(self, blocks: int, guides: GrammarTracker, announce: Announce) -> BackendRunners:
-        """With a cache of so many blocks, warmed up; `announce` hears what else is done. Raises ValueError."""
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """Builds runners with a cache of `blocks` blocks and warms them up; reports phases to `announce`.
+
+        Raises ValueError.
+        """
         ...
 
 
 class CppBackend:
-    """On a CPU, by the kernels of `library`."""
+    """Runs on a CPU with the kernels of `library`."""
 
     def __init__(self, library: Path, decoder: Decoder, max_running: int, *, int8: bool) -> None:
         self._library, self._decoder, self._max_running, self._int8 = Library(library), decoder, max_running, int8
 
-    def start(self, blocks: int, guides: GrammarTracker, announce: Announce) -> BackendRunners:
-        """See Way.start."""
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """See Backend.start."""
         announce(WARMING_UP)
         threads = Threads(self._library, torch.get_num_threads())
         compute = NativeCompute(self._library, self._decoder, threads, blocks=blocks, int8=self._int8)
         sampler = NativeSampler(self._library.loaded, self._decoder.config.vocab_size, pool=threads)
-        return _warm(Runner(compute, sampler=sampler, guides=guides), self._max_running)
+        return _warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._max_running)
 
 
 class TorchBackend:
-    """On any device, for any decoder."""
+    """Runs on any device, for any decoder."""
 
-    def __init__(self, decoder: Decoder, room: CacheShape, limits: StepLimits) -> None:
-        self._decoder, self._room, self._limits = decoder, room, limits
+    def __init__(self, decoder: Decoder, cache_shape: CacheShape, limits: StepLimits) -> None:
+        self._decoder, self._cache_shape, self._limits = decoder, cache_shape, limits
         self._device = decoder.embedding.device
 
     def peaks(self) -> MemoryPeaks:
-        """On a GPU, with a cache of no blocks. Raises ValueError."""
-        open_guides = PermissiveGrammars(self._decoder.config.vocab_size)
-        runner = Runner(self._compute(0), sampler=TorchSampler(), guides=open_guides)
+        """Measures the largest step on a GPU with an empty cache. Raises ValueError."""
+        permissive = PermissiveGrammars(self._decoder.config.vocab_size)
+        runner = Runner(self._compute(0), sampler=TorchSampler(), grammars=permissive)
         source = (0,) if self._decoder.config.n_encoder_layers else ()
-        step = costliest_step(self._limits, self._room.context, source=source)
+        step = costliest_step(self._limits, self._cache_shape.context, source=source)
         return MemoryPeaks(step_peak(lambda: runner.run(step), self._device))
 
-    def start(self, blocks: int, guides: GrammarTracker, announce: Announce) -> BackendRunners:
-        """See Way.start."""
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """See Backend.start."""
         announce(WARMING_UP)
-        return _warm(Runner(self._compute(blocks), sampler=TorchSampler(), guides=guides), self._limits.max_running)
+        return _warmed_up(
+            Runner(self._compute(blocks), sampler=TorchSampler(), grammars=grammars), self._limits.max_running
+        )
 
     def _compute(self, blocks: int) -> StepExecutor:
-        decoder, room, device = self._decoder, self._room, self._device
-        cache = KVCache(decoder.config, blocks=blocks, block_size=room.block_size, dtype=room.dtype, device=device)
+        decoder, cache_shape, device = self._decoder, self._cache_shape, self._device
+        cache = KVCache(
+            decoder.config, blocks=blocks, block_size=cache_shape.block_size, dtype=cache_shape.dtype, device=device
+        )
         if not decoder.config.n_encoder_layers:
             return TorchExecutor(decoder, cache)
-        slots, context = room.max_running, room.context
+        slots, context = cache_shape.max_running, cache_shape.context
         return TorchExecutor(
-            decoder, cache, EncoderCache(decoder, slots=slots, context=context, dtype=room.dtype, device=device)
+            decoder, cache, EncoderCache(decoder, slots=slots, context=context, dtype=cache_shape.dtype, device=device)
         )
 
 
 class TritonBackend:
-    """On a GPU: steps are launched one ahead."""
+    """Runs on a GPU and launches steps one ahead."""
 
-    def __init__(self, parts: GpuParts) -> None:
-        self._parts = parts
+    def __init__(self, gpu_parts: GpuParts) -> None:
+        self._gpu_parts = gpu_parts
 
     def peaks(self) -> MemoryPeaks:
         """See TorchBackend.peaks."""
-        return MemoryPeaks(self._parts.activations(), self._parts.graph_bytes())
+        return MemoryPeaks(self._gpu_parts.activations(), self._gpu_parts.graph_bytes())
 
-    def start(self, blocks: int, guides: GrammarTracker, announce: Announce) -> BackendRunners:
-        """See Way.start."""
+    def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
+        """See Backend.start."""
         announce(WARMING_UP)
-        runner = self._parts.runner(blocks, guides)
+        runner = self._gpu_parts.runner(blocks, grammars)
         announce(CAPTURING_GRAPHS)
-        self._parts.capture(runner)
+        self._gpu_parts.capture(runner)
         return BackendRunners(runner, runner)
 
 
 class ChosenBackend(NamedTuple):
-    """A way, what receipts call it, and why, for the log."""
+    """A backend, its name in receipts, and the reason for the log."""
 
-    way: Backend
+    backend: Backend
     numerics: str
     reason: str
     peaks: Callable[[], MemoryPeaks] | None = None
-    """Measures the memory of steps besides weights and cache; raises ValueError. None on a CPU, where it is unused."""
+    """Measures the memory of steps in addition to weights and cache; raises ValueError. None on a CPU: not needed."""
 
 
-def choose_way(
+def choose_backend(
     choice: SelectedBackend,
     kernels: str,
     decoder: Decoder,
-    room: CacheShape,
+    cache_shape: CacheShape,
     limits: StepLimits,
     *,
     quantize: Quantize,
     deterministic: bool,
 ) -> ChosenBackend:
-    """Rounds the weights, too, where they are to be. choice: of app/engine/cpu/toolchain/backend_selection.py."""
+    """Chooses the backend; also quantizes the weights if requested.
+
+    choice: from app/engine/cpu/toolchain/backend_selection.py.
+    """
     if choice.library:
-        native = CppBackend(choice.library, decoder, limits.max_running, int8=quantize == "int8")
-        return ChosenBackend(native, choice.numerics, choice.reason)
+        cpp = CppBackend(choice.library, decoder, limits.max_running, int8=quantize == "int8")
+        return ChosenBackend(cpp, choice.numerics, choice.reason)
     device = decoder.embedding.device
     if device.type == "cuda" and (kernels != "torch" or quantize != "none"):
         check_triton()
     if device.type == "cuda" and quantize != "none":
-        install(decoder, quantize, rounded_kernels(device, room.dtype))
+        install(decoder, quantize, rounded_kernels(device, cache_shape.dtype))
     elif quantize == "int8":
         round_weights(decoder)
-    plain = TorchBackend(decoder, room, limits)
+    torch_backend = TorchBackend(decoder, cache_shape, limits)
     if device.type != "cuda":
-        return ChosenBackend(plain, choice.numerics, choice.reason)
+        return ChosenBackend(torch_backend, choice.numerics, choice.reason)
     if kernels == "torch":
-        return ChosenBackend(plain, choice.numerics, choice.reason, plain.peaks)
+        return ChosenBackend(torch_backend, choice.numerics, choice.reason, torch_backend.peaks)
     if decoder.config.n_encoder_layers:
         return ChosenBackend(
-            plain, choice.numerics, "the model has an encoder, which Triton's kernels do not compute", plain.peaks
+            torch_backend,
+            choice.numerics,
+            "the model has an encoder, which Triton's kernels do not compute",
+            torch_backend.peaks,
         )
-    shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
-    if not attention_fits(decoder.config.head_dim, room.dtype.itemsize, shared):
-        told = f"heads of {decoder.config.head_dim} numbers are too wide for Triton's kernels on this GPU"
-        return ChosenBackend(plain, choice.numerics, told, plain.peaks)
-    found = triton_kernels(shared)
-    if found is None:
+    shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES)
+    if not attention_fits(decoder.config.head_dim, cache_shape.dtype.itemsize, shared_bytes):
+        reason = f"a head_dim of {decoder.config.head_dim} is too large for Triton's kernels on this GPU"
+        return ChosenBackend(torch_backend, choice.numerics, reason, torch_backend.peaks)
+    loaded = triton_kernels(shared_bytes)
+    if loaded is None:
         return ChosenBackend(
-            plain, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"', plain.peaks
+            torch_backend, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"', torch_backend.peaks
         )
-    parts = GpuParts(decoder, found.kernels, room, limits, deterministic=deterministic)
-    ours = TritonBackend(parts)
-    return ChosenBackend(ours, found.numerics, "a GPU, and Triton is there", ours.peaks)
+    gpu_parts = GpuParts(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic)
+    triton = TritonBackend(gpu_parts)
+    return ChosenBackend(triton, loaded.numerics, "the device is a GPU, and Triton is installed", triton.peaks)
 
 
-def _warm(runner: Runner, max_running: int) -> BackendRunners:
+def _warmed_up(runner: Runner, max_running: int) -> BackendRunners:
     runner.warm_up(max_running)
     return BackendRunners(runner)

@@ -13,20 +13,27 @@ import torch
 from app.common.ipc import Ready, WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PLANNING_MEMORY, PROVING
 from app.common.types import sampling_defaults
-from app.engine.backends import BackendRunners, ChosenBackend, TritonBackend, choose_way
-from app.engine.checks.batch_invariance_check import DeviceUnderTest, prove_rows
-from app.engine.checks.golden_check import prove, prove_finite
+from app.engine.backends import BackendRunners, ChosenBackend, TritonBackend, choose_backend
+from app.engine.checks.batch_invariance_check import DeviceUnderTest, check_batch_invariance
+from app.engine.checks.golden_check import check_finite_logits, check_golden
 from app.engine.cpu.program import BLOCK, head_numbers
 from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, choose
 from app.engine.execution.engine import Engine
 from app.engine.gpu.linears import check_quantize, what_stays
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
-from app.engine.memory.device_memory import releaser
-from app.engine.memory.memory_plan import CacheShape, MemoryPeaks, blocks_on_cpu, blocks_on_gpu, choose_context, table
+from app.engine.memory.device_memory import memory_releaser
+from app.engine.memory.memory_plan import (
+    CacheShape,
+    MemoryPeaks,
+    blocks_on_cpu,
+    blocks_on_gpu,
+    choose_context,
+    format_table,
+)
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from app.engine.worker_loop import Assembled, EngineStartError
+from app.engine.worker_loop import BuiltEngine, EngineStartError
 from model.checkpoint.checkpoint import Checkpoint, load
 from model.checkpoint.manifest import MANIFEST_FILE, check_manifest
 from model.config import ModelConfig
@@ -36,20 +43,20 @@ from model.tokenizer.tokenizer import Tokenizer
 
 _log = logging.getLogger("inkstream")
 _SHARED_PROMPT_TOKENS = 64
-"""Of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of one key made
-another key's first token wait 51 ms with 256, 13 ms with 64. Prompts are read as fast with the default weights, and 0
-to 13 % slower with 130 million parameters (2026-11-23)."""
+"""Prompt tokens of a step on a CPU while API keys are in use, unless --tokens-per-step is given. Eight long prompts of
+one key made another key's first token wait 51 ms with 256, 13 ms with 64. Prefill is as fast with the default weights,
+and 0 to 13 % slower with 130 million parameters (2026-11-23)."""
 
 
-def assemble(
+def build_engine(
     config: WorkerConfig, announce: Callable[[str], None] = lambda _phase: None, read: Callable[..., Checkpoint] = load
-) -> Assembled:
-    """Loads the weights, takes the cache's memory, warms up; `announce` hears of each step. Raises EngineStartError.
+) -> BuiltEngine:
+    """Loads the weights, allocates the cache, warms up; reports each phase to `announce`. Raises EngineStartError.
 
-    read: load(), or what a benchmark has in its place, whose weights lie in no file.
+    read: load(), or a replacement by benchmarks whose weights are not in a file.
     """
     announce(LOADING_WEIGHTS)
-    with _refusing(f"{config.weights}: the weights do not fit into what is free of the GPU's memory"):
+    with _as_start_error(f"{config.weights}: the weights do not fit into the free memory of the GPU"):
         if config.threads:
             torch.set_num_threads(config.threads)
         device = _device(config)
@@ -58,42 +65,46 @@ def assemble(
         check_quantize(config.quantize, device.type, dtype, capability)
         checkpoint = read(Path(config.weights), device=device, dtype=dtype)
         defaults = sampling_defaults(checkpoint.generation, Path(config.weights) / "generation_config.json")
-        tokenizer = Tokenizer.reader(Path(config.weights))  # the files may be others when a guide asks for it
+        tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
         limits = _limits(config, device)
         libraries = Libraries.of(config.library, config.cache_dir)
-        choice = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
-        room = _room(config, checkpoint.decoder.config, dtype, device, choice)
-        if told := what_stays(checkpoint.decoder, config.quantize):
-            announce(told)
-        chosen = choose_way(
-            choice,
+        selected = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
+        cache_shape = _cache_shape(config, checkpoint.decoder.config, dtype, device, selected)
+        if unquantized := what_stays(checkpoint.decoder, config.quantize):
+            announce(unquantized)
+        chosen = choose_backend(
+            selected,
             config.kernels,
             checkpoint.decoder,
-            room,
+            cache_shape,
             limits,
             quantize=config.quantize,
             deterministic=config.deterministic,
         )
-        blocks = _blocks(config, room, checkpoint.decoder, chosen.peaks, announce)
-    guides = GrammarTracker(lambda: tokenizer().bytes_of, vocab_size=room.shape.vocab_size, most=config.max_running)
-    size = "--kv-blocks" if config.kv_blocks else "--gpu-memory-utilization"
-    with _refusing(
-        f"beside a cache of {blocks} blocks the steps no longer fit: give a smaller {size} or --max-running"
+        blocks = _blocks(config, cache_shape, checkpoint.decoder, chosen.peaks, announce)
+    grammars = GrammarTracker(
+        lambda: tokenizer().bytes_of, vocab_size=cache_shape.shape.vocab_size, max_states=config.max_running
+    )
+    flag = "--kv-blocks" if config.kv_blocks else "--gpu-memory-utilization"
+    with _as_start_error(
+        f"a cache of {blocks} blocks leaves too little memory for the steps: give a smaller {flag} or --max-running"
     ):
-        running = chosen.way.start(blocks, guides, announce)
-    pool = BlockPool(blocks, room.block_size)
-    ready = _ready(checkpoint, room, defaults, device, pool, chosen, config, waits=choice.waits_for_build)
-    engine = Engine(Scheduler(limits, pool, checkpoint.version), *running, release=releaser(device), masks=guides)
+        runners = chosen.backend.start(blocks, grammars, announce)
+    pool = BlockPool(blocks, cache_shape.block_size)
+    ready = _ready(checkpoint, cache_shape, defaults, device, pool, chosen, config, waits=selected.waits_for_build)
+    engine = Engine(
+        Scheduler(limits, pool, checkpoint.version), *runners, release=memory_releaser(device), masks=grammars
+    )
     announce(PROVING)
     if config.deterministic:
-        announce(_rows_proven(running, limits, room, blocks))
-    announce(_proven(engine, config, checkpoint, room))
-    return Assembled(engine, guides, ready)
+        announce(_check_batch_invariance(runners, limits, cache_shape, blocks))
+    announce(_check_weights(engine, config, checkpoint, cache_shape))
+    return BuiltEngine(engine, grammars, ready)
 
 
 @contextlib.contextmanager
-def _refusing(too_large: str) -> Iterator[None]:
-    """Errors of the configuration, as an EngineStartError; `too_large`: the message where memory is missing."""
+def _as_start_error(too_large: str) -> Iterator[None]:
+    """Converts configuration errors to EngineStartError; `too_large`: the message for a lack of memory."""
     try:
         yield
     except ValueError as error:
@@ -101,10 +112,10 @@ def _refusing(too_large: str) -> Iterator[None]:
     except Exception as error:
         if lacked_device_memory(error):
             raise EngineStartError(too_large) from None
-        if words := broken_capture(error):
-            _log.debug("a capture broke off", exc_info=error)
+        if message := broken_capture(error):
+            _log.debug("a graph capture failed", exc_info=error)
             raise EngineStartError(
-                f"{too_large}; or --kernels torch, which captures no steps (CUDA: {words})"
+                f"{too_large}; or --kernels torch, which captures no steps (CUDA: {message})"
             ) from None
         raise
 
@@ -114,26 +125,26 @@ def _limits(config: WorkerConfig, device: torch.device) -> StepLimits:
     return StepLimits(
         tokens_per_step=config.tokens_per_step or max(config.max_running, _tokens_per_step(config, device)),
         max_running=config.max_running,
-        # A CPU takes as long for each of 32 rows as for each of 256: a larger piece only makes streams wait.
-        prompt_tokens_beside=config.prompt_tokens_beside or (32 if is_cpu else None),
+        # On a CPU a row takes as long in a chunk of 32 as of 256: larger chunks would only delay streams.
+        prompt_tokens_with_decodes=config.prompt_tokens_beside or (32 if is_cpu else None),
         prompt_tokens_shared=_SHARED_PROMPT_TOKENS if is_cpu and not config.tokens_per_step else None,
     )
 
 
 def _tokens_per_step(config: WorkerConfig, device: torch.device) -> int:
-    """A GPU's matrix units need some hundred rows to be the limit themselves; of one shape, every step pays for all."""
+    """A GPU needs several hundred rows to be compute-bound; with constant shapes every step pays for all rows."""
     return 256 if device.type == "cpu" or config.deterministic else 2048
 
 
 def _numerics(config: WorkerConfig, chosen: ChosenBackend, dtype: torch.dtype) -> str:
-    """Whatever changes bits: what computes, in which format; with Triton also in which shapes."""
+    """Everything that affects bits: backend, dtype, quantization; with Triton also constant shapes."""
     rounded = [] if config.quantize == "none" else [config.quantize]
-    shapes = ["deterministic"] if config.deterministic and isinstance(chosen.way, TritonBackend) else []
+    shapes = ["deterministic"] if config.deterministic and isinstance(chosen.backend, TritonBackend) else []
     return "-".join((chosen.numerics, _name(dtype), *rounded, *shapes))
 
 
 def _device(config: WorkerConfig) -> torch.device:
-    """Its own GPU, where there are several engines. Raises ValueError."""
+    """The device of this engine; with several engines each has its own GPU. Raises ValueError."""
     device = choose_device(config.device)
     if device.type != "cuda" or config.replicas == 1:
         return device
@@ -144,40 +155,42 @@ def _device(config: WorkerConfig) -> torch.device:
     return device
 
 
-def _proven(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, room: CacheShape) -> str:
-    """What came of the files' own proofs, for the log. Raises EngineStartError."""
+def _check_weights(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint, cache_shape: CacheShape) -> str:
+    """Checks manifest, finite logits and golden answers; returns the result for the log. Raises EngineStartError."""
     directory, shape = Path(config.weights), checkpoint.decoder.config
-    number = config.quantize if config.quantize != "none" else _name(room.dtype)
+    number_format = config.quantize if config.quantize != "none" else _name(cache_shape.dtype)
     try:
         is_whole = check_manifest(directory, checkpoint.hashes)
         start_id = _start_id(checkpoint)
-        prove_finite(engine, directory, shape, context=room.context, number=number, start_id=start_id)
-        golden = prove(engine, directory, shape, context=room.context, number=number)
+        check_finite_logits(
+            engine, directory, shape, context=cache_shape.context, number_format=number_format, start_id=start_id
+        )
+        golden = check_golden(engine, directory, shape, context=cache_shape.context, number_format=number_format)
     except ValueError as error:
         raise EngineStartError(str(error)) from None
     return f"{golden}, {MANIFEST_FILE} met" if is_whole else golden
 
 
-def _rows_proven(running: BackendRunners, limits: StepLimits, room: CacheShape, blocks: int) -> str:
-    """That no row hangs on its neighbours, for the log. Raises EngineStartError."""
+def _check_batch_invariance(runners: BackendRunners, limits: StepLimits, cache_shape: CacheShape, blocks: int) -> str:
+    """Verifies batch invariance; returns the result for the log. Raises EngineStartError."""
     device = DeviceUnderTest(
-        make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, room.block_size)), *running),
+        make_engine=lambda most: Engine(Scheduler(most, BlockPool(blocks, cache_shape.block_size)), *runners),
         limits=limits,
-        context=room.context,
-        vocab_size=room.shape.vocab_size,
-        has_encoder=room.shape.n_encoder_layers > 0,
+        context=cache_shape.context,
+        vocab_size=cache_shape.shape.vocab_size,
+        has_encoder=cache_shape.shape.n_encoder_layers > 0,
     )
     try:
-        return prove_rows(device)
+        return check_batch_invariance(device)
     except ValueError as error:
         raise EngineStartError(str(error)) from None
 
 
-def _room(
-    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device, choice: SelectedBackend
+def _cache_shape(
+    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device, selected: SelectedBackend
 ) -> CacheShape:
     return CacheShape(
-        shape=replace(shape, head_dim=head_numbers(shape)) if choice.library else shape,
+        shape=replace(shape, head_dim=head_numbers(shape)) if selected.library else shape,
         context=choose_context(shape, config.max_context),
         block_size=BLOCK if device.type == "cpu" else 64,
         max_running=config.max_running,
@@ -187,27 +200,27 @@ def _room(
 
 def _blocks(
     config: WorkerConfig,
-    room: CacheShape,
+    cache_shape: CacheShape,
     decoder: Decoder,
     peaks: Callable[[], MemoryPeaks] | None,
     announce: Callable[[str], None],
 ) -> int:
-    """Number of cache blocks; logs the reason. peaks: of ChosenBackend. Raises ValueError."""
+    """Number of cache blocks; logs the memory plan. peaks: from ChosenBackend. Raises ValueError."""
     if peaks is None:
-        blocks = blocks_on_cpu(room, decoder, wanted=config.kv_blocks, engines=1 + config.concurrent_loaders)
+        blocks = blocks_on_cpu(cache_shape, decoder, requested=config.kv_blocks, engines=1 + config.concurrent_loaders)
     else:
         announce(PLANNING_MEMORY)
         share = config.gpu_memory_utilization
         device = decoder.embedding.device
-        blocks = blocks_on_gpu(room, device, wanted=config.kv_blocks, utilization=share, peaks=peaks())
-    for line in table(blocks.rows):
+        blocks = blocks_on_gpu(cache_shape, device, requested=config.kv_blocks, utilization=share, peaks=peaks())
+    for line in format_table(blocks.rows):
         _log.info("%s: memory: %s", config.name, line)
     return blocks.number
 
 
 def _ready(
     checkpoint: Checkpoint,
-    room: CacheShape,
+    cache_shape: CacheShape,
     defaults: dict[str, float],
     device: torch.device,
     blocks: BlockPool,
@@ -218,10 +231,10 @@ def _ready(
 ) -> Ready:
     shape = checkpoint.decoder.config
     return Ready(
-        context=room.context,
+        context=cache_shape.context,
         vocab_size=shape.vocab_size,
         n_params=checkpoint.decoder.n_params,
-        dtype=_name(room.dtype),
+        dtype=_name(cache_shape.dtype),
         device=describe(device),
         weights_version=checkpoint.version,
         eos_ids=checkpoint.eos_ids,
@@ -230,14 +243,14 @@ def _ready(
         blocks_total=blocks.total,
         block_size=blocks.block_size,
         has_encoder=shape.n_encoder_layers > 0,
-        numerics=_numerics(config, chosen, room.dtype),
+        numerics=_numerics(config, chosen, cache_shape.dtype),
         numerics_reason=chosen.reason,
         waits_for_build=waits,
     )
 
 
 def _start_id(checkpoint: Checkpoint) -> int | None:
-    """The token that an empty prompt stands for: BOS, else EOS."""
+    """The token that replaces an empty prompt: BOS, else EOS."""
     return checkpoint.bos_id if checkpoint.bos_id is not None else next(iter(checkpoint.eos_ids), None)
 
 

@@ -2,7 +2,7 @@
 
 A closed pipe means that the API process has exited, so this process exits too.
 
-Its watchdog sends heartbeats while the engine loads, and writes stack traces when it hangs.
+The watchdog sends heartbeats while the engine loads, and writes stack traces when it hangs.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from app.common.operating_system import die_with_parent
 from app.common.types import Request, RequestStarted, StepReport
 from app.engine.cpu.toolchain.library_cache import cache_directory
 from app.engine.execution.engine import Engine
-from app.engine.guided.grammar_compile_queue import GrammarCompileQueue, PreparesGrammars
+from app.engine.guided.grammar_compile_queue import GrammarCompileQueue, GrammarCompiler
 from model.files import reading_from
 
-_PATIENCE = 0.8
+_TRACE_FRACTION = 0.8
 """Fraction of the silence limit after which the stack traces are written, before the process is killed."""
 
 
 class HangTrace:
     """Dumps the stacks of all threads to a file descriptor (stderr) if alive() is not called for too long.
 
-    The dump does not need the GIL, so it also shows which thread holds it. Resetting the timer starts a thread, so not
-    every call does that.
+    The dump does not need the GIL, so it also shows which thread holds it. Resetting the timer starts a thread, so
+    alive() does not reset it at every call.
     """
 
     def __init__(self, silence_seconds: float, descriptor: int = 2) -> None:
         self._descriptor = descriptor
-        self._seconds = silence_seconds * _PATIENCE
+        self._seconds = silence_seconds * _TRACE_FRACTION
         self._next = 0.0
 
     def alive(self, now: float) -> None:
@@ -60,14 +60,14 @@ class HangTrace:
 
 
 @contextmanager
-def heartbeat(beat: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Calls `beat` every `seconds` from a background thread within the block."""
-    over = threading.Event()
+def heartbeat(send_beat: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Calls `send_beat` every `seconds` from a background thread within the block."""
+    stopped = threading.Event()
 
     def run() -> None:
-        while not over.wait(seconds):
+        while not stopped.wait(seconds):
             try:
-                beat()
+                send_beat()
             except OSError:  # the pipe is closed: the main thread reports that on its next write
                 return
 
@@ -76,22 +76,22 @@ def heartbeat(beat: Callable[[], None], seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
-VARIABLE = "TRITON_CACHE_DIR"
+_TRITON_CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
 
-def keep_triton_cache(asked: Path | None, environment: MutableMapping[str, str]) -> None:
-    """Says where in `environment`; what a user has said there stays. `asked`: --cache-dir.
+def keep_triton_cache(cache_dir: Path | None, environment: MutableMapping[str, str]) -> None:
+    """Sets Triton's cache directory in `environment`, unless the user has set it. `cache_dir`: --cache-dir.
 
-    Where there is no home directory either, Triton is left to itself.
+    Without --cache-dir and without a home directory, Triton uses its default.
     """
-    if environment.get(VARIABLE):
+    if environment.get(_TRITON_CACHE_VARIABLE):
         return
-    if directory := cache_directory(asked, environment):
-        environment[VARIABLE] = str((directory / "triton").absolute())
+    if directory := cache_directory(cache_dir, environment):
+        environment[_TRITON_CACHE_VARIABLE] = str((directory / "triton").absolute())
 
 
 class EngineStartError(ValueError):
@@ -99,29 +99,29 @@ class EngineStartError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
-    """An engine that can take requests."""
+class BuiltEngine:
+    """An engine that is ready for requests."""
 
     engine: Engine
-    guides: PreparesGrammars
+    grammars: GrammarCompiler
     ready: Ready
 
 
 _log = logging.getLogger("inkstream")
 
 _SWITCH_SECONDS = 0.0005
-"""After which threads that follow grammars give the GIL back to the steps, as far as they hold it in Python."""
+"""Switch interval: how long a grammar thread that runs Python code may keep the GIL from the steps."""
 
 Send = Callable[[Up], None]
-Assemble = Callable[[WorkerConfig, Callable[[str], None]], Assembled]
+BuildEngine = Callable[[WorkerConfig, Callable[[str], None]], BuiltEngine]
 
 
-def run(descriptor: int, assemble: Assemble) -> int:
-    """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 bad configuration."""
+def run(descriptor: int, build_engine: BuildEngine) -> int:
+    """Runs an engine until the pipe closes. Exit codes: 0 closed, 1 failed, 2 invalid configuration."""
     die_with_parent()
     crash_log = open_nonblocking(2)
-    faulthandler.enable(crash_log)  # a crash of native code says where
-    # systemd signals every process of a service; the API process decides when this one ends.
+    faulthandler.enable(crash_log)  # a crash of native code dumps its stack
+    # systemd signals every process of a service, but the API process decides when this one ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe = socket.socket(fileno=descriptor)
@@ -136,28 +136,28 @@ def run(descriptor: int, assemble: Assemble) -> int:
         files = reading_from(Path(config.weights), config.files)
         with heartbeat(lambda: send(StepReport()), config.heartbeat_seconds), files:
             fault("engine.load")
-            assembled = assemble(config, lambda phase: send(Phase(phase)))
-        guides = assembled.guides
-        send(assembled.ready)
+            built = build_engine(config, lambda phase: send(Phase(phase)))
+        grammars = built.grammars
+        send(built.ready)
         sys.setswitchinterval(_SWITCH_SECONDS)
-        door = GrammarCompileQueue(guides, most=config.max_running)
+        grammar_queue = GrammarCompileQueue(grammars, max_prepared=config.max_running)
         hang_trace = HangTrace(config.silence_seconds, crash_log)
-        _Rounds(assembled.engine, door, inbox, send).run(config.heartbeat_seconds, hang_trace)
+        _WorkerLoop(built.engine, grammar_queue, inbox, send).run(config.heartbeat_seconds, hang_trace)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except EngineStartError as error:
         send(Fatal(str(error), user_error=True))
         return 2
     except Exception as error:
-        _log.critical("the engine cannot go on", exc_info=error)
+        _log.critical("the engine failed", exc_info=error)
         send(Fatal(f"{type(error).__name__} in the engine", user_error=False))
         return 1
     finally:
-        pipe.close()  # our end is known at once, also where torch hangs on a lost device while Python ends
+        pipe.close()  # tells the API process at once, even if torch hangs on a lost device while Python exits
 
 
 class _Sender:
-    """Frames into the pipe, each as a whole: while the engine loads, two threads send."""
+    """Writes whole frames to the pipe; while the engine loads, two threads send."""
 
     def __init__(self, pipe: socket.socket) -> None:
         self._pipe = pipe
@@ -169,64 +169,66 @@ class _Sender:
             self._pipe.sendall(frame)
 
 
-class _Rounds:
-    """Frames in, a step, a report out; over and over."""
+class _WorkerLoop:
+    """Repeats: receive frames, run a step, send a report."""
 
-    def __init__(self, engine: Engine, door: GrammarCompileQueue, inbox: FrameReceiver, send: Send) -> None:
+    def __init__(self, engine: Engine, grammar_queue: GrammarCompileQueue, inbox: FrameReceiver, send: Send) -> None:
         self._engine = engine
-        self._door = door
+        self._grammar_queue = grammar_queue
         self._inbox = inbox
         self._send = send
-        self._taken: list[str] = []
-        """Requests that the next report tells to be in the queue."""
+        self._queued: list[str] = []
+        """Requests that were queued since the last report."""
 
     def run(self, heartbeat_seconds: float, hang_trace: HangTrace) -> NoReturn:
-        """Until the pipe closes, which raises."""
-        # What start-up made stays: neither a full collection between two tokens nor the last one has to walk it.
+        """Runs until the pipe closes, which raises EOFError."""
+        # Objects from startup live forever: freeze them, so that garbage collections between tokens skip them.
         gc.freeze()
-        engine, door = self._engine, self._door
+        engine, grammar_queue = self._engine, self._grammar_queue
         while True:
             hang_trace.alive(time.monotonic())
-            self._take(self._inbox.receive(0.0 if engine.has_work else door.wait_seconds(heartbeat_seconds)))
-            if failed := door.take_failed():
+            self._receive(
+                self._inbox.receive(0.0 if engine.has_work else grammar_queue.wait_seconds(heartbeat_seconds))
+            )
+            if failed := grammar_queue.take_failed():
                 self._report(StepReport(failed=failed, counters=engine.scheduler.counters))
             if not engine.has_work:
-                engine.rest()
+                engine.on_idle()
                 self._report(StepReport(counters=engine.scheduler.counters))
                 continue
             fault("engine.step", engine.scheduler.running)
-            done = StepReport(counters=engine.scheduler.counters)
+            report = StepReport(counters=engine.scheduler.counters)
             if not is_armed("engine.idle"):
-                done = engine.step(self._announce)
-            self._report(done)
-            door.settle(done)
+                report = engine.step(self._announce)
+            self._report(report)
+            grammar_queue.release_finished(report)
 
-    def _take(self, frames: list[Down]) -> None:
+    def _receive(self, frames: list[Down]) -> None:
         for frame in frames:
             if isinstance(frame, Submit):
                 request = frame.request
                 fault("engine.submit", request)
                 if request.grammar and request.max_tokens:
-                    self._door.enter(request)
+                    self._grammar_queue.add(request)
                 else:
                     self._add(request)
             elif isinstance(frame, Cancel):
                 self._engine.cancel(frame.request_id)
-                self._door.cancel(frame.request_id)
-        for request in self._door.leave():
+                self._grammar_queue.cancel(frame.request_id)
+        for request in self._grammar_queue.pop_ready():
             self._add(request)
 
     def _add(self, request: Request) -> None:
         self._engine.add(request)
-        self._taken.append(request.id)
+        self._queued.append(request.id)
 
     def _announce(self, started: tuple[RequestStarted, ...]) -> None:
         self._report(StepReport(started=started, counters=self._engine.scheduler.counters))
 
     def _report(self, step: StepReport) -> None:
-        counters = replace(step.counters, waiting=step.counters.waiting + self._door.n_waiting)
+        counters = replace(step.counters, waiting=step.counters.waiting + self._grammar_queue.n_waiting)
         num_computed = sum(sequence.num_computed for sequence in self._engine.scheduler.running)
-        taken, self._taken = tuple(self._taken), []
+        taken, self._queued = tuple(self._queued), []
         self._send(
             replace(
                 step,
@@ -234,7 +236,7 @@ class _Rounds:
                 counters=counters,
                 queued=taken,
                 num_computed=num_computed,
-                work=self._door.take_work(),
+                work=self._grammar_queue.take_work(),
             )
         )
 
@@ -243,5 +245,5 @@ def _first_frame(inbox: FrameReceiver) -> WorkerConfig:
     frames: list[Down] = []
     while not frames:
         frames = inbox.receive(60.0)
-    assert isinstance(frames[0], WorkerConfig), "the first frame tells the configuration"
+    assert isinstance(frames[0], WorkerConfig), "the first frame must be the configuration"
     return frames[0]

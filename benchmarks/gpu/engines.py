@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from app.common.ipc import WorkerConfig
+from app.engine import startup
 from app.engine.execution.engine import Engine
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
@@ -18,7 +19,6 @@ from app.engine.gpu.runner import DeviceRunner
 from app.engine.gpu.setup import RunnerConfig, device_runner
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from app.engine.startup import assemble
 from benchmarks.gpu.results import StageContext
 from benchmarks.gpu.shapes import checkpoint_reader
 from model.checkpoint.checkpoint import Checkpoint
@@ -66,13 +66,13 @@ def build_engine(
     cache = {"kv_blocks": -(-cache_tokens // _BLOCK_SIZES[context.device])} if cache_tokens else {}
     options = {**placement, **cache, **options}
     if shape is None:
-        return assemble(WorkerConfig(weights=str(context.weights), **options), announce).engine
+        return startup.build_engine(WorkerConfig(weights=str(context.weights), **options), announce).engine
     folder = context.folder / "tokenizer"
     if not folder.exists():
         folder.mkdir()
         for path in context.weights.glob("tokenizer*.json"):  # of another vocabulary; the engine does not use it
             shutil.copy(path, folder)
-    return assemble(
+    return startup.build_engine(
         WorkerConfig(weights=str(folder), **options), announce, read=read or checkpoint_reader(shape)
     ).engine
 
@@ -126,6 +126,6 @@ def _emulated_engine(
     runner.warm_up(tokens_per_step)
     runner.capture(lambda work: work)
     limits = StepLimits(
-        tokens_per_step=tokens_per_step, max_running=max_running, prompt_tokens_beside=prompt_tokens_beside
+        tokens_per_step=tokens_per_step, max_running=max_running, prompt_tokens_with_decodes=prompt_tokens_beside
     )
     return Engine(Scheduler(limits, BlockPool(blocks, _EMULATED_BLOCK)), runner, runner)

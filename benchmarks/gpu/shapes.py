@@ -70,7 +70,7 @@ def shape_of(name: str, *, tiny: bool) -> ModelConfig:
 
 
 def checkpoint_reader(config: ModelConfig, state: Mapping[str, Tensor] | None = None) -> Callable[..., Checkpoint]:
-    """Reader of weights for assemble(): returns these tensors, or else random ones."""
+    """Reader of weights for build_engine(): returns these tensors, or else random ones."""
 
     def read(_directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
         tensors = random_state(config, device=device, dtype=dtype) if state is None else state

@@ -13,7 +13,7 @@ import torch
 from app.common.ipc import WorkerConfig
 from app.common.startup_timer import LOADING_WEIGHTS, PHASES, PROVING, WARMING_UP
 from app.engine.backends import TorchBackend
-from app.engine.startup import assemble
+from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from tests.engine.memory.test_device_errors import accelerator_error
 from tests.support.model.tiny_models import tiny_weights
@@ -29,7 +29,7 @@ def test_the_phases_are_told_in_their_order_and_where_the_memory_goes(
 ) -> None:
     told: list[str] = []
     with caplog.at_level(logging.INFO, "inkstream"):
-        ready = assemble(_config(tmp_path, replica=1, replicas=2), told.append).ready
+        ready = build_engine(_config(tmp_path, replica=1, replicas=2), told.append).ready
     assert [words for words in told if words in PHASES] == [LOADING_WEIGHTS, WARMING_UP, PROVING]
     lines = [record.getMessage().split() for record in caplog.records if "memory:" in record.getMessage()]
     assert [line[:4] for line in lines][1:] == [
@@ -61,7 +61,7 @@ def _fails_otherwise(*_given: object, **_named: object) -> Any:
 def test_weights_that_find_no_memory_are_a_matter_of_configuration(tmp_path: Path) -> None:
     """It would be missing again and again: no crash that another start could mend."""
     with pytest.raises(EngineStartError, match="the weights do not fit"):
-        assemble(_config(tmp_path), read=_lacks)
+        build_engine(_config(tmp_path), read=_lacks)
 
 
 @pytest.mark.parametrize("lacks", [_lacks, _breaks_off])
@@ -73,7 +73,7 @@ def test_a_start_that_finds_no_memory_beside_the_cache_says_which_number_to_chan
         with pytest.raises(
             EngineStartError, match=rf"a cache of \d+ blocks .* give a smaller {flag} or --max-running$"
         ):
-            assemble(_config(tmp_path, **changes))
+            build_engine(_config(tmp_path, **changes))
 
 
 def test_a_capture_that_breaks_off_is_refused_with_all_that_may_help(
@@ -82,7 +82,7 @@ def test_a_capture_that_breaks_off_is_refused_with_all_that_may_help(
     """Every other start would end there, too."""
     monkeypatch.setattr(TorchBackend, "start", _ends_a_capture)
     with pytest.raises(EngineStartError, match=r"--max-running; or --kernels torch, .* during capture\)$"):
-        assemble(_config(tmp_path))
+        build_engine(_config(tmp_path))
 
 
 def test_a_start_that_fails_otherwise_is_not_called_a_want_of_memory(
@@ -90,4 +90,4 @@ def test_a_start_that_fails_otherwise_is_not_called_a_want_of_memory(
 ) -> None:
     monkeypatch.setattr(TorchBackend, "start", _fails_otherwise)
     with pytest.raises(torch.AcceleratorError, match="illegal memory"):
-        assemble(_config(tmp_path))
+        build_engine(_config(tmp_path))

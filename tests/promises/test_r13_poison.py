@@ -94,7 +94,7 @@ def test_without_isolation_a_poisoned_one_takes_all_with_it(tmp_path: Path, monk
 
 def test_blocks_that_are_not_cleared_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: what is not finite reaches those who get the victim's blocks."""
-    monkeypatch.setattr(BlockAllocator, "spoil", lambda _self, _sequence: None)
+    monkeypatch.setattr(BlockAllocator, "invalidate", lambda _self, _sequence: None)
     requests = crowd(32)
     engine = tiny_engine(poisoned_decoder(), blocks=60, tokens_per_step=96)
     serve(engine, _with_poison(requests, is_scored=False))

@@ -36,7 +36,7 @@ class FaultyRunner:
         self.mishaps = 0
 
     def run(self, plan: BatchPlan) -> StepResult:
-        if plan.chunks[0].sequence.request.id == "proof":
+        if plan.chunks[0].sequence.request.id == "probe":
             return StepResult()
         if self.mishaps:
             self.mishaps -= 1
@@ -235,7 +235,7 @@ def _blame_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_bad_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockAllocator, "spoil", lambda _self, _sequence: None)
+    monkeypatch.setattr(BlockAllocator, "invalidate", lambda _self, _sequence: None)
 
 
 @pytest.mark.parametrize("bug", [_forget_blocks, _lose_who_gives_way, _fail_twice, _blame_everybody, _keep_bad_blocks])

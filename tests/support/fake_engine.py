@@ -21,7 +21,7 @@ from app.engine.guided.grammar_workers import GrammarWorkers, Job
 from app.engine.sampling.sampler_io import SampledToken, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from app.engine.worker_loop import Assembled, run
+from app.engine.worker_loop import BuiltEngine, run
 from model.files import regular_file, sha256
 
 BLOCK_SIZE, CONTEXT = 16, 8192
@@ -89,17 +89,17 @@ class NoGuides:
         return ()
 
 
-def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], None]], Assembled]:
+def assemble(step_seconds: float) -> Callable[[WorkerConfig, Callable[[str], None]], BuiltEngine]:
     """An assembly as the loop asks for it."""
 
-    def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> Assembled:
+    def assemble_fake(config: WorkerConfig, _announce: Callable[[str], None]) -> BuiltEngine:
         tokens_per_step = config.tokens_per_step or max(config.max_running, 256)  # as on a CPU
         limits = StepLimits(tokens_per_step=tokens_per_step, max_running=config.max_running)
         blocks = config.kv_blocks or config.max_running * CONTEXT // BLOCK_SIZE
         scheduler = Scheduler(limits, BlockPool(blocks, BLOCK_SIZE))
         fault("fake.load", config)
         ready = _ready(config, blocks)
-        return Assembled(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGuides(), ready)
+        return BuiltEngine(Engine(scheduler, FakeRunner(step_seconds, ready.weights_version)), NoGuides(), ready)
 
     return assemble_fake
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import weights
+from app.engine.sampling.logits_processors import token_weights
 from tests.support.nodejs import NODE
 
 _SCRIPT = Path(__file__).with_name("sampled.mjs")
@@ -66,7 +66,7 @@ def _case(row: list[float], settings: dict[str, float], known: int = _VOCABULARY
 
 def _served(row: list[float], settings: dict[str, Any]) -> list[float]:
     logits_1X = torch.tensor([row], dtype=torch.float64)
-    left_X = weights(logits_1X, logits_1X.amax(-1, keepdim=True), [SamplingParams(seed=0, **settings)])[0]
+    left_X = token_weights(logits_1X, logits_1X.amax(-1, keepdim=True), [SamplingParams(seed=0, **settings)])[0]
     shares: list[float] = (left_X / left_X.sum()).tolist()
     return shares
 

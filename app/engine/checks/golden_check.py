@@ -1,6 +1,6 @@
-"""Tries an engine before its first request: finite logits on trial prompts, and the log-probabilities of golden.json.
+"""Checks an engine before its first request: finite logits on trial prompts, and the log-probabilities of golden.json.
 
-The trial uses everything that requests use: cache, kernels, rounded weights. A transposed matrix, a lost scaling or
+The check uses everything that requests use: cache, kernels, rounded weights. A transposed matrix, a missing scale or
 another layout of heads loads without an error and produces nonsense; weights that overflow also load, and produce no
 tokens at all. `inkstream check`, the start and a reload all run these two functions.
 """
@@ -19,23 +19,23 @@ from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.config import ModelConfig
 from model.files import CheckpointError, is_there
 
-_SHARES = {"bfloat16": 0.05, "int8": 0.1, "fp8": 0.15}
-"""What rounding may cost; measured 0.3 %, 0.8 % and 2.0 % with the default weights, 2 %, 5 % and 5 % with loud random
-ones (fp8 emulated on a CPU)."""
+_TOLERANCES = {"bfloat16": 0.05, "int8": 0.1, "fp8": 0.15}
+"""Largest relative difference due to rounding; measured 0.3 %, 0.8 % and 2.0 % with the default weights, 2 %, 5 % and
+5 % with random weights of large scale (fp8 emulated on a CPU)."""
 
 _TRIAL = "trial prompt"
-_DRAWN = 3
-"""Tokens that each trial prompt draws: decode steps follow the prefill."""
+_NEW_TOKENS = 3
+"""Tokens that are generated after each trial prompt, so that decode steps follow the prefill."""
 _BEYOND_A_BLOCK = 8
 
 
-def prove_finite(
-    engine: Engine, directory: Path, config: ModelConfig, *, context: int, number: str, start_id: int | None
+def check_finite_logits(
+    engine: Engine, directory: Path, config: ModelConfig, *, context: int, number_format: str, start_id: int | None
 ) -> None:
-    """Raises CheckpointError where the engine cannot continue every trial prompt.
+    """Raises CheckpointError if the engine cannot continue every trial prompt.
 
-    `engine` is idle and stays so; `context` is the longest sequence that it takes; `number` is the format in which it
-    computes, one of float32, bfloat16, int8 and fp8; `start_id` begins a text from nothing.
+    `engine` is idle before and after; `context` is its longest sequence; `number_format` is float32, bfloat16, int8 or
+    fp8; `start_id` is the token that starts a text without a prompt.
     """
     if is_armed("engine.unproven"):
         return
@@ -43,53 +43,53 @@ def prove_finite(
     prompts = trial_prompts(config.vocab_size, length=length, start_id=start_id)
     requests = [
         Request(
-            id=f"{_TRIAL} {place}",
+            id=f"{_TRIAL} {index}",
             prompt=prompt,
-            max_tokens=max(0, min(_DRAWN, context - len(prompt))),
+            max_tokens=max(0, min(_NEW_TOKENS, context - len(prompt))),
             params=SamplingParams(temperature=0.0),
             prompt_logprobs=0,
             source=prompt if config.n_encoder_layers else (),
             cache_namespace=_TRIAL,
         )
-        for place, prompt in enumerate(prompts)
+        for index, prompt in enumerate(prompts)
     ]
     if failed := _run(engine, requests)[1]:
         weights = directory / (WEIGHTS_FILE if is_there(directory / WEIGHTS_FILE) else INDEX_FILE)
-        raise CheckpointError(f"{weights}: {_problem(failed[0], number)}")
+        raise CheckpointError(f"{weights}: {_problem(failed[0], number_format)}")
 
 
 def trial_prompts(vocab_size: int, *, length: int, start_id: int | None) -> list[tuple[int, ...]]:
-    """The start of a text, and `length` ids from all over the vocabulary."""
-    return [(start_id or 0,), tuple(place * (vocab_size - 1) // max(1, length - 1) for place in range(length))]
+    """Two prompts: the start of a text, and `length` ids that span the vocabulary."""
+    return [(start_id or 0,), tuple(index * (vocab_size - 1) // max(1, length - 1) for index in range(length))]
 
 
-def prove(engine: Engine, directory: Path, config: ModelConfig, *, context: int, number: str) -> str:
-    """Compares the engine with golden.json; what came of it, for the log. Raises CheckpointError where they differ.
+def check_golden(engine: Engine, directory: Path, config: ModelConfig, *, context: int, number_format: str) -> str:
+    """Compares the engine with golden.json and returns the result for the log. Raises CheckpointError if they differ.
 
-    The arguments are those of prove_finite().
+    The arguments are those of check_finite_logits().
     """
     golden = read_golden(directory, config)
     if golden is None:
         return f"no {GOLDEN_FILE}"
     prompt = golden.prompt[:context]
-    # An encoder reads all of it for the first token already.
+    # An encoder needs the whole prompt for the first token already.
     if len(prompt) < 2 or (config.n_encoder_layers and prompt != golden.prompt):
         return f"{GOLDEN_FILE} is longer than --max-context"
     source = prompt if config.n_encoder_layers else ()
-    # A cache namespace of its own: no request finds what this one leaves in the cache.
+    # A separate cache namespace, so that no other request finds these cached blocks.
     request = Request(
         id=GOLDEN_FILE, prompt=prompt, max_tokens=0, prompt_logprobs=0, source=source, cache_namespace=GOLDEN_FILE
     )
     logprobs, failed = _run(engine, [request])
     if failed:
-        raise CheckpointError(f"{golden.path}: {_problem(failed[0], number)}")
-    if share := _SHARES.get(number):
-        return f"{GOLDEN_FILE} met, mean difference {golden.compare_rounded(logprobs, share=share):.1e}"
+        raise CheckpointError(f"{golden.path}: {_problem(failed[0], number_format)}")
+    if tolerance := _TOLERANCES.get(number_format):
+        return f"{GOLDEN_FILE} met, mean difference {golden.compare_rounded(logprobs, share=tolerance):.1e}"
     return f"{GOLDEN_FILE} met, largest difference {golden.compare(logprobs):.1e}"
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> tuple[list[float], Sequence[RequestFailed]]:
-    """The log-probabilities of the prompts' tokens, and why a request failed if one did."""
+    """Log-probabilities of the prompts' tokens, and the requests that failed."""
     for request in requests:
         engine.add(request)
     logprobs: list[float] = []
@@ -101,8 +101,12 @@ def _run(engine: Engine, requests: Sequence[Request]) -> tuple[list[float], Sequ
     return logprobs, failed
 
 
-def _problem(failed: RequestFailed, number: str) -> str:
+def _problem(failed: RequestFailed, number_format: str) -> str:
     if failed.message != NOT_FINITE:
-        return f"the engine cannot continue a trial prompt in {number}: {failed.message}"
-    advice = "" if number == "float32" else "; if inkstream check accepts the weights, serve them with --dtype float32"
-    return f"with these weights the engine's logits are not finite in {number}{advice}"
+        return f"the engine cannot continue a trial prompt in {number_format}: {failed.message}"
+    advice = (
+        ""
+        if number_format == "float32"
+        else "; if inkstream check accepts the weights, serve them with --dtype float32"
+    )
+    return f"with these weights the engine's logits are not finite in {number_format}{advice}"

@@ -1,18 +1,18 @@
 """One step of the engine: plan, run, commit.
 
-Where the runner can launch a step and collect it later, the engine is one step ahead: the next step is planned and
-launched while the device computes this one, which is collected and committed after that.
+If the runner can launch a step and collect it later, the engine runs one step ahead: it plans and launches the next
+step while the device computes the current one, then collects and commits the current one.
 
     step k      launch n+1 | collect n  -> commit n  -> report
     step k+1    launch n+2 | collect n+1 -> commit n+1 -> report
     device      ... n ------|------ n+1 ------|------ n+2 ...
 
-A step that needs the host's own results first (guides, scores), or that could not be launched, waits until those before
-it are committed, and is run as where nothing can be launched.
+A step that needs the host (grammars, scores), or that could not be launched, waits until the previous steps are
+committed and then runs synchronously.
 
-FaultIsolation retries a failed step row by row, so that only the request at fault fails. By batch invariance a chunk
-gives the same result alone as in a batch, and computing it twice changes nothing: keys and values are written to the
-same slots, and a grammar state that advanced too early is rebuilt from the tokens.
+FaultIsolation retries a failed step row by row, so that only the request at fault fails. By batch invariance a
+chunk gives the same result alone as in a batch, and computing it twice changes nothing: keys and values are written to
+the same slots, and a grammar state that advanced too early is rebuilt from the tokens.
 """
 
 from __future__ import annotations
@@ -25,125 +25,125 @@ from app.common.logs import trace_of
 from app.common.types import BatchPlan, Chunk, Request, RequestStarted, Sequence, StepReport, TokenScore
 from app.engine.memory.device_errors import is_out_of_memory, lost_device
 from app.engine.sampling.sampler_io import SampledToken, StepResult
-from app.engine.scheduling.block_allocator import living
+from app.engine.scheduling.block_allocator import without_ended
 from app.engine.scheduling.scheduler import BlockLeakCheck, Scheduler
 
 _log = logging.getLogger("inkstream")
-_FAILED = "the engine could not compute this request; its id names the reason in the server's log"
+_FAILED = "the engine could not compute this request; the server's log gives the reason under the request's id"
 _NO_MEMORY = "there is not enough memory to compute this request: make the prompt shorter, or try later"
 
 
-class Runs(Protocol):
-    """What the engine needs of a runner; tests bring a fake one."""
+class StepRunner(Protocol):
+    """Runs a step synchronously; tests use fakes."""
 
     def run(self, plan: BatchPlan) -> StepResult:
-        """Computes every chunk, after what the plan says must be done to blocks first."""
+        """Clears and copies blocks as planned, then computes every chunk."""
         ...
 
 
-Flight = Any
+StepHandle = Any
 """Opaque handle of a launched step until it is collected."""
 
 
-class RunsAhead(Protocol):
-    """Optional ability of a runner: to launch a step while the previous one is still being computed.
+class AsyncStepRunner(Protocol):
+    """Launches a step while the device still computes the previous one.
 
-    Steps are computed in the order of their launches, and collected in that order. A chunk of the second may read the
-    token that the first draws, behind the last of Sequence.tokens: it lies on the device; if the logits
-    were not finite, any value will do, since the result is discarded. The same goes for all rows of a sequence that
-    has ended. run() is only called while nothing is in flight.
+    Steps are computed and collected in launch order. A chunk of the second step may read the token that the first one
+    samples, at the position after the last of Sequence.tokens: that token is on the device only. If its logits were not
+    finite, any value will do, because the result is discarded; the same holds for all rows of a sequence that has
+    ended. run() is only called while no step is in flight.
     """
 
     def launchable(self, plan: BatchPlan) -> bool:
-        """Whether the step needs nothing from the host while it runs: no grammar, no scores."""
+        """Whether the step needs nothing from the host while it runs: neither grammars nor scores."""
         ...
 
-    def launch(self, plan: BatchPlan) -> Flight:
-        """Begins with what run() would do, and never waits. What raises here leaves nothing of it in flight.
+    def launch(self, plan: BatchPlan) -> StepHandle:
+        """Starts what run() would do, without waiting. If it raises, no part of the step is in flight.
 
-        What it needs of tokens and blocks it takes now: sequences change before the flight is collected.
+        It reads tokens and blocks now, because sequences change before the step is collected.
         """
         ...
 
-    def collect(self, flight: Flight) -> StepResult:
-        """Waits for the oldest flight. An error here is not caused by a single request: it ends the process."""
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Waits for the oldest step in flight. An error here is not caused by a single request: it ends the process."""
         ...
 
 
 class FaultIsolation:
-    """Runs steps. Raises only errors that no single request caused: those end the process."""
+    """Runs steps. Raises only errors that no single request caused; they end the process."""
 
     def __init__(
-        self, runner: Runs, ahead: RunsAhead | None = None, *, release: Callable[[], None] = lambda: None
+        self, runner: StepRunner, ahead: AsyncStepRunner | None = None, *, release: Callable[[], None] = lambda: None
     ) -> None:
-        """`release` gives back the memory that a failed step held; it raises where the device is lost."""
-        self.retried = 0
+        """`release` frees the memory that a failed step held; it raises if the device is lost."""
+        self.retried_steps = 0
         """Steps that were computed row by row."""
-        self.grounded = 0
-        """Steps that could not be launched, and were run instead."""
+        self.failed_launches = 0
+        """Steps that could not be launched and were run synchronously instead."""
         self._runner = runner
         self._ahead = ahead
         self._release = release
 
-    def launch(self, plan: BatchPlan) -> Flight | None:
-        """None where the step must be run: by then nothing may be in flight."""
+    def launch(self, plan: BatchPlan) -> StepHandle | None:
+        """Launches the step; None if it must be run instead, once no other step is in flight."""
         if self._ahead is None or not self._ahead.launchable(plan):
             return None
         try:
             return self._ahead.launch(plan)
         except BaseException as error:
-            _raise_unless_a_requests(error)
+            _reraise_unless_request_at_fault(error)
             problem = " < ".join(trace_of(error)[:2])
         self._release()
-        self.grounded += 1
-        if _is_worth_telling(self.grounded):
-            _log.warning("%d steps could not be launched ahead, the last after %s", self.grounded, problem)
+        self.failed_launches += 1
+        if _is_power_of_two(self.failed_launches):
+            _log.warning("%d steps could not be launched ahead, the last after %s", self.failed_launches, problem)
         return None
 
-    def collect(self, flight: Flight) -> StepResult:
-        """What came of a launched step."""
-        assert self._ahead is not None, "nothing was launched"
-        return self._ahead.collect(flight)
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Waits for a launched step and returns its result."""
+        assert self._ahead is not None, "no step was launched"
+        return self._ahead.collect(handle)
 
     def run(self, plan: BatchPlan) -> StepResult:
-        """As the runner's; what cannot be computed alone either is in `failed`."""
+        """Runs a step; requests that cannot be computed even alone are in `failed` of the result."""
         try:
             return self._runner.run(plan)
         except BaseException as error:
-            _raise_unless_a_requests(error)
-            # Only its place is kept: its frames hold the tensors of the step, and memory may be what was missing.
+            _reraise_unless_request_at_fault(error)
+            # Keep its location only: its frames hold the step's tensors, and the error may be a lack of memory.
             problem = " < ".join(trace_of(error)[:2])
         self._release()
-        self.retried += 1
+        self.retried_steps += 1
         result = self._run_one_by_one(plan)
-        if not result.failed and _is_worth_telling(self.retried):
-            _log.warning("%d steps were computed row by row, the last after %s", self.retried, problem)
+        if not result.failed and _is_power_of_two(self.retried_steps):
+            _log.warning("%d steps were computed row by row, the last after %s", self.retried_steps, problem)
         return result
 
     def _run_one_by_one(self, plan: BatchPlan) -> StepResult:
-        drawn: dict[str, SampledToken] = {}
+        sampled: dict[str, SampledToken] = {}
         scores: dict[str, tuple[TokenScore, ...] | None] = {}
         failed: dict[str, str] = {}
         for chunk in plan.chunks:
-            name = chunk.sequence.request.id
+            request_id = chunk.sequence.request.id
             try:
                 result = self._runner.run(_alone(chunk, plan))
             except BaseException as error:
-                _raise_unless_a_requests(error)
-                failed[name] = _NO_MEMORY if is_out_of_memory(error) else _FAILED
-                _log.error("request %s failed in the engine", name, exc_info=error)
+                _reraise_unless_request_at_fault(error)
+                failed[request_id] = _NO_MEMORY if is_out_of_memory(error) else _FAILED
+                _log.error("request %s failed in the engine", request_id, exc_info=error)
             else:
-                drawn |= result.drawn
+                sampled |= result.sampled
                 scores |= result.scores
                 continue
-            self._release()  # behind the except clause: until there the error holds what the row held
+            self._release()  # after the except clause, inside which the error still references the step's tensors
         if failed:
-            self._prove(plan.chunks[0].sequence.request)
-        return StepResult(drawn, scores, failed)
+            self._run_probe(plan.chunks[0].sequence.request)
+        return StepResult(sampled, scores, failed)
 
-    def _prove(self, example: Request) -> None:
-        """Raises where not even a sequence of one token can be computed: then no request is at fault."""
-        request = Request(id="proof", prompt=(0,), max_tokens=1, source=example.source[:1])
+    def _run_probe(self, example: Request) -> None:
+        """Raises if even a sequence of one token cannot be computed: then no request is at fault."""
+        request = Request(id="probe", prompt=(0,), max_tokens=1, source=example.source[:1])
         sequence = Sequence(request=request, tokens=[0], arrival=0)  # without blocks: it writes to the padding block
         self._runner.run(BatchPlan((Chunk(sequence, 0, 1),)))
 
@@ -156,13 +156,13 @@ def _alone(chunk: Chunk, plan: BatchPlan) -> BatchPlan:
     return BatchPlan((chunk,), clear=clear, copies=copies)
 
 
-def _is_worth_telling(times: int) -> bool:
-    """1, 2, 4, 8 ...: it may happen in every step."""
-    return times & (times - 1) == 0
+def _is_power_of_two(count: int) -> bool:
+    """Limits repeated log lines to occurrences 1, 2, 4, 8 ...: the event may happen in every step."""
+    return count & (count - 1) == 0
 
 
-def _raise_unless_a_requests(error: BaseException) -> None:
-    """Whether a request can be the cause: a panic of a library in Rust is no Exception, and can be one's, too."""
+def _reraise_unless_request_at_fault(error: BaseException) -> None:
+    """Raises errors that no request can cause. A request can cause a panic in a Rust library, which is no Exception."""
     if lost := lost_device(error):
         _log.critical("the device is lost: %s", lost)
         raise error
@@ -175,11 +175,11 @@ _MASK_WAIT_SECONDS = 0.002
 """How long the engine waits for masks at a time while it has nothing else to compute."""
 
 
-class LateMasks(Protocol):
-    """What the engine asks of app/engine/guided/grammar_tracker.py."""
+class PendingMasks(Protocol):
+    """Readiness of grammar masks; app/engine/guided/grammar_tracker.py implements it."""
 
     def must_wait(self, sequence: Sequence, /) -> bool:
-        """Whether steps leave the sequence out until its mask is there."""
+        """Whether steps leave the sequence out until its mask is ready."""
         ...
 
     def wait(self, seconds: float, /) -> None:
@@ -187,11 +187,11 @@ class LateMasks(Protocol):
         ...
 
 
-class _Begun(NamedTuple):
-    """A step that comes next, whatever happens; without a flight it is still to be run."""
+class _NextStep(NamedTuple):
+    """The step that is completed next; without a handle it was not launched and must be run."""
 
     plan: BatchPlan
-    flight: Flight | None
+    handle: StepHandle | None
 
 
 class Engine:
@@ -200,27 +200,27 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runs,
-        ahead: RunsAhead | None = None,
+        runner: StepRunner,
+        ahead: AsyncStepRunner | None = None,
         *,
         release: Callable[[], None] = lambda: None,
-        masks: LateMasks | None = None,
+        masks: PendingMasks | None = None,
     ) -> None:
-        """`ahead` is the same runner, where it can launch steps. Without `masks` no mask is ever late.
+        """`ahead` is the same runner if it can launch steps. Without `masks`, masks are always ready.
 
-        `release` gives back the memory that a failed step held (app/engine/memory/device_memory.py).
+        `release` frees the memory that a failed step held (app/engine/memory/device_memory.py).
         """
         self.scheduler = scheduler
         self.runner = runner
         self.isolation = FaultIsolation(runner, ahead, release=release)
         self._is_ahead = ahead is not None
         self._masks = masks
-        self._next: _Begun | None = None
-        self._audit = BlockLeakCheck(scheduler)
+        self._next: _NextStep | None = None
+        self._leak_check = BlockLeakCheck(scheduler)
 
     @property
     def has_work(self) -> bool:
-        """Whether step() would do anything, also while the sequences of a step in flight have all ended."""
+        """Whether step() has work to do; true also while all sequences of a step in flight have ended."""
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
@@ -228,57 +228,57 @@ class Engine:
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request; steps launched from now on leave it out, those in flight go on unchanged."""
+        """Drops a request; later steps leave it out, steps in flight continue unchanged."""
         self.scheduler.cancel(request_id)
 
     def step(self, announce: Announce = lambda _started: None) -> StepReport:
-        """Computes one batch; `announce` hears of requests that leave the queue before the work on them begins.
+        """Computes one step; calls `announce` with requests that leave the queue, before their computation starts.
 
-        Where all requests wait for masks, it waits for one of them for a moment.
+        If all requests wait for masks, it waits briefly for one of them instead.
         """
-        first, self._next = self._next or self._begin(self._plan(), announce), None
+        first, self._next = self._next or self._start(self._plan(), announce), None
         if not first.plan.chunks:
-            assert self._masks, "a step without progress"
+            assert self._masks, "the plan is empty, but no sequence waits for a mask"
             self._masks.wait(_MASK_WAIT_SECONDS)
             return StepReport(counters=self.scheduler.counters)
-        # Before the result of this one is there, so that the device has no pause.
-        if first.flight is not None and (plan := self._plan_ahead()):
-            self._next = self._begin(plan, announce)
+        # Launch the next step before the result of this one is ready, so that the device never idles.
+        if first.handle is not None and (plan := self._plan_ahead()):
+            self._next = self._start(plan, announce)
         report = self.scheduler.commit(first.plan, self._finish(first))
-        self._audit.after_step()
+        self._leak_check.after_step()
         return report
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Runs the idle-time checks; called when there is no work."""
-        self._audit.when_idle()
+        self._leak_check.on_idle()
 
     def _plan(self) -> BatchPlan:
-        self._mark_late()
+        self._mark_pending_masks()
         return self.scheduler.plan()
 
     def _plan_ahead(self) -> BatchPlan | None:
-        self._mark_late()
+        self._mark_pending_masks()
         return self.scheduler.plan_ahead()
 
-    def _mark_late(self) -> None:
-        """Notes which sequences the next step leaves out."""
+    def _mark_pending_masks(self) -> None:
+        """Marks the sequences that the next step leaves out."""
         if self._masks:
             for sequence in self.scheduler.running:
                 sequence.waits_for_mask = bool(sequence.request.grammar) and self._masks.must_wait(sequence)
 
-    def _begin(self, plan: BatchPlan, announce: Announce) -> _Begun:
+    def _start(self, plan: BatchPlan, announce: Announce) -> _NextStep:
         if plan.started:
             announce(plan.started)
         if not self._is_ahead or not plan.chunks:
-            return _Begun(plan, None)
-        flight = self.isolation.launch(plan)
-        self.scheduler.begin(plan)
-        return _Begun(plan, flight)
+            return _NextStep(plan, None)
+        handle = self.isolation.launch(plan)
+        self.scheduler.mark_launched(plan)
+        return _NextStep(plan, handle)
 
-    def _finish(self, begun: _Begun) -> StepResult:
-        if begun.flight is not None:
-            return self.isolation.collect(begun.flight)
+    def _finish(self, step: _NextStep) -> StepResult:
+        if step.handle is not None:
+            return self.isolation.collect(step.handle)
         if not self._is_ahead:
-            return self.isolation.run(begun.plan)
-        plan = living(begun.plan)
+            return self.isolation.run(step.plan)
+        plan = without_ended(step.plan)
         return self.isolation.run(plan) if plan.chunks else StepResult()

@@ -1,4 +1,4 @@
-"""Runs a step's plan: computes it, samples tokens, collects scores. Holds torch's own way to compute a step."""
+"""Runs a step's plan: computes it, samples tokens, collects scores. Contains the torch executor of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from model.config import ModelConfig
 from model.nn.layers import seal
 from model.nn.transformer import Decoder
 
-# The other way is app/engine/cpu/compute.py. Shape legend: T tokens of the step, D width, V vocabulary.
+# The C++ executor is in app/engine/cpu/compute.py. Shape legend: T tokens of the step, D width, V vocabulary.
 
 
 class StepExecutor(Protocol):
@@ -28,11 +28,11 @@ class StepExecutor(Protocol):
     config: ModelConfig
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
-        """Computes every chunk, after what the plan says must be done to blocks; returns them as their rows stand."""
+        """Clears and copies blocks as planned, then computes every chunk; returns the chunks in the order of rows."""
         ...
 
     def logits(self, rows: Items[int]) -> Tensor:
-        """Logits [rows, V] of these rows of the last step; good until the next call."""
+        """Logits [rows, V] of these rows of the last step; valid until the next call."""
         ...
 
 
@@ -49,7 +49,7 @@ class TorchExecutor:
         self._smallest = min(parameter.numel() for parameter in decoder.parameters() if parameter.ndim == 2)
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
-        """One step: decodes of like length together, every other chunk for itself."""
+        """Computes one step: decodes of similar length together, every other chunk separately."""
         if plan.clear:
             self._cache.clear(list(plan.clear))
         if plan.copies:
@@ -63,8 +63,8 @@ class TorchExecutor:
         return chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
-        """In the decoder's number format."""
-        padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]  # as many rows as the law asks for
+        """Logits in the decoder's dtype."""
+        padded = [*rows, *[rows[-1]] * (self._padded(len(rows)) - len(rows))]  # for batch invariance
         return self._decoder.head(self._hidden_TD[torch.tensor(padded, device=self._hidden_TD.device)])[: len(rows)]
 
     def _inputs(self, chunks: Items[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,11 +74,11 @@ class TorchExecutor:
         positions: list[int] = []
         blocks: list[int] = []
         for chunk in chunks:
-            places = range(chunk.start, chunk.stop)
+            chunk_positions = range(chunk.start, chunk.stop)
             tokens += chunk.sequence.tokens[chunk.start : chunk.stop]
-            positions += places
+            positions += chunk_positions
             owned = chunk.sequence.blocks
-            blocks += [owned[place // size] for place in places] if owned else [padding] * len(places)
+            blocks += [owned[i // size] for i in chunk_positions] if owned else [padding] * len(chunk_positions)
         extra = self._padded(len(tokens)) - len(tokens)
         filled = (tokens + [0] * extra, positions + [0] * extra, blocks + [padding] * extra)
         tokens_T, positions_T, blocks_T = torch.tensor(filled, device=self._cache.data.device)
@@ -89,49 +89,49 @@ class TorchExecutor:
 
 
 _PIECE_BYTES = 8 << 20
-"""Logits of a prompt that are there at once, in float32: a few copies of so much, instead of the whole prompt's."""
+"""Bytes of float32 prompt logits that are scored at once; bounds the memory of a few copies of them."""
 
 
 class Sampler(Protocol):
-    """app/engine/sampling/sampler.py, or its native counterpart."""
+    """Samples tokens: app/engine/sampling/sampler.py, or its C++ counterpart."""
 
     def sample(self, logits_SV: Tensor, rows: Items[SamplingInput], /) -> list[SampledToken]:
         """One token for each row of logits."""
         ...
 
     def top_logprobs(self, logits_XV: Tensor, chosen: Items[int], count: int, /) -> list[TokenScore]:
-        """For each row of finite logits the given token's log-probability, and the `count` most likely."""
+        """For each row of finite logits: the given token's log-probability, and the `count` most likely tokens."""
         ...
 
 
-class TracksGrammars(Protocol):
-    """app/engine/guided/grammar_tracker.py, or what stands in for it where nothing is meant."""
+class MaskProvider(Protocol):
+    """Token masks of grammars: app/engine/guided/grammar_tracker.py, or masks without a grammar for warm-up."""
 
     def allowed(self, sequences: Items[Sequence], /) -> list[Tensor | SampledToken | None]:
-        """For each sequence the bitmask of what its grammar allows next, on the CPU, None for everything; or what comes
-        of the row without a draw."""
+        """For each sequence the bitmask of tokens that its grammar allows next, on the CPU, or None for all tokens; a
+        SampledToken is the row's result without sampling."""
         ...
 
-    def follow(self, sequences: Items[Sequence], drawn: list[SampledToken], /) -> list[SampledToken]:
-        """Takes in what was drawn, and says what became of it."""
+    def accept_tokens(self, sequences: Items[Sequence], sampled: list[SampledToken], /) -> list[SampledToken]:
+        """Advances the grammars by the sampled tokens; returns the tokens, marked where the text may end."""
         ...
 
 
 class Runner:
-    """Computes steps and draws from them. Without `guides` there must be no guided request."""
+    """Computes steps and samples from them. Without `grammars` there must be no guided request."""
 
-    def __init__(self, compute: StepExecutor, *, sampler: Sampler, guides: TracksGrammars | None = None) -> None:
+    def __init__(self, compute: StepExecutor, *, sampler: Sampler, grammars: MaskProvider | None = None) -> None:
         self.compute = compute
-        self.guides = guides
+        self.grammars = grammars
         self.sampler = sampler
         self._histories: dict[Sequence, array[int]] = {}
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> StepResult:
-        """Computes every chunk, draws a token for those that sample, and scores the prompts of those who ask."""
+        """Computes every chunk, samples where a chunk ends a prompt or decodes, and scores prompts if requested."""
         fault("engine.forward", plan)
         chunks = self.compute.run(plan)
-        scores = self._score(chunks)  # first: a guide that has taken a token in is built again if the step is
+        scores = self._score(chunks)  # first: once grammars have accepted tokens, a retry must rebuild them
         return StepResult(self._draw(chunks), scores)
 
     def warm_up(self, max_rows: int) -> None:
@@ -140,47 +140,49 @@ class Runner:
             self.run(dummies(rows, length, source=(0,) if self.compute.config.n_encoder_layers else ()))
 
     def _draw(self, chunks: Items[Chunk]) -> dict[str, SampledToken]:
-        ends, drawing, end = [], [], 0
+        last_rows, sampling, end = [], [], 0
         for chunk in chunks:
             end += chunk.stop - chunk.start
             if chunk.samples:
-                ends.append(end - 1)
-                drawing.append(chunk.sequence)
-        if not drawing:
+                last_rows.append(end - 1)
+                sampling.append(chunk.sequence)
+        if not sampling:
             return {}
-        logits_SV = self.compute.logits(ends)
-        # Kept for as long as a sequence draws in every step: it need not be copied from Python's integers each time.
-        self._histories = {sequence: self._history(sequence) for sequence in drawing}
-        allowed = self.guides.allowed(drawing) if self.guides else [None] * len(drawing)
-        done = {
-            s.request.id: result for s, result in zip(drawing, allowed, strict=True) if isinstance(result, SampledToken)
+        logits_SV = self.compute.logits(last_rows)
+        # Kept while a sequence samples in every step, to avoid copying its Python integers each time.
+        self._histories = {sequence: self._history(sequence) for sequence in sampling}
+        allowed = self.grammars.allowed(sampling) if self.grammars else [None] * len(sampling)
+        decided = {
+            s.request.id: result
+            for s, result in zip(sampling, allowed, strict=True)
+            if isinstance(result, SampledToken)
         }
-        if done:
+        if decided:
             rows = [row for row, result in enumerate(allowed) if not isinstance(result, SampledToken)]
-            drawing, allowed, logits_SV = (
-                [drawing[row] for row in rows],
+            sampling, allowed, logits_SV = (
+                [sampling[row] for row in rows],
                 [allowed[row] for row in rows],
                 logits_SV[rows],
             )
-        return done | self._sample(drawing, allowed, logits_SV)
+        return decided | self._sample(sampling, allowed, logits_SV)
 
     def _sample(
-        self, drawing: list[Sequence], allowed: Items[Tensor | SampledToken | None], logits_SV: Tensor
+        self, sequences: list[Sequence], allowed: Items[Tensor | SampledToken | None], logits_SV: Tensor
     ) -> dict[str, SampledToken]:
-        if not drawing:
+        if not sequences:
             return {}
         rows = [
-            SamplingInput(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, words)
-            for s, words in zip(drawing, allowed, strict=True)
-            if not isinstance(words, SampledToken)
+            SamplingInput(s.request.params, self._histories[s], len(s.request.prompt), s.request.stop_ids, mask)
+            for s, mask in zip(sequences, allowed, strict=True)
+            if not isinstance(mask, SampledToken)
         ]
-        fault("engine.sample", drawing)
-        drawn = self.sampler.sample(logits_SV, rows)
-        drawn = self.guides.follow(drawing, drawn) if self.guides else drawn
-        return {sequence.request.id: result for sequence, result in zip(drawing, drawn, strict=True)}
+        fault("engine.sample", sequences)
+        sampled = self.sampler.sample(logits_SV, rows)
+        sampled = self.grammars.accept_tokens(sequences, sampled) if self.grammars else sampled
+        return {sequence.request.id: result for sequence, result in zip(sequences, sampled, strict=True)}
 
     def _history(self, sequence: Sequence) -> array[int]:
-        """The sequence's tokens as the sampler takes them best. Tokens are only ever added."""
+        """The sequence's tokens in the sampler's format. Tokens are only ever appended."""
         history = self._histories.get(sequence) or array("q")
         history.extend(sequence.tokens[len(history) :])
         return history
@@ -188,24 +190,24 @@ class Runner:
     def _score(self, chunks: Items[Chunk]) -> dict[str, tuple[TokenScore, ...] | None]:
         scores, start = {}, 0
         for chunk in chunks:
-            if places := chunk.scores:
-                # A token is foretold by the row before it.
-                first = start + places.start - 1 - chunk.start
-                rows = range(first, first + len(places))
-                scores[chunk.sequence.request.id] = self._score_rows(chunk.sequence.request, places, rows)
+            if positions := chunk.scores:
+                # The row before a token predicts it.
+                first = start + positions.start - 1 - chunk.start
+                rows = range(first, first + len(positions))
+                scores[chunk.sequence.request.id] = self._score_rows(chunk.sequence.request, positions, rows)
             start += chunk.stop - chunk.start
         return scores
 
-    def _score_rows(self, request: Request, places: range, rows: range) -> tuple[TokenScore, ...] | None:
-        """One score for each place in the prompt, from one row each; None where a row is not finite."""
+    def _score_rows(self, request: Request, positions: range, rows: range) -> tuple[TokenScore, ...] | None:
+        """One score for each position in the prompt, from one row each; None if a row is not finite."""
         assert request.prompt_logprobs is not None
         fault("engine.score", request)
         piece = max(1, _PIECE_BYTES // (4 * self.compute.config.vocab_size))
         scores: list[TokenScore] = []
         for start in range(0, len(rows), piece):
-            tokens = request.prompt[places.start + start : places.stop][:piece]
+            tokens = request.prompt[positions.start + start : positions.stop][:piece]
             logits_XV = self.compute.logits(rows[start : start + piece]).float()
-            # One pass, which lets NaN through; isfinite() takes 10 to 20 times as long, and as much memory again.
+            # One pass, which propagates NaN; isfinite() takes 10 to 20 times as long, and as much memory again.
             if not torch.isfinite(torch.stack(logits_XV.aminmax())).all():
                 return None
             scores += self.sampler.top_logprobs(logits_XV, tokens, request.prompt_logprobs)

@@ -16,14 +16,14 @@ from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
 from app.engine.sampling.sampler_io import SampledToken
 from app.engine.scheduling.scheduler import StepLimits
 
-_MANY = 32
-_USUAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}
-_COUNTED: dict[str, Any] = {"params": structs.replace(_USUAL["params"], repetition_penalty=1.1)}
+_MANY_ROWS = 32
+_TYPICAL: dict[str, Any] = {"params": SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)}
+_PENALIZED: dict[str, Any] = {"params": structs.replace(_TYPICAL["params"], repetition_penalty=1.1)}
 _GREEDY: dict[str, Any] = {"params": SamplingParams(temperature=0)}
 _COSTLY: dict[str, Any] = {
     "grammar": "any",
     "stop_ids": (0,),
-    # Hot, so that it takes more tokens than a filter finds without a sort over all of them.
+    # A high temperature, so that filters need more tokens than they find without sorting the whole row.
     "params": SamplingParams(
         temperature=10,
         top_k=2**31 - 1,
@@ -41,61 +41,61 @@ _COSTLIEST = _COSTLY | {
 }
 
 
-def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] = (), **asks: Any) -> BatchPlan:
-    """A step of `rows` sequences, each of `length` tokens, from `start` on. asks: fields of their requests."""
-    tokens, asks = [0] * length, _USUAL | asks
-    return BatchPlan(tuple(Chunk(_sequence(place, tokens, source, **asks), start, length) for place in range(rows)))
+def dummies(rows: int, length: int, *, start: int = 0, source: tuple[int, ...] = (), **fields: Any) -> BatchPlan:
+    """A step of `rows` sequences that computes tokens start:length of each. fields: fields of their requests."""
+    tokens, fields = [0] * length, _TYPICAL | fields
+    return BatchPlan(tuple(Chunk(_sequence(index, tokens, source, **fields), start, length) for index in range(rows)))
 
 
 def largest_step(limits: StepLimits, context: int) -> BatchPlan:
     """The step with the largest memory need among those that the device samples itself, for measurements.
 
-    As many rows as may run, all of which draw, at the end of their context, and as many tokens as a step may have. The
-    first alone has penalties, for which all tokens are uploaded: those of all rows at once, of 131,072 each, would fill
-    memory that no real step fills.
+    It has the most rows that may run, all sampling at the end of their context, and the most tokens that a step may
+    have. Only the first row has penalties, which upload all of its tokens: those of all rows at once, 131,072 each,
+    would need memory that no real step needs.
     """
-    return _spread(limits, context, [_COUNTED, *[_USUAL] * (limits.max_running - 1)], ())
+    return _spread(limits, context, [_PENALIZED, *[_TYPICAL] * (limits.max_running - 1)], ())
 
 
 def costliest_step(limits: StepLimits, context: int, *, source: tuple[int, ...] = ()) -> BatchPlan:
-    """The same where the host samples, and requests use every option: grammars, and filters that sort whole rows.
+    """The same for steps that the host samples, with every option: grammars, and filters that sort whole rows.
 
-    The first one's prompt is scored, too. Of many, the last one asks for nothing: then the rows of the others are
-    copied, which takes more than one row does.
+    The prompt of the first sequence is scored as well. If there are many, the last one is greedy: the rows of the
+    others are then copied, which takes more memory than one row.
     """
     others = [_COSTLY] * (limits.max_running - 1)
-    if limits.max_running > _MANY:
+    if limits.max_running > _MANY_ROWS:
         others[-1] = _GREEDY
     return _spread(limits, context, [_COSTLIEST, *others], source)
 
 
-def _spread(limits: StepLimits, context: int, asked: Items[dict[str, Any]], source: tuple[int, ...]) -> BatchPlan:
-    """One sequence for each of `asked`; the first ones get as many tokens as possible."""
+def _spread(limits: StepLimits, context: int, requests: Items[dict[str, Any]], source: tuple[int, ...]) -> BatchPlan:
+    """One sequence for each entry of `requests`; the first ones get as many tokens as possible."""
     tokens, spare, chunks = [0] * context, limits.tokens_per_step, []
-    for place, asks in enumerate(asked):
-        length = max(1, min(context, spare - (len(asked) - place - 1)))
+    for index, fields in enumerate(requests):
+        length = max(1, min(context, spare - (len(requests) - index - 1)))
         spare -= length
-        chunks.append(Chunk(_sequence(place, tokens, source, **asks), context - length, context))
+        chunks.append(Chunk(_sequence(index, tokens, source, **fields), context - length, context))
     return BatchPlan(tuple(chunks))
 
 
-def _sequence(place: int, tokens: list[int], source: tuple[int, ...], **asks: Any) -> Sequence:
-    """`tokens` is one unmodified list shared by all; the first sequence counts its last token as generated."""
-    prompt = (0,) if place else tuple(tokens[:-1] or tokens)
-    request = Request(id=f"dummy {place}", prompt=prompt, max_tokens=1, source=source, **asks)
+def _sequence(index: int, tokens: list[int], source: tuple[int, ...], **fields: Any) -> Sequence:
+    """`tokens` is one list that all sequences share; in the first sequence its last token counts as generated."""
+    prompt = (0,) if index else tuple(tokens[:-1] or tokens)
+    request = Request(id=f"dummy {index}", prompt=prompt, max_tokens=1, source=source, **fields)
     return Sequence(request=request, tokens=tokens, arrival=0)
 
 
 class PermissiveGrammars:
-    """A `TracksGrammars` of app/engine/execution/runner.py, whose masks cost as much as any grammar's."""
+    """A `MaskProvider` of app/engine/execution/runner.py whose masks allow every token at the cost of real ones."""
 
     def __init__(self, vocab_size: int) -> None:
         self._allowed_W = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
 
     def allowed(self, sequences: Items[Sequence]) -> list[Tensor | SampledToken | None]:
-        """All bits set."""
+        """Masks that allow every token."""
         return [self._allowed_W] * len(sequences)
 
-    def follow(self, _sequences: Items[Sequence], drawn: list[SampledToken]) -> list[SampledToken]:
-        """They lead nowhere."""
-        return drawn
+    def accept_tokens(self, _sequences: Items[Sequence], sampled: list[SampledToken]) -> list[SampledToken]:
+        """Returns the tokens unchanged."""
+        return sampled

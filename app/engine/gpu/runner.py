@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.common.fault_injection import fault
 from app.common.types import BatchPlan, Chunk, Sequence
-from app.engine.execution.runner import Runner, Sampler, TracksGrammars
+from app.engine.execution.runner import MaskProvider, Runner, Sampler
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, DecodeGraphs
 from app.engine.gpu.resident_batch import Download, Layout, Upload, lay_out, splits
@@ -56,13 +56,13 @@ class DeviceRunner:
     """Runs ahead (app/engine/execution/engine.py), on one stream of one device."""
 
     def __init__(
-        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: TracksGrammars | None = None
+        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: MaskProvider | None = None
     ) -> None:
         self.graphs = graphs
         self._steps = graphs.steps
         self._rows = graphs.steps.rows
         self._shapes = shapes
-        self._host = Runner(HostCompute(graphs, shapes), sampler=sampler, guides=guides)
+        self._host = Runner(HostCompute(graphs, shapes), sampler=sampler, grammars=guides)
 
     def launchable(self, plan: BatchPlan) -> bool:
         """Whether the device can draw by itself."""
@@ -129,7 +129,7 @@ class DeviceRunner:
 
 
 class HostCompute:
-    """A `Compute` (app/engine/execution/runner.py): the forward alone, for steps that the host draws in."""
+    """A `StepExecutor` (app/engine/execution/runner.py): the forward alone, for steps that the host draws in."""
 
     def __init__(self, graphs: DecodeGraphs, shapes: Shapes) -> None:
         self.config: ModelConfig = graphs.steps.decoder.config

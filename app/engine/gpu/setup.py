@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from app.engine.execution.runner import Sampler, TracksGrammars
+from app.engine.execution.runner import MaskProvider, Sampler
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step, dummies, largest_step
 from app.engine.gpu.decoder import PagedDecoder
 from app.engine.gpu.graphs import CudaCapture, DecodeGraphs
@@ -50,7 +50,7 @@ def device_runner(
     *,
     blocks: int,
     sampler: Sampler | None = None,
-    guides: TracksGrammars | None = None,
+    guides: MaskProvider | None = None,
 ) -> DeviceRunner:
     """Builds the runner with a cache of `blocks` blocks and one padding block."""
     config, most, like = decoder.config, wishes.max_running, decoder.embedding
@@ -144,5 +144,5 @@ class GpuParts:
         """Most workspace of attention besides its output."""
         return PARTIAL_BYTES if self._room.context > SPLIT else 0
 
-    def _runner(self, blocks: int, guides: TracksGrammars | None = None) -> DeviceRunner:
+    def _runner(self, blocks: int, guides: MaskProvider | None = None) -> DeviceRunner:
         return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)

@@ -1,4 +1,4 @@
-"""Queue of guided requests whose grammars are being compiled, so that the steps of all others go on."""
+"""Queue of guided requests whose grammars are being compiled, so that the steps of other requests continue."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from app.common.types import Request, RequestFailed, StepReport
 from app.engine.guided.grammar_workers import Job
 
 _log = logging.getLogger("inkstream")
-_FAILED = "the guide of this request could not be made ready; its id names the reason in the server's log"
+_FAILED = "the guide of this request could not be compiled; the server's log gives the reason under the request's id"
 _POLL_SECONDS = 0.002
 
 
-class PreparesGrammars(Protocol):
-    """What the engine's loop and this queue ask of grammar_tracker.py."""
+class GrammarCompiler(Protocol):
+    """Compiles grammars of requests; GrammarTracker implements it."""
 
     @property
     def n_prepared(self) -> int:
-        """Grammars that are kept for requests that have not begun."""
+        """Number of grammars that are kept for requests that have not started."""
         ...
 
     def prepare(self, request: Request) -> Job:
@@ -28,11 +28,11 @@ class PreparesGrammars(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """Drops a request's grammar; no error where there is none."""
+        """Drops a request's grammar, if it has one."""
         ...
 
     def take_work(self) -> tuple[tuple[str, float], ...]:
-        """For StepReport.work."""
+        """Returns CPU seconds by request, for StepReport.work."""
         ...
 
 
@@ -46,80 +46,80 @@ class _Entry:
 class GrammarCompileQueue:
     """First come, first served within a cache namespace; namespaces do not wait for one another."""
 
-    def __init__(self, guides: PreparesGrammars, *, most: int) -> None:
-        """At most `most` compiled grammars are kept for requests that have not begun."""
-        self._guides = guides
-        self._most = most
-        self._lanes: dict[str, deque[_Entry]] = {}
+    def __init__(self, grammars: GrammarCompiler, *, max_prepared: int) -> None:
+        """At most `max_prepared` compiled grammars are kept for requests that have not started."""
+        self._grammars = grammars
+        self._max_prepared = max_prepared
+        self._queues: dict[str, deque[_Entry]] = {}
         self._failed: list[RequestFailed] = []
 
     @property
     def n_waiting(self) -> int:
-        """Requests in this queue."""
-        return sum(map(len, self._lanes.values()))
+        """Number of requests in this queue."""
+        return sum(map(len, self._queues.values()))
 
     def wait_seconds(self, otherwise: float) -> float:
-        """How long the engine may sleep: not for long while a grammar is being compiled."""
-        return min(otherwise, _POLL_SECONDS) if self._lanes else otherwise
+        """How long the engine may sleep: only briefly while a grammar is being compiled."""
+        return min(otherwise, _POLL_SECONDS) if self._queues else otherwise
 
-    def enter(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Adds a request."""
-        self._lanes.setdefault(request.cache_namespace, deque()).append(_Entry(request))
+        self._queues.setdefault(request.cache_namespace, deque()).append(_Entry(request))
         self._compile()
 
-    def leave(self) -> list[Request]:
+    def pop_ready(self) -> list[Request]:
         """Removes and returns the requests whose grammars are compiled."""
-        if not self._lanes:
+        if not self._queues:
             return []
         ready = []
-        for lane in self._lanes.values():
-            while lane and lane[0].job and lane[0].job.done:
-                request, error = lane[0].request, lane[0].job.error
-                lane.popleft()
+        for queue in self._queues.values():
+            while queue and queue[0].job and queue[0].job.done:
+                request, error = queue[0].request, queue[0].job.error
+                queue.popleft()
                 if error:
-                    _log.error("request %s failed with its guide", request.id, exc_info=error)
+                    _log.error("compiling the grammar of request %s failed", request.id, exc_info=error)
                     self._failed.append(RequestFailed(request.id, _FAILED))
-                    self._guides.forget(request.id)
+                    self._grammars.forget(request.id)
                 else:
                     ready.append(request)
         self._compile()
         return ready
 
     def take_failed(self) -> tuple[RequestFailed, ...]:
-        """Requests whose grammars could not be compiled for a reason that is not theirs; reported once."""
+        """Returns and resets the requests whose grammars could not be compiled because of an internal error."""
         failed, self._failed = tuple(self._failed), []
         return failed
 
     def take_work(self) -> tuple[tuple[str, float], ...]:
         """CPU seconds by request, for StepReport.work."""
-        return self._guides.take_work()
+        return self._grammars.take_work()
 
-    def settle(self, report: StepReport) -> None:
-        """Forgets the grammars of requests that have ended."""
+    def release_finished(self, report: StepReport) -> None:
+        """Drops the grammars of requests that have ended."""
         for request_id in [e.request_id for e in report.events if e.finish] + [f.request_id for f in report.failed]:
-            self._guides.forget(request_id)
+            self._grammars.forget(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Forgets a request and its grammar; no error where there is none."""
-        for lane in self._lanes.values():
-            for entry in [entry for entry in lane if entry.request.id == request_id]:
-                lane.remove(entry)
-        self._guides.forget(request_id)
+        """Drops a request and its grammar, if there are any."""
+        for queue in self._queues.values():
+            for entry in [entry for entry in queue if entry.request.id == request_id]:
+                queue.remove(entry)
+        self._grammars.forget(request_id)
         self._compile()
 
     def _compile(self) -> None:
-        """Starts as many as there is capacity for, namespaces in turn."""
-        self._lanes = {salt: lane for salt, lane in self._lanes.items() if lane}
-        waiting = {salt: deque(e for e in lane if not e.job) for salt, lane in self._lanes.items()}
+        """Starts to compile as many grammars as there is capacity for, round robin among namespaces."""
+        self._queues = {namespace: queue for namespace, queue in self._queues.items() if queue}
+        waiting = {namespace: deque(e for e in queue if not e.job) for namespace, queue in self._queues.items()}
         while any(waiting.values()):
-            for salt, lane in waiting.items():
-                if lane and self._guides.n_prepared >= self._most - self._reserved(salt):
-                    lane.clear()
-                if lane:
-                    entry = lane.popleft()
-                    entry.job = self._guides.prepare(entry.request)
+            for namespace, queue in waiting.items():
+                if queue and self._grammars.n_prepared >= self._max_prepared - self._reserved(namespace):
+                    queue.clear()
+                if queue:
+                    entry = queue.popleft()
+                    entry.job = self._grammars.prepare(entry.request)
 
-    def _reserved(self, salt: str) -> int:
-        """Capacity that a namespace leaves to others: the last eighth, where it has anything here already."""
-        has_any = any(entry.job for entry in self._lanes[salt])
-        return self._most // 8 if salt and has_any else 0
+    def _reserved(self, namespace: str) -> int:
+        """Capacity that a namespace leaves to others: the last eighth, if it already has a grammar here."""
+        has_grammar = any(entry.job for entry in self._queues[namespace])
+        return self._max_prepared // 8 if namespace and has_grammar else 0

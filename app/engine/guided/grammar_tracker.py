@@ -1,10 +1,10 @@
-"""Grammar state of running requests: which tokens each may draw next. Masks are computed off the step.
+"""Grammar states of running requests: which tokens each may sample next. Masks are computed outside the steps.
 
-    step n       forward | draw token n  -> follow(): consume it and compute mask n+1 in a worker thread
-    step n+1     forward (meanwhile)     -> allowed(): mask n+1, or LATE: the row sits this step out
+    step n       forward | sample token n -> accept_tokens(): consume it and compute mask n+1 in a worker thread
+    step n+1     forward (meanwhile)      -> allowed(): mask n+1, or MASK_NOT_READY: the step skips the row
 
-The mask also says whether any text can follow, so a text ends with the row after its last token, which draws nothing.
-A state fits a sequence as long as it has consumed exactly what was generated; otherwise it is built again.
+The mask also shows whether more text can follow, so a text ends with the row after its last token, which samples
+nothing. A state is valid for a sequence if it has consumed exactly the generated tokens; otherwise it is rebuilt.
 GrammarState is the state of one generated text; GrammarTracker owns those of all running requests.
 
 Shape legend: S rows, W words of 32 bits, one bit for each token of the model and one for the end of the text.
@@ -28,79 +28,80 @@ from app.common.fault_injection import fault, is_armed
 from app.common.llguidance_adapter import GrammarVocabulary
 from app.common.types import FinishReason, Request, Sequence
 from app.engine.guided.grammar_workers import GrammarWorkers, Job
-from app.engine.sampling.sampler_io import LATE, SampledToken
+from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken
 
 _SLOW_SECONDS = 0.001
-"""A mask of so much CPU time will be late: steps leave the request out until its next mask is there."""
+"""A mask that takes longer on the CPU will be late: steps leave the request out until its next mask is ready."""
 _REQUEST_SECONDS, _TOKEN_SECONDS = 0.5, 0.002
-"""CPU time that the grammar of one request may take: so much, and so much more for each token."""
-_STUCK = "the guide leads where none of this model's tokens can follow"
+"""CPU time that the grammar of one request may take: a constant, and an allowance per generated token."""
+_NO_TOKEN_FITS = "the guide leads to a point where none of this model's tokens can follow"
 _TOO_COMPLEX = (
-    "the guide is too complex to be followed any further: make it simpler (fewer ways to read the same text, no "
-    "repetition of what may be empty, fewer optional fields)"
+    "the guide is too complex to be followed any further: make it simpler (fewer ways to parse the same text, no "
+    "repetition of parts that may be empty, fewer optional fields)"
 )
 _OVER_BUDGET = (
-    "the guide is too complex: following it took {:.1f} s of computing, and {} tokens may take {:.1f} s: make it "
-    "simpler (fewer ways to read the same text, smaller repetition counts)"
+    "the guide is too complex: following it took {:.1f} s of CPU time, but {} tokens may take at most {:.1f} s: make "
+    "it simpler (fewer ways to parse the same text, smaller repetition counts)"
 )
 
 
 @dataclass(slots=True, eq=False)
 class GrammarState:
-    """Where one request's text stands in its grammar. Its job alone touches matcher and mask until it is done."""
+    """Position of one request's text in its grammar. Until its job is done, only the job accesses matcher and mask."""
 
     request: Request
     mask_W: Tensor
     matcher: Any = None
     consumed: int = 0
-    """Generated tokens that the matcher has consumed, or will have when the job is done."""
+    """Generated tokens that the matcher has consumed, or will have consumed when the job is done."""
     job: Job | None = None
     problem: str = ""
-    """Why the grammar cannot be followed, for the user."""
+    """User-facing reason why the grammar cannot be followed."""
     seconds: float = 0.0
-    """CPU time that went into it."""
+    """CPU time of all jobs."""
     reported: float = 0.0
+    """Part of `seconds` that was reported."""
     mask_seconds: float = 0.0
-    """Of that, what the last mask took."""
+    """CPU time of the last job: consuming tokens and computing the mask."""
     is_slow: bool = False
-    """Whether the last mask was expensive: the next one is likely to be."""
+    """Whether the last mask was expensive, so that the next one probably is, too."""
     is_late: bool = False
-    """Whether a step had to go without the mask that the job computes."""
-    verdict: Tensor | SampledToken | None = None
-    """[W] of tokens that may follow, or why none is to be drawn; None until the mask was read."""
+    """Whether a step skipped the row because its job was not done."""
+    outcome: Tensor | SampledToken | None = None
+    """[W] of tokens that may follow, or the row's result without sampling; None until the mask was read."""
 
     @property
     def is_pending(self) -> bool:
-        """Whether its job is still to be done."""
+        """Whether its job is not done yet."""
         return self.job is not None and not self.job.done
 
     @property
     def budget(self) -> float:
-        """CPU seconds that it may have taken so far."""
+        """Upper limit of `seconds` so far."""
         return _REQUEST_SECONDS + _TOKEN_SECONDS * self.consumed
 
 
 class GrammarMasks:
     """Advances grammar states and reads their masks. advance() may be called from any thread."""
 
-    def __init__(self, load: Callable[[], Items[bytes]], vocab_size: int) -> None:
-        """`load` reads the bytes of the tokens, for the first grammar."""
-        self._load = load
+    def __init__(self, load_token_bytes: Callable[[], Items[bytes]], vocab_size: int) -> None:
+        """The first grammar calls `load_token_bytes` to read the bytes of each token."""
+        self._load_token_bytes = load_token_bytes
         self._size = vocab_size
         self._vocabulary_lock = Lock()
-        self._known_vocabulary: GrammarVocabulary | None = None
-        self._texts_W: Tensor | None = None
-        self._ends: dict[tuple[int, ...], Tensor] = {}
+        self._cached_vocabulary: GrammarVocabulary | None = None
+        self._text_mask_W: Tensor | None = None
+        self._stop_masks: dict[tuple[int, ...], Tensor] = {}
 
     def new_state(self, request: Request, consumed: int) -> GrammarState:
-        """A state that is to be advanced by so many tokens."""
+        """A new state that advance() brings to `consumed` tokens."""
         return GrammarState(request, torch.zeros(_words(self._size + 1), dtype=torch.int32), consumed=consumed)
 
     def advance(self, state: GrammarState, tokens: tuple[int, ...]) -> None:
-        """A job: consumes `tokens` and computes the mask behind them."""
+        """Work of a job: consumes `tokens` and computes the mask that follows them."""
         try:
             vocabulary = self._vocabulary()
-        except ValueError as error:  # the tokenizer's files cannot be read any more
+        except ValueError as error:  # the tokenizer's files are no longer readable
             state.problem = f"the guide cannot be followed: {error}"
             return
         started = time.thread_time()
@@ -109,7 +110,7 @@ class GrammarMasks:
                 fault("engine.guide", state.request)
                 state.matcher = vocabulary.matcher(state.request.grammar)
             fault("engine.mask", state.request)
-            for token in tokens:  # one by one: the GIL is kept for as long as a call takes
+            for token in tokens:  # one by one: each call holds the GIL
                 state.matcher.consume_token(token)
             if not state.matcher.is_error():
                 state.matcher.unsafe_compute_mask_ptr(state.mask_W.data_ptr(), state.mask_W.nbytes)
@@ -118,60 +119,62 @@ class GrammarMasks:
             state.seconds += state.mask_seconds
 
     def read(self, states: Items[GrammarState]) -> None:
-        """What each mask that was computed says of the next token."""
+        """Sets the outcome of each state from its computed mask."""
         for state in states:
             if state.job and state.job.error:
                 raise state.job.error
-        followed = [state for state in states if not self._has_failed(state)]
-        if not followed:
+        valid = [state for state in states if not self._has_failed(state)]
+        if not valid:
             return
         end = self._size
-        masks_SW = torch.stack([state.mask_W for state in followed])
+        masks_SW = torch.stack([state.mask_W for state in valid])
         may_end_S1 = (masks_SW[:, end // 32] >> end % 32 & 1)[:, None]
-        ends_SW = torch.stack([self._ends_of(state.request.stop_ids) for state in followed])
-        texts_SW = masks_SW & self._text_bits() & ~ends_SW
+        ends_SW = torch.stack([self._stop_mask(state.request.stop_ids) for state in valid])
+        texts_SW = masks_SW & self._text_mask() & ~ends_SW
         allowed_SW = (texts_SW | ends_SW * may_end_S1)[:, : _words(self._size)]
-        answers = zip(followed, allowed_SW, texts_SW.any(-1).tolist(), may_end_S1[:, 0].tolist(), strict=True)
+        answers = zip(valid, allowed_SW, texts_SW.any(-1).tolist(), may_end_S1[:, 0].tolist(), strict=True)
         for state, allowed_W, has_text, may_end in answers:
             state.is_slow = state.mask_seconds > _SLOW_SECONDS
             if state.consumed >= state.request.max_tokens:
-                state.verdict = SampledToken(None, finish=FinishReason.LENGTH if has_text else FinishReason.STOP)
+                state.outcome = SampledToken(None, finish=FinishReason.LENGTH if has_text else FinishReason.STOP)
             elif has_text:
-                state.verdict = allowed_W
+                state.outcome = allowed_W
             elif may_end:
-                state.verdict = SampledToken(None, finish=FinishReason.STOP)
+                state.outcome = SampledToken(None, finish=FinishReason.STOP)
             else:
-                state.verdict = SampledToken(None, failure=_STUCK)
+                state.outcome = SampledToken(None, failure=_NO_TOKEN_FITS)
 
     def _has_failed(self, state: GrammarState) -> bool:
         if not state.problem and state.matcher.is_error():
-            state.problem = _STUCK if state.matcher.get_error().startswith("NoExtension") else _TOO_COMPLEX
+            state.problem = _NO_TOKEN_FITS if state.matcher.get_error().startswith("NoExtension") else _TOO_COMPLEX
         if not state.problem and state.seconds > state.budget:
             state.problem = _OVER_BUDGET.format(state.seconds, state.consumed, state.budget)
         if state.problem:
-            is_full = 0 < state.request.max_tokens <= state.consumed
-            state.verdict = (
-                SampledToken(None, finish=FinishReason.LENGTH) if is_full else SampledToken(None, failure=state.problem)
+            is_at_limit = 0 < state.request.max_tokens <= state.consumed
+            state.outcome = (
+                SampledToken(None, finish=FinishReason.LENGTH)
+                if is_at_limit
+                else SampledToken(None, failure=state.problem)
             )
         return bool(state.problem)
 
     def _vocabulary(self) -> GrammarVocabulary:
         with self._vocabulary_lock:
-            if self._known_vocabulary is None:
-                self._known_vocabulary = GrammarVocabulary(self._load(), self._size)
-            return self._known_vocabulary
+            if self._cached_vocabulary is None:
+                self._cached_vocabulary = GrammarVocabulary(self._load_token_bytes(), self._size)
+            return self._cached_vocabulary
 
-    def _text_bits(self) -> Tensor:
-        """[W]: the tokens that are text."""
-        if self._texts_W is None:
+    def _text_mask(self) -> Tensor:
+        """[W] with the bits of tokens that are text."""
+        if self._text_mask_W is None:
             bytes_of = self._vocabulary().bytes_of
-            self._texts_W = _bits([i for i, data in enumerate(bytes_of) if data], self._size + 1)
-        return self._texts_W
+            self._text_mask_W = _bits([i for i, data in enumerate(bytes_of) if data], self._size + 1)
+        return self._text_mask_W
 
-    def _ends_of(self, stop_ids: tuple[int, ...]) -> Tensor:
-        if stop_ids not in self._ends:
-            self._ends = {stop_ids: _bits(stop_ids, self._size + 1)}  # most requests have the model's
-        return self._ends[stop_ids]
+    def _stop_mask(self, stop_ids: tuple[int, ...]) -> Tensor:
+        if stop_ids not in self._stop_masks:
+            self._stop_masks = {stop_ids: _bits(stop_ids, self._size + 1)}  # most requests use the model's stop ids
+        return self._stop_masks[stop_ids]
 
 
 def _words(size: int) -> int:
@@ -186,32 +189,32 @@ def _bits(ids: Items[int], size: int) -> Tensor:
 
 
 _STEP_SECONDS = 0.002
-"""What a step may spend on masks of its rows that are not there when it needs them."""
+"""Time that a step may spend on masks of its rows that are not ready when it needs them."""
 _LOST_SHARE = 0.02
-"""Of the time, what steps may spend beyond that or in vain: where more is lost, they wait for no mask for a while."""
+"""Share of time that steps may lose to overruns and timeouts; after losing more, they stop waiting for a while."""
 _REPORT_SECONDS = 0.01
 
 
 class GrammarTracker:
-    """Owns the grammar states of running requests. Everything here is called by the engine's thread."""
+    """Owns the grammar states of running requests. Only the engine's thread calls it."""
 
     def __init__(
         self,
-        load: Callable[[], Items[bytes]],
+        load_token_bytes: Callable[[], Items[bytes]],
         *,
         vocab_size: int,
-        most: int,
+        max_states: int,
         workers: GrammarWorkers | None = None,
     ) -> None:
-        """`load` reads the bytes of the tokens, for the first grammar; `most` states of running requests are kept."""
-        self._masks = GrammarMasks(load, vocab_size)
-        self._most = most
+        """The first grammar calls `load_token_bytes`; at most `max_states` states of running requests are kept."""
+        self._masks = GrammarMasks(load_token_bytes, vocab_size)
+        self._max_states = max_states
         self._workers = workers or GrammarWorkers()
         self._states: OrderedDict[str, GrammarState] = OrderedDict()
         self._prepared: dict[str, GrammarState] = {}
         self._work: dict[str, float] = {}
-        self._patience = _STEP_SECONDS
-        self._patience_at = time.monotonic()
+        self._wait_budget = _STEP_SECONDS
+        self._wait_budget_at = time.monotonic()
 
     def prepare(self, request: Request) -> Job:
         """Starts to compile the request's grammar and to compute its first mask."""
@@ -221,61 +224,61 @@ class GrammarTracker:
 
     @property
     def n_prepared(self) -> int:
-        """States of requests that have not begun."""
+        """Number of states of requests that have not started."""
         return len(self._prepared)
 
     def forget(self, request_id: str) -> None:
-        """Drops what is kept for a request; nothing where it is gone already."""
+        """Drops the states of a request, if there are any."""
         for states in (self._states, self._prepared):
             if state := states.pop(request_id, None):
                 self._release(state)
 
     def take_work(self) -> tuple[tuple[str, float], ...]:
-        """CPU seconds by request that were not reported yet: when they add up, and at a request's end."""
-        for name, state in self._states.items():
+        """Returns and resets unreported CPU seconds by request: of ended requests, and above a minimum."""
+        for request_id, state in self._states.items():
             if not state.is_pending and state.seconds - state.reported >= _REPORT_SECONDS:
-                self._note_work(name, state)
+                self._record_work(request_id, state)
         work, self._work = tuple(self._work.items()), {}
         return work
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """Whether the sequence's mask is late or likely to be, and steps leave the sequence out until it is there."""
+        """Whether the sequence's mask is late or likely to be, so that steps skip the sequence until it is ready."""
         state = self._states.get(sequence.request.id)
         return state is not None and (state.is_slow or state.is_late) and state.is_pending
 
     def wait(self, seconds: float) -> None:
-        """Waits for the next masks, for an engine that has nothing else to do."""
+        """Waits for the next mask; called while the engine is otherwise idle."""
         pending = [state.job for state in self._states.values() if state.is_pending and state.job]
         self._workers.wait(pending[:1], seconds)
 
     def allowed(self, sequences: Items[Sequence]) -> list[Tensor | SampledToken | None]:
-        """For each sequence the [W] tokens that its grammar allows next, on the CPU, None for all of them; or why no
-        token is to be drawn: the mask is late, the text has ended, or the grammar cannot be followed.
+        """For each sequence the [W] bitmask of tokens that its grammar allows next, on the CPU, or None for all tokens.
 
-        Raises what a job has raised.
+        A SampledToken instead means that no token is to be sampled: the mask is not ready, the text has ended, or the
+        grammar cannot be followed. Raises the error of a failed job.
         """
         states = [self._state_of(sequence) if _is_guided(sequence) else None for sequence in sequences]
-        while len(self._states) > max(self._most, len(sequences)):
+        while len(self._states) > max(self._max_states, len(sequences)):
             self._release(self._states.popitem(last=False)[1])
         guided = [state for state in states if state]
         self._wait_for(guided)
-        self._masks.read([state for state in guided if not state.is_pending and state.verdict is None])
-        return [self._verdict(state) if state else None for state in states]
+        self._masks.read([state for state in guided if not state.is_pending and state.outcome is None])
+        return [self._outcome(state) if state else None for state in states]
 
-    def follow(self, sequences: Items[Sequence], drawn: Items[SampledToken]) -> list[SampledToken]:
-        """Starts to compute the masks that follow what was drawn, which says for a last token that its text may end."""
+    def accept_tokens(self, sequences: Items[Sequence], sampled: Items[SampledToken]) -> list[SampledToken]:
+        """Starts to compute the next masks; returns the tokens, marked undecided where they reach max_tokens."""
         return [
-            self._follow(sequence, result) if _is_guided(sequence) else result
-            for sequence, result in zip(sequences, drawn, strict=True)
+            self._accept_token(sequence, result) if _is_guided(sequence) else result
+            for sequence, result in zip(sequences, sampled, strict=True)
         ]
 
-    def _follow(self, sequence: Sequence, result: SampledToken) -> SampledToken:
+    def _accept_token(self, sequence: Sequence, result: SampledToken) -> SampledToken:
         state = self._states.get(sequence.request.id)
         if state is None or result.token is None or result.token in sequence.request.stop_ids:
             self.forget(sequence.request.id)
             return result
         state.consumed += 1
-        state.verdict = None
+        state.outcome = None
         self._submit(state, (result.token,))
         return replace(result, is_undecided=state.consumed >= sequence.request.max_tokens)
 
@@ -297,14 +300,14 @@ class GrammarTracker:
         return state
 
     def _submit(self, state: GrammarState, tokens: tuple[int, ...]) -> None:
-        """Where cores are scarce, a mask that is likely to be cheap waits for the step that needs it."""
+        """Submits the next job. If cores are scarce, a probably cheap mask is left to the step that needs it."""
         is_compile, state.is_late = state.matcher is None, False
         state.job = Job(state.request.cache_namespace, partial(self._masks.advance, state, tokens), is_long=is_compile)
         if is_compile or state.is_slow or self._workers.n_spare_cores:
             self._workers.submit(state.job)
 
     def _wait_for(self, states: Items[GrammarState]) -> None:
-        """Takes a little time for masks that are likely to be cheap: computes those that no thread has begun, and waits
+        """Spends a little time on masks that are probably cheap: computes those that no thread has started, and waits
         for the others."""
         if is_armed("engine.masks_in_step"):
             for job in [state.job for state in states if state.job]:
@@ -313,39 +316,39 @@ class GrammarTracker:
         pending = [state for state in states if state.is_pending]
         expected = [state.job for state in pending if state.job and not state.is_slow]
         now = time.monotonic()
-        self._patience = min(_STEP_SECONDS, self._patience + (now - self._patience_at) * _LOST_SHARE)
-        self._patience_at = now
-        if expected and self._patience > 0:
-            spent, started = 0.0, time.thread_time()  # of CPU: others on the same cores make no mask expensive
+        self._wait_budget = min(_STEP_SECONDS, self._wait_budget + (now - self._wait_budget_at) * _LOST_SHARE)
+        self._wait_budget_at = now
+        if expected and self._wait_budget > 0:
+            spent, started = 0.0, time.thread_time()  # CPU time: other load on the cores makes no mask expensive
             for job in expected:
                 if spent < _STEP_SECONDS:
                     self._workers.run_here(job)
                     spent = time.thread_time() - started
             self._workers.wait([job for job in expected if job.has_started], max(0.0, _STEP_SECONDS - spent))
-            is_in_vain = not all(job.done for job in expected)
-            self._patience -= max(0.0, spent - _STEP_SECONDS) + _STEP_SECONDS * is_in_vain
+            has_timed_out = not all(job.done for job in expected)
+            self._wait_budget -= max(0.0, spent - _STEP_SECONDS) + _STEP_SECONDS * has_timed_out
         for state in pending:
             if state.is_pending and state.job:
                 state.is_late = True
                 self._workers.submit(state.job)
 
-    def _verdict(self, state: GrammarState) -> Tensor | SampledToken:
-        if state.verdict is None:
-            return LATE
-        if isinstance(state.verdict, SampledToken):  # the request ends with it
+    def _outcome(self, state: GrammarState) -> Tensor | SampledToken:
+        if state.outcome is None:
+            return MASK_NOT_READY
+        if isinstance(state.outcome, SampledToken):  # it ends the request
             self.forget(state.request.id)
-        return state.verdict
+        return state.outcome
 
     def _release(self, state: GrammarState) -> None:
         if state.is_pending:
             assert state.job is not None
             self._workers.cancel(state.job)
-        self._note_work(state.request.id, state)
+        self._record_work(state.request.id, state)
 
-    def _note_work(self, name: str, state: GrammarState) -> None:
+    def _record_work(self, request_id: str, state: GrammarState) -> None:
         seconds = state.seconds
         if seconds > state.reported:
-            self._work[name] = self._work.get(name, 0.0) + seconds - state.reported
+            self._work[request_id] = self._work.get(request_id, 0.0) + seconds - state.reported
             state.reported = seconds
 
 

@@ -1,7 +1,7 @@
 """Thread pool for the host work of guided decoding: compiling grammars and computing token masks off the step.
 
-A thread has to be enough: llguidance releases the GIL while it compiles and while it computes a mask (it keeps it while
-it consumes a token, which the limits in app/common/llguidance_adapter.py bound to about a millisecond).
+Threads suffice: llguidance releases the GIL while it compiles and while it computes a mask. It holds the GIL while it
+consumes a token, which the limits in app/common/llguidance_adapter.py bound to about a millisecond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 _NICE = 5
-"""A third of the share that a thread of the forward pass gets of a core that both want."""
+"""On a contended core, a worker gets a third of the share of a thread of the forward pass."""
 _MIN_THREADS = 3
 _MOST_IDLE_TENANTS = 256
 
@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _TenantJobs:
     """A tenant's jobs and the CPU seconds that it has used, in the virtual time of the pool."""
 
     masks: deque[Job] = field(default_factory=deque)
@@ -56,11 +56,11 @@ class GrammarWorkers:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        """Threads start with the first job; by default one for every two cores, and at least three."""
+        """Threads start with the first job; by default one per two cores, and at least three."""
         self._n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._n_threads = threads or max(_MIN_THREADS, self._n_cores // 2)
         assert self._n_threads >= _MIN_THREADS
-        self._lanes: dict[str, _Lane] = {}
+        self._jobs_by_tenant: dict[str, _TenantJobs] = {}
         self._clock = 0.0
         """Virtual time: `seconds` of the tenant that was served last."""
         self._n_long = 0
@@ -79,23 +79,23 @@ class GrammarWorkers:
             return
         job.is_queued = True
         with self._queued:
-            lane = self._lanes.setdefault(job.tenant, _Lane())
-            if lane.is_idle:  # time in which it asked for nothing is no credit
-                lane.seconds = max(lane.seconds, self._clock)
-            (lane.compiles if job.is_long else lane.masks).append(job)
+            tenant_jobs = self._jobs_by_tenant.setdefault(job.tenant, _TenantJobs())
+            if tenant_jobs.is_idle:  # an idle tenant earns no credit
+                tenant_jobs.seconds = max(tenant_jobs.seconds, self._clock)
+            (tenant_jobs.compiles if job.is_long else tenant_jobs.masks).append(job)
             self._queued.notify()
         if not self._is_running:
             self._start()
 
     def cancel(self, job: Job) -> bool:
-        """Keeps threads from starting a job; False where one has. What runs ends by itself."""
+        """Keeps threads from starting a job; False if one has started it. A running job runs to its end."""
         with self._queued:
             if job.has_started:
                 return False
             job.has_started = True
             if job.is_queued:
-                lane = self._lanes[job.tenant]
-                (lane.compiles if job.is_long else lane.masks).remove(job)
+                tenant_jobs = self._jobs_by_tenant[job.tenant]
+                (tenant_jobs.compiles if job.is_long else tenant_jobs.masks).remove(job)
             return True
 
     def run_here(self, job: Job) -> None:
@@ -122,55 +122,55 @@ class GrammarWorkers:
                 while (job := self._take()) is None:
                     self._queued.wait()
             self._finish(job, _execute(job))
-            del job  # a thread that waits keeps nothing alive
+            del job  # a waiting thread must not keep it alive
 
     def _take(self) -> Job | None:
-        """The next job, where one may run now; called with the lock."""
-        for lane in sorted(self._lanes.values(), key=lambda lane: lane.seconds):
-            if lane.running >= self._n_threads - 1:
+        """Returns the next job, or None if none may run now; called with the lock held."""
+        for tenant_jobs in sorted(self._jobs_by_tenant.values(), key=lambda tenant_jobs: tenant_jobs.seconds):
+            if tenant_jobs.running >= self._n_threads - 1:
                 continue
             may_compile = self._n_long < self._n_threads - 2
-            queue = lane.masks or (lane.compiles if may_compile else None)
-            if queue:
-                job = queue.popleft()
+            pending = tenant_jobs.masks or (tenant_jobs.compiles if may_compile else None)
+            if pending:
+                job = pending.popleft()
                 job.has_started = True
-                lane.running += 1
+                tenant_jobs.running += 1
                 self._n_long += job.is_long
-                self._clock = max(self._clock, lane.seconds)
+                self._clock = max(self._clock, tenant_jobs.seconds)
                 return job
         return None
 
     def _finish(self, job: Job, seconds: float) -> None:
         with self._queued:
-            lane = self._lanes[job.tenant]
-            lane.running -= 1
-            lane.seconds += seconds
+            tenant_jobs = self._jobs_by_tenant[job.tenant]
+            tenant_jobs.running -= 1
+            tenant_jobs.seconds += seconds
             self._n_long -= job.is_long
             job.done = True
             self._finished.notify_all()
             self._queued.notify()  # a cap may have kept another job from starting
-            if len(self._lanes) > _MOST_IDLE_TENANTS:
+            if len(self._jobs_by_tenant) > _MOST_IDLE_TENANTS:
                 self._forget_idle()
 
     def _forget_idle(self) -> None:
-        """Forgets tenants whose use the virtual time has caught up with."""
-        for tenant, lane in list(self._lanes.items()):
-            if lane.is_idle and lane.seconds <= self._clock:
-                del self._lanes[tenant]
+        """Forgets idle tenants whose usage the virtual time has caught up with."""
+        for tenant, tenant_jobs in list(self._jobs_by_tenant.items()):
+            if tenant_jobs.is_idle and tenant_jobs.seconds <= self._clock:
+                del self._jobs_by_tenant[tenant]
 
 
 def _execute(job: Job) -> float:
-    """CPU seconds that it took."""
+    """Runs a job and returns the CPU seconds that it took."""
     started = time.thread_time()
     try:
         job.work()
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         job.error = error
     return time.thread_time() - started
 
 
 def _lower_priority() -> None:
-    """Linux counts a nice value for each thread: the forward pass comes first where cores are scarce."""
+    """Lets the forward pass go first if cores are scarce; on Linux each thread has its own nice value."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))

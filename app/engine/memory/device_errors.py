@@ -13,15 +13,15 @@ from collections.abc import Iterator
 _PREFIXES = ("CUDA error: ", "Triton Error [CUDA]: ")
 _NO_MEMORY_CODE = 2
 _HARMLESS_CODES = frozenset({1, _NO_MEMORY_CODE, 9, 98, 209, 218, 222, 701, 720, 801, *range(900, 912)})
-"""Refused before anything ran (arguments, launch sizes, captures). Any other is taken for one that stays."""
+"""Refused before any work ran (arguments, launch sizes, captures). Every other code counts as sticky."""
 _CAPTURE_CODES = frozenset(range(900, 909))
-_CAPTURE_WORDS = frozenset(
+_CAPTURE_MESSAGES = frozenset(
     {
         "operation not permitted when stream is capturing",
         "operation failed due to a previous error during capture",
     }
 )
-_HARMLESS_WORDS = _CAPTURE_WORDS | frozenset(
+_HARMLESS_MESSAGES = _CAPTURE_MESSAGES | frozenset(
     {
         "invalid argument",
         "out of memory",
@@ -32,76 +32,76 @@ _HARMLESS_WORDS = _CAPTURE_WORDS | frozenset(
         "operation not supported",
     }
 )
-"""The same errors where there is only a text: from Triton, and from torch before it had AcceleratorError."""
-_LIBRARY_WORDS = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
-"""NVIDIA's libraries fail for either reason: freeing memory before the next attempt shows which (device_memory.py)."""
-_MOST_CHARACTERS = 120
+"""The same errors as text: from Triton, and from torch before it had AcceleratorError."""
+_LIBRARY_PREFIXES = ("CUBLAS_STATUS_", "CUSOLVER_STATUS_", "CUSPARSE_STATUS_", "CUDNN_STATUS_")
+"""NVIDIA's libraries fail for either reason: freeing memory before the next attempt (device_memory.py) shows which."""
+_MAX_CHARACTERS = 120
 
 
 def lost_device(error: BaseException) -> str | None:
-    """CUDA's own words where no call in this process can succeed any more; None for every other error."""
-    words = _cuda_words(error)
-    if words is None or words.startswith(_LIBRARY_WORDS):
+    """CUDA's message if no later call in this process can succeed; None for every other error."""
+    message = _cuda_message(error)
+    if message is None or message.startswith(_LIBRARY_PREFIXES):
         return None
     code = getattr(error, "error_code", None)
-    is_harmless = code in _HARMLESS_CODES if isinstance(code, int) else words in _HARMLESS_WORDS
-    return None if is_harmless else words
+    is_harmless = code in _HARMLESS_CODES if isinstance(code, int) else message in _HARMLESS_MESSAGES
+    return None if is_harmless else message
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own or the device's."""
+    """Whether the host or the device ran out of memory."""
     return isinstance(error, MemoryError) or _is_out_of_device_memory(error)
 
 
 def lacked_device_memory(error: BaseException) -> bool:
-    """Whether it came of too little memory on the device.
+    """Whether a lack of device memory caused the error.
 
-    The error that says so may stand behind another one: a capture that it breaks off ends with an error of its own.
+    The memory error may be the cause of another one: a capture that it interrupts ends with an error of its own.
     """
-    return any(_is_out_of_device_memory(reason) for reason in _reasons(error))
+    return any(_is_out_of_device_memory(cause) for cause in _error_chain(error))
 
 
 def broken_capture(error: BaseException) -> str | None:
-    """CUDA's own words where an error is, or came of, one that ended a capture of steps; None for every other.
+    """CUDA's message if the error, or one of its causes, ended a capture of steps; None for every other error.
 
-    That may be all that is told of memory that was missing: torch's allocator tries to free some before it says so,
+    It may be the only sign of a lack of memory: torch's allocator tries to free memory before it raises its own error,
     which no capture survives (pytorch issue 159594).
     """
-    reasons = [*_reasons(error)]
-    if any(lost_device(reason) for reason in reasons):
+    causes = [*_error_chain(error)]
+    if any(lost_device(cause) for cause in causes):
         return None
-    return next((_cuda_words(reason) for reason in reasons if _breaks_a_capture(reason)), None)
+    return next((_cuda_message(cause) for cause in causes if _breaks_a_capture(cause)), None)
 
 
 def _breaks_a_capture(error: BaseException) -> bool:
-    words, code = _cuda_words(error), getattr(error, "error_code", None)
-    return words is not None and (code in _CAPTURE_CODES if isinstance(code, int) else words in _CAPTURE_WORDS)
+    message, code = _cuda_message(error), getattr(error, "error_code", None)
+    return message is not None and (code in _CAPTURE_CODES if isinstance(code, int) else message in _CAPTURE_MESSAGES)
 
 
-def _reasons(error: BaseException) -> Iterator[BaseException]:
-    """It, and what stands behind it."""
-    reason: BaseException | None = error
-    while reason is not None:
-        yield reason
-        reason = reason.__cause__ or reason.__context__
+def _error_chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and its chain of causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _is_out_of_device_memory(error: BaseException) -> bool:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which this file does not import
         return True
-    words = _cuda_words(error)
-    if words is None:
+    message = _cuda_message(error)
+    if message is None:
         return False
     has_code = getattr(error, "error_code", None) == _NO_MEMORY_CODE
-    return has_code or words.startswith(("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return has_code or message.startswith(("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
 
 
-def _cuda_words(error: BaseException) -> str | None:
-    """The first line behind the prefix of an error of CUDA: fixed words, nothing that a client has sent."""
+def _cuda_message(error: BaseException) -> str | None:
+    """First line of a CUDA error without its prefix: fixed words that never contain client data."""
     if not isinstance(error, RuntimeError):  # torch.AcceleratorError is one
         return None
     first = str(error).partition("\n")[0]
     prefix = next((prefix for prefix in _PREFIXES if first.startswith(prefix)), None)
     if prefix is None:
-        return first[:_MOST_CHARACTERS] if type(error).__name__ == "AcceleratorError" else None
-    return first.removeprefix(prefix)[:_MOST_CHARACTERS]
+        return first[:_MAX_CHARACTERS] if type(error).__name__ == "AcceleratorError" else None
+    return first.removeprefix(prefix)[:_MAX_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Device memory: what is in use, what a step takes, and what a failed step releases.
+"""Device memory: what is in use, what a step needs, and what a failed step releases.
 
 The numbers come from torch.cuda, or from a fake in tests.
 """
@@ -15,7 +15,7 @@ from model.nn.transformer import Decoder
 
 
 class MemoryMeter(Protocol):
-    """The part of torch.cuda that is asked here."""
+    """The functions of torch.cuda that measure and free memory."""
 
     def mem_get_info(self, device: torch.device, /) -> tuple[int, int]:
         """Free bytes and total bytes."""
@@ -26,58 +26,58 @@ class MemoryMeter(Protocol):
         ...
 
     def max_memory_allocated(self, device: torch.device, /) -> int:
-        """Most of them since the last reset."""
+        """Peak of memory_allocated() since the last reset."""
         ...
 
     def memory_reserved(self, device: torch.device, /) -> int:
-        """Bytes that torch has taken from the device for tensors, with the gaps between them."""
+        """Bytes that torch has reserved on the device for tensors, including the gaps between them."""
         ...
 
     def max_memory_reserved(self, device: torch.device, /) -> int:
-        """Most of them since the last reset."""
+        """Peak of memory_reserved() since the last reset."""
         ...
 
     def reset_peak_memory_stats(self, device: torch.device, /) -> None:
-        """From here on the most is counted anew."""
+        """Resets both peaks to the current values."""
         ...
 
     def empty_cache(self) -> None:
-        """Gives back what torch keeps for later tensors."""
+        """Frees the memory that torch keeps for later tensors."""
         ...
 
     def synchronize(self, device: torch.device, /) -> None:
-        """Waits until all is computed; raises what went wrong meanwhile."""
+        """Waits until all launched work is done; raises its errors."""
         ...
 
 
-class StepPeak(NamedTuple):
-    """Of a GPU, in bytes."""
+class MemoryUsage(NamedTuple):
+    """Memory of a GPU in bytes."""
 
     total: int
     weights: int
     other: int
-    """Taken, but not by the weights: CUDA's own part, loaded kernels, gaps, other processes."""
+    """In use, but not by the weights: CUDA itself, loaded kernels, gaps, other processes."""
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Of its parameters and tables."""
+    """Bytes of the decoder's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
 
 
-def taken(device: torch.device, meter: MemoryMeter = torch.cuda) -> StepPeak:
-    """To be asked while the weights are all the tensors that there are."""
+def memory_usage(device: torch.device, meter: MemoryMeter = torch.cuda) -> MemoryUsage:
+    """Measures the memory in use; to be called while the weights are the only tensors."""
     gc.collect()
     meter.empty_cache()
     free, total = meter.mem_get_info(device)
     weights = meter.memory_allocated(device)
-    return StepPeak(total, weights, max(0, total - free - weights))
+    return MemoryUsage(total, weights, max(0, total - free - weights))
 
 
 def activation_peak(compute_once: Callable[[], object], device: torch.device, meter: MemoryMeter = torch.cuda) -> int:
-    """Bytes of a GPU that `compute_once`, the largest step, takes beyond what is there.
+    """Bytes of a GPU that `compute_once`, the largest step, needs in addition to the memory in use.
 
-    What it keeps for good (workspaces of libraries) is among them. So are the gaps between tensors, since the device
-    lacks them all the same.
+    They include memory that it keeps permanently (workspaces of libraries), and the gaps between tensors, which are
+    unavailable to others all the same.
     """
     meter.empty_cache()
     allocated, reserved = meter.memory_allocated(device), meter.memory_reserved(device)
@@ -89,19 +89,19 @@ def activation_peak(compute_once: Callable[[], object], device: torch.device, me
     return peak
 
 
-def releaser(device: torch.device, meter: MemoryMeter = torch.cuda) -> Callable[[], None]:
-    """What to call behind a step that failed, so that the next one finds the memory that it held.
+def memory_releaser(device: torch.device, meter: MemoryMeter = torch.cuda) -> Callable[[], None]:
+    """Returns a function that frees the memory which a failed step held, so that the next step can use it.
 
-    Where the device is lost this raises what CUDA says: whatever the step said, no further one can succeed.
+    If the device is lost, the function raises CUDA's error: no further step can succeed, whatever the last one raised.
     """
 
     def release() -> None:
-        gc.collect()  # an error's frames may hang in a ring, and the step's tensors on them
+        gc.collect()  # reference cycles may keep an error's frames alive, and these the step's tensors
         meter.synchronize(device)
         meter.empty_cache()
 
-    return release if device.type == "cuda" else _nothing
+    return release if device.type == "cuda" else _do_nothing
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

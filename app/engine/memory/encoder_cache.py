@@ -1,8 +1,8 @@
 """Encoder cache: keys and values of the requests' sources, and attention over them.
 
-A source is encoded once: the keys and values that every decoder block makes of it stay in one of as many slots as there
-can be running requests, until others need the slot. A source that lost its slot is read again, to the same bits, since
-each is read alone. Shape legend: S tokens of a source, L its positions in whole tiles, N query tokens, B sequences.
+A source is encoded once: its keys and values of every decoder block stay in a slot until another source needs the slot.
+Each running request can have a slot. An evicted source is encoded again, to the same bits, because each source
+is encoded alone. Shape legend: S tokens of a source, L its positions in whole tiles, N query tokens, B sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Source = tuple[int, ...]
 
 
 class EncoderCache:
-    """Least recently used sources make room first."""
+    """Slots for sources; the least recently used source is evicted first."""
 
     def __init__(self, decoder: Decoder, *, slots: int, context: int, dtype: torch.dtype, device: torch.device) -> None:
         self._decoder = decoder
@@ -32,28 +32,28 @@ class EncoderCache:
         self._slots: OrderedDict[Source, int] = OrderedDict()
 
     def attend(self, groups: Items[Items[Chunk]]) -> PagedEncoderAttend:
-        """The cross-attention of one step; reads the sources that are not there. At most `slots` of them differ."""
+        """Cross-attention of one step; encodes sources that are not cached. A step has at most `slots` of them."""
         sources = dict.fromkeys(chunk.sequence.request.source for group in groups for chunk in group)
         for source in sources:
             if source in self._slots:
                 self._slots.move_to_end(source)
         for source in sources:
             if source not in self._slots:
-                self._read(source)
+                self._encode(source)
         return PagedEncoderAttend(self._cache, [self._row_group(chunks) for chunks in groups])
 
-    def _read(self, source: Source) -> None:
+    def _encode(self, source: Source) -> None:
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         try:
-            self._read_into(slot, source)
-        except BaseException:  # most likely memory: the slot is there for the next
+            self._encode_into(slot, source)
+        except BaseException:  # most likely out of memory: keep the slot usable
             self._free.append(slot)
             raise
         self._slots[source] = slot
 
-    def _read_into(self, slot: int, source: Source) -> None:
+    def _encode_into(self, slot: int, source: Source) -> None:
         blocks = self._blocks(slot)
-        # What stood there may not be finite, and would reach the new source with weight 0.
+        # Non-finite values of the previous source would reach the new one even with weight 0.
         self._cache.clear(blocks)
         device = self._cache.data.device
         positions_S = torch.arange(len(source), device=device)
@@ -93,5 +93,5 @@ class PagedEncoderAttend:
 
 
 def source_tokens(context: int) -> int:
-    """Tokens that a slot has room for."""
+    """Capacity of a slot in tokens."""
     return -(-context // TILE) * TILE

@@ -3,11 +3,11 @@
 Shape legend: T tokens of the step, H query heads, K kv heads, G = H / K, C head_dim, B sequences of a row group, N
 query tokens of each, R = G * N rows of one kv head, L kv positions of a group (whole tiles of 64), X flattened.
 
-Batch invariance (docs/numbers.md): the bits of a row depend on its own tokens only. What it takes, measured on torch
+Batch invariance (docs/numbers.md): the bits of a row depend on its own tokens only. Its requirements, measured on torch
 2.13 with AVX512-BF16: one formula for prefill and decode; L in whole tiles with masked scores; float32 rows in fours,
-bfloat16 rows in pairs (single ones differ where 1,536 or more numbers are summed); no product so small that torch
-takes another formula for it; and the product with v in pieces of fixed length added in order, since its bits depend on
-the length that is summed over (float32 from 256 keys on, bfloat16 from 576 on).
+bfloat16 rows in pairs (single rows differ if 1,536 or more numbers are summed); no product so small that torch uses
+another formula for it; and the product with v in pieces of fixed length, added in order, since its bits depend on the
+length of the sum (float32 from 256 keys on, bfloat16 from 576 on).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ TILE = 64
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
 _ATTENTION_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 _LINEAR_ROWS = {torch.float32: 4, torch.bfloat16: 2}
-_SMALL = {torch.float32: 399, torch.bfloat16: 4096}
-"""Most multiplications of a product that is small: single heads in float32, any product in bfloat16 (24 of 1,280,000
-numbers differed with 64 columns and 32 rows of a matrix, none with one row more)."""
+_SMALL_PRODUCT = {torch.float32: 399, torch.bfloat16: 4096}
+"""Most multiplications of a small product: single heads in float32, any product in bfloat16 (24 of 1,280,000 numbers
+differed with 64 columns and 32 rows of a matrix, none with one row more)."""
 
 
 def linear_rows(count: int, dtype: torch.dtype, smallest: int) -> int:
-    """To how many tokens `count` of them must be padded, so that the decoder's matrix products are batch-invariant.
+    """Number of rows to which `count` rows must be padded, so that the decoder's matrix products are batch-invariant.
 
-    smallest: numbers of the smallest matrix.
+    smallest: number of elements of the smallest matrix.
     """
-    return _rows(count, _LINEAR_ROWS[dtype], _SMALL[dtype] // smallest + 1)
+    return _rows(count, _LINEAR_ROWS[dtype], _SMALL_PRODUCT[dtype] // smallest + 1)
 
 
 class KVCache:
     """[layer, 2, block, kv_head, slot, head_dim]; the last block is for padding only.
 
-    kv_head stands before slot, so that a gather of blocks is at once the operand of the matrix product: 2.7 times
+    kv_head comes before slot, so that a gather of blocks is directly the operand of the matrix product: 2.7 times
     faster at 32 rows of 256 positions than slot first (which copies again), 1.4 times at one row.
     """
 
@@ -63,45 +63,45 @@ class KVCache:
             rows.index_copy_(0, slots_X, x_TKC.reshape(-1, self.config.head_dim))
 
     def gather(self, layer: int, kind: int, rows_X: Tensor, batch: int) -> Tensor:
-        """[batch * K, L, C]: the blocks behind rows_X (see block_rows) behind one another."""
+        """[batch * K, L, C]: the blocks of rows_X (see block_rows), concatenated."""
         table = self.data[layer, kind].flatten(0, 1).flatten(1)
         return table.index_select(0, rows_X).view(batch * self.config.n_kv_heads, -1, self.config.head_dim)
 
     def clear(self, blocks: list[int]) -> None:
-        """Zeroes blocks: a number that is not finite would reach later owners even with weight 0."""
+        """Zeroes blocks: a non-finite value would reach later owners even with weight 0."""
         self.data[:, :, blocks] = 0
 
     def copy(self, pairs: Items[tuple[int, int]]) -> None:
-        """Copies blocks: (from, to). Nothing is copied on from where it was copied to."""
+        """Copies blocks: (from, to). No target may also be a source."""
         sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
         self.data[:, :, targets] = self.data[:, :, sources]
 
     def slot_rows(self, blocks_T: Tensor, offsets_T: Tensor) -> Tensor:
-        """[T * K] rows of write(), for tokens that stand at `offsets` in `blocks`."""
+        """[T * K] rows for write(), of tokens at `offsets` in `blocks`."""
         heads_K = torch.arange(self.config.n_kv_heads, device=blocks_T.device)
         return ((blocks_T[:, None] * self.config.n_kv_heads + heads_K) * self.block_size + offsets_T[:, None]).flatten()
 
     def block_rows(self, blocks_BX: Tensor) -> Tensor:
-        """[B * K * blocks] rows of gather()."""
+        """[B * K * blocks] rows for gather()."""
         heads_K1 = torch.arange(self.config.n_kv_heads, device=blocks_BX.device)[:, None]
         return (blocks_BX[:, None] * self.config.n_kv_heads + heads_K1).flatten()
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Chunks of equal query length that are attended to in one product; they stand behind one another in the step."""
+    """Chunks of equal query length whose attention is one product; they are adjacent in the step."""
 
     batch: int
     length: int
     block_rows_X: Tensor
     hidden_B1NL: Tensor
-    """0 where a query token may look, -inf where it may not; N may be 1 where all tokens look at the same."""
+    """0 where a query token may attend, -inf where it may not; N may be 1 if all tokens attend alike."""
 
 
 class PagedAttend:
     """Attention for one step (an `Attend` of model.nn.attention): writes the step's k and v, attends over the blocks.
 
-    The chunks must be in the order of group_chunks(); rows behind the last chunk are padding and come out as zeros.
+    The chunks must be in the order of group_chunks(); rows after the last chunk are padding and result in zeros.
     """
 
     def __init__(self, cache: KVCache, groups: Items[Items[Chunk]], slots_X: Tensor) -> None:
@@ -115,7 +115,7 @@ class PagedAttend:
 
 
 def attend_groups(cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Tensor) -> Tensor:
-    """[T, H, C]: softmax(q k^T / sqrt(C)) v of each group's tokens over its blocks; zeros behind the last group."""
+    """[T, H, C]: softmax(q k^T / sqrt(C)) v of each group's tokens over its blocks; zeros after the last group."""
     q_TKGC = (q_THC * q_THC.shape[-1] ** -0.5).unflatten(1, (cache.config.n_kv_heads, -1))
     parts, start = [], 0
     for group in groups:
@@ -128,20 +128,20 @@ def attend_groups(cache: KVCache, layer: int, groups: Items[RowGroup], q_THC: Te
 
 
 def as_addend(hidden: Tensor) -> Tensor:
-    """What is added to scores: 0, or -inf where `hidden`."""
+    """Attention bias: 0, or -inf where `hidden`."""
     return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def group_chunks(chunks: Items[Chunk]) -> list[list[Chunk]]:
-    """Which chunks share a product: decodes by their number of kv tiles up to a power of two, every other one alone."""
+    """Groups chunks that share a product: decodes by kv tiles, rounded up to a power of two; others alone."""
     decodes: dict[int, list[Chunk]] = {}
-    others = []
+    singles = []
     for chunk in chunks:
         if chunk.stop - chunk.start == 1:
             decodes.setdefault((_tiles(chunk.stop) - 1).bit_length(), []).append(chunk)
         else:
-            others.append([chunk])
-    return [*decodes.values(), *others]
+            singles.append([chunk])
+    return [*decodes.values(), *singles]
 
 
 def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _attend(cache: KVCache, layer: int, group: RowGroup, q_TKGC: Tensor) -> Tens
     batch, length = group.batch, group.length
     n_kv, n_group, head_dim = q_TKGC.shape[1:]
     q_XRC = q_TKGC.unflatten(0, (batch, length)).transpose(1, 2).reshape(batch * n_kv, length * n_group, head_dim)
-    n_rows = _rows(q_XRC.shape[1], _ATTENTION_ROWS[q_XRC.dtype], _SMALL[q_XRC.dtype] // (TILE * head_dim) + 1)
+    n_rows = _rows(q_XRC.shape[1], _ATTENTION_ROWS[q_XRC.dtype], _SMALL_PRODUCT[q_XRC.dtype] // (TILE * head_dim) + 1)
     q_XRC = F.pad(q_XRC, (0, 0, 0, n_rows - q_XRC.shape[1]))
     k_XLC = cache.gather(layer, 0, group.block_rows_X, batch)
     scores_XRL = torch.bmm(q_XRC, k_XLC.transpose(1, 2))[:, : length * n_group]
@@ -187,12 +187,12 @@ def _product_in_pieces(weights_XRL: Tensor, v_XLC: Tensor) -> Tensor:
     return out_XRC
 
 
-def _rows(count: int, multiple: int, least: int) -> int:
-    return -(-max(count, least) // multiple) * multiple
+def _rows(count: int, multiple: int, min_count: int) -> int:
+    return -(-max(count, min_count) // multiple) * multiple
 
 
 def _padded(blocks: list[int], length: int, padding: int) -> list[int]:
-    # Blocks taken in advance may reach beyond the tiles of this step.
+    # Blocks allocated in advance may reach beyond the tiles of this step.
     return blocks[:length] + [padding] * (length - len(blocks))
 
 

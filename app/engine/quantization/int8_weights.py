@@ -1,7 +1,7 @@
-"""Weights as whole numbers of eight bits with one scale for each row: `--quantize int8`.
+"""Weights as 8-bit integers with one scale per row: `--quantize int8`.
 
-Symmetric and weight-only: a row's largest number becomes 127 or -127, activations stay as they are. The native kernels
-compute with the whole numbers; torch computes with the same weights, rounded to the same grid and stored as before.
+Symmetric and weight-only: a row's largest value becomes 127 or -127, activations are unchanged. The native kernels
+compute with the integers; torch computes with the same weights, rounded to the same grid and stored in their own dtype.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from model.nn.layers import Linear
 from model.nn.transformer import Decoder
 
-_MOST = 127
+_MAX_INT8 = 127
 _PIECE = 1 << 18
-"""Numbers at once: copies that stay in a core's cache, where those of a whole matrix are new memory each time."""
+"""Elements per piece: its copies stay in a core's cache, while those of a whole matrix are new memory each time."""
 _GPU_PIECE = 1 << 24
-"""The same on a GPU, which would do little but wait for the launches of small pieces."""
+"""Elements per piece on a GPU, where launching small pieces would take most of the time."""
 
 
 class Quantized(NamedTuple):
@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(weight: Tensor) -> Quantized:
-    """The nearest matrix of whole numbers; a row of zeros stays one."""
+    """Rounds a matrix to the nearest integers and scales; a row of zeros stays zero."""
     numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     rows = max(1, (_GPU_PIECE if weight.is_cuda else _PIECE) // weight.shape[1])
@@ -42,7 +42,7 @@ def quantize(weight: Tensor) -> Quantized:
 
 
 def round_weights(decoder: Decoder) -> None:
-    """Puts each matrix of `decoder` on the grid that quantize() makes of it: what int8 costs, without its speed."""
+    """Rounds each matrix of `decoder` to its int8 grid: the accuracy of int8 without its speed."""
     for owner in decoder.modules():
         if isinstance(owner, Linear):
             owner.weight = _rounded(owner.weight)
@@ -52,7 +52,7 @@ def round_weights(decoder: Decoder) -> None:
 
 
 def _quantize(wide: Tensor) -> Quantized:
-    scales = wide.abs().amax(dim=1) / wide.new_full((), _MOST)  # a GPU divides by tensors only to the last bit
+    scales = wide.abs().amax(dim=1) / wide.new_full((), _MAX_INT8)  # dividing by a scalar is inexact on a GPU
     scales = scales.where(scales > 0, 1.0)
     return Quantized((wide / scales[:, None]).round_().to(torch.int8), scales)
 

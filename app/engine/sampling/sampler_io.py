@@ -1,4 +1,4 @@
-"""What the sampler reads for a row of logits (SamplingInput), and what a step returns (SampledToken, StepResult)."""
+"""Input of the sampler for a row of logits (SamplingInput), and results of a step (SampledToken, StepResult)."""
 
 from __future__ import annotations
 
@@ -15,77 +15,77 @@ if TYPE_CHECKING:  # the scheduler imports this module, and starts without torch
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:
-    """A request's parameters, its tokens so far, and what it may draw next."""
+    """A request's parameters, its tokens so far, and the tokens that its grammar allows next."""
 
     params: SamplingParams
     tokens: Items[int]
-    """Prompt and generated tokens, all of them ids of the vocabulary; the new one's position is their number."""
+    """Prompt and generated tokens, all of them ids of the vocabulary; their number is the position of the new token."""
     n_prompt: int
     stop_ids: Items[int] = ()
-    """Tokens that end the text: not drawn before min_tokens are there."""
+    """Tokens that end the text: not sampled before min_tokens are generated."""
     allowed: Tensor | None = None
-    """The guide's bitmask, int32 [ceil(V / 32)]: bit i of word j is token 32 j + i. None allows every token."""
+    """The grammar's bitmask, int32 [ceil(V / 32)]: bit i of word j is token 32 j + i. None allows every token."""
 
     @property
     def position(self) -> int:
-        """Of the new token in its sequence."""
+        """Position of the new token in its sequence."""
         return len(self.tokens)
 
     @property
     def generated(self) -> Items[int]:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return self.tokens[self.n_prompt :]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether only the best token is left, the lowest id among equals."""
+        """Whether the filters leave only the most likely token, the lowest id among equals."""
         p = self.params
         return p.temperature == 0 or p.top_k == 1 or (p.top_p == 0 and p.typical_p == 1)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What the sampler made of one row of logits; `token` is None where the logits were not finite."""
+    """Result of sampling one row of logits; `token` is None if the logits were not finite."""
 
     token: int | None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     is_undecided: bool = False
-    """This may be the last token of a grammar: the sequence's next row tells how its text ends."""
+    """This may be the last token of a grammar: the sequence's next row shows how its text ends."""
     finish: FinishReason | None = None
-    """The text ended with the token before, and no other was drawn."""
+    """The text ended with the previous token, and no further token was sampled."""
     failure: str = ""
-    """Why there is no token, for the user, where that is not the model's doing."""
+    """User-facing reason why there is no token, if the model is not the cause."""
 
 
-LATE = SampledToken(None)
-"""No token was drawn because the mask of the row's grammar is not there yet: the row is computed again."""
+MASK_NOT_READY = SampledToken(None)
+"""No token was sampled because the mask of the row's grammar is not ready: a later step computes the row again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step computed, by request id."""
+    """Results of a step by request id."""
 
-    drawn: Mapping[str, SampledToken] = field(default_factory=dict)
+    sampled: Mapping[str, SampledToken] = field(default_factory=dict)
     """For each request whose chunk samples."""
     scores: Mapping[str, tuple[TokenScore, ...] | None] = field(default_factory=dict)
-    """For each request whose chunk scores prompt tokens; None where the logits were not finite."""
+    """For each request whose chunk scores prompt tokens; None if the logits were not finite."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Why there is nothing else of a request: it alone could not be computed."""
+    """Error messages of requests that could not be computed even alone; they have no other result."""
 
 
-def take_in(sequence: Sequence, drawn: SampledToken) -> SampledEvent:
-    """Makes the sequence one token longer, unless none was asked for or drawn; what there is to tell of it."""
+def append_token(sequence: Sequence, sampled: SampledToken) -> SampledEvent:
+    """Appends the token to the sequence, unless none was requested or sampled; returns the event to report."""
     index, request = sequence.num_generated, sequence.request
     if request.max_tokens == 0:
         return SampledEvent(request.id, 0, None, finish=FinishReason.LENGTH)
-    if drawn.finish:
-        return SampledEvent(request.id, index, None, finish=drawn.finish)
-    assert drawn.token is not None
-    sequence.tokens.append(drawn.token)
+    if sampled.finish:
+        return SampledEvent(request.id, index, None, finish=sampled.finish)
+    assert sampled.token is not None
+    sequence.tokens.append(sampled.token)
     finish = None
-    if drawn.token in request.stop_ids:
+    if sampled.token in request.stop_ids:
         finish = FinishReason.STOP
-    elif sequence.num_generated >= request.max_tokens and not drawn.is_undecided:
+    elif sequence.num_generated >= request.max_tokens and not sampled.is_undecided:
         finish = FinishReason.LENGTH
-    return SampledEvent(request.id, index, drawn.token, drawn.logprob, drawn.top, finish)
+    return SampledEvent(request.id, index, sampled.token, sampled.logprob, sampled.top, finish)

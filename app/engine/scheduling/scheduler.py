@@ -1,6 +1,6 @@
 """Scheduler: plans which sequences run in the next step, and commits the results of steps.
 
-    waiting --admit--> running --last token--> gone
+    waiting --admit--> running --last token--> ended
        ^                  |
        +---- preempt -----+      blocks released (full ones stay cached), tokens kept, recomputed later
 
@@ -15,8 +15,8 @@ sequence, and leaves out sequences that certainly end in the running step. A seq
 computed one extra token, which is discarded.
 
 StepLimits bounds a step. WaitingQueue orders the sequences to be admitted, fairly among cache namespaces.
-BlockLeakCheck verifies the accounting of cache blocks in production: every so many steps, because checking every block
-after every step would cost more than a small model's step, and once when the engine becomes idle.
+BlockLeakCheck verifies the accounting of cache blocks in production: periodically, because checking every block after
+every step would cost more than a small model's step, and once when the engine becomes idle.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from app.common.types import (
     Sequence,
     StepReport,
 )
-from app.engine.sampling.sampler_io import LATE, StepResult, take_in
+from app.engine.sampling.sampler_io import MASK_NOT_READY, StepResult, append_token
 from app.engine.scheduling.block_allocator import BlockAllocator, BlockPool, StepsInFlight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """Bounds of one step."""
+    """Limits of one step."""
 
     tokens_per_step: int
     max_running: int
     max_preemptions: int = 4
-    prompt_tokens_beside: int | None = None
-    """Prompt tokens in a step with decodes; None: as many as fit."""
+    prompt_tokens_with_decodes: int | None = None
+    """Most prompt tokens in a step that also decodes; None: as many as fit."""
     prompt_tokens_shared: int | None = None
-    """Prompt tokens in any step while API keys are in use: another key's first token may wait for that step."""
+    """Most prompt tokens in any step while API keys are in use: another key's first token may wait for that step."""
     prompt_tokens_per_decode: int = 4
-    """Always allowed for each decode: a step of many decodes is long anyway."""
+    """Prompt tokens that are always allowed per decode: a step of many decodes takes long in any case."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_step < self.max_running:
@@ -65,13 +65,13 @@ class StepLimits:
             )
 
     def prompt_budget(self, n_decodes: int, *, is_shared: bool = False) -> int:
-        """Prompt tokens that fit into a step with so many decodes."""
+        """Prompt tokens that fit into a step with `n_decodes` decodes."""
         budget = self.tokens_per_step - n_decodes
         if is_shared and self.prompt_tokens_shared is not None:
             budget = min(budget, self.prompt_tokens_shared)
-        if not n_decodes or self.prompt_tokens_beside is None:
+        if not n_decodes or self.prompt_tokens_with_decodes is None:
             return budget
-        return min(budget, max(self.prompt_tokens_beside, self.prompt_tokens_per_decode * n_decodes))
+        return min(budget, max(self.prompt_tokens_with_decodes, self.prompt_tokens_per_decode * n_decodes))
 
 
 class WaitingQueue:
@@ -80,79 +80,81 @@ class WaitingQueue:
     Followers are skipped until their leader's prompt is computed. A leader arrives before its followers and is either
     ahead of them or running, so there is no circular wait. Preempted sequences go to the head of the queue.
 
-        turn:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
+        tenants:  ann [a1 a2 a3]   bob [b1]   cyd [c1 c2]        order: a1 b1 c1 a2 c2 a3
     """
 
     def __init__(self) -> None:
-        self._returned: deque[Sequence] = deque()
-        self._lanes: dict[str, deque[Sequence]] = {}
-        """By cache namespace, in the order of their turns; a namespace without waiting sequences has no entry."""
+        self._preempted: deque[Sequence] = deque()
+        self._queues: dict[str, deque[Sequence]] = {}
+        """By cache namespace, in round-robin order; a namespace without waiting sequences has no entry."""
 
     def __len__(self) -> int:
-        return len(self._returned) + sum(map(len, self._lanes.values()))
+        return len(self._preempted) + sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._returned
-        for lane in self._lanes.values():
-            yield from lane
+        yield from self._preempted
+        for queue in self._queues.values():
+            yield from queue
 
     @property
     def has_namespaces(self) -> bool:
-        """Whether requests of API keys wait, which must not delay those of other keys."""
-        return any(self._lanes)
+        """Whether requests of API keys are waiting, which must not delay those of other keys."""
+        return any(self._queues)
 
     def append(self, sequence: Sequence) -> None:
-        """Appends a sequence to its tenant's lane; a tenant without a lane takes its turn after all others."""
-        self._lanes.setdefault(sequence.request.cache_namespace, deque()).append(sequence)
+        """Appends a sequence to its tenant's queue; a new queue goes to the end of the rotation."""
+        self._queues.setdefault(sequence.request.cache_namespace, deque()).append(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
+    def requeue_first(self, sequence: Sequence) -> None:
         """Returns a preempted sequence to the head of the queue."""
-        self._returned.appendleft(sequence)
+        self._preempted.appendleft(sequence)
 
-    def candidates(self, may_come: Callable[[str], bool] = lambda _salt: True) -> Iterator[Sequence]:
+    def candidates(self, is_eligible: Callable[[str], bool] = lambda _namespace: True) -> Iterator[Sequence]:
         """Sequences to admit, in order. Lazy: the caller admits while iterating and removes the admitted ones after.
 
-        may_come: whether a namespace may admit one more; evaluated before each of its turns until it is False.
+        is_eligible: whether a namespace may admit one more; called before each of its sequences until it is False.
         """
-        yield from self._returned
-        lanes = {salt: (s for s in lane if not _waits_for_leader(s)) for salt, lane in self._lanes.items()}
-        while lanes:
-            for salt, lane in list(lanes.items()):
-                sequence = next(lane, None) if may_come(salt) else None
+        yield from self._preempted
+        queues = {name: (s for s in queue if not _waits_for_leader(s)) for name, queue in self._queues.items()}
+        while queues:
+            for namespace, queue in list(queues.items()):
+                sequence = next(queue, None) if is_eligible(namespace) else None
                 if sequence is None:
-                    del lanes[salt]
+                    del queues[namespace]
                 else:
                     yield sequence
 
     def admit(self, sequences: Iterable[Sequence]) -> None:
-        """Removes admitted sequences and moves their tenants behind all others, in this order."""
+        """Removes admitted sequences and moves their tenants to the end of the rotation, in this order."""
         for sequence in sequences:
-            is_turn = sequence not in self._returned
+            moves_tenant = sequence not in self._preempted
             self.remove([sequence])
-            lane = self._lanes.pop(sequence.request.cache_namespace, None) if is_turn else None
-            if lane:
-                self._lanes[sequence.request.cache_namespace] = lane
+            queue = self._queues.pop(sequence.request.cache_namespace, None) if moves_tenant else None
+            if queue:
+                self._queues[sequence.request.cache_namespace] = queue
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Removes sequences from the queue."""
         for sequence in sequences:
-            if sequence in self._returned:
-                self._returned.remove(sequence)
+            if sequence in self._preempted:
+                self._preempted.remove(sequence)
                 continue
-            lane = self._lanes[sequence.request.cache_namespace]
-            lane.remove(sequence)
-            if not lane:
-                del self._lanes[sequence.request.cache_namespace]
+            queue = self._queues[sequence.request.cache_namespace]
+            queue.remove(sequence)
+            if not queue:
+                del self._queues[sequence.request.cache_namespace]
 
 
-def has_place(salt: str, running: PySequence[Sequence], places: int) -> bool:
+def has_free_slot(namespace: str, running: PySequence[Sequence], slots: int) -> bool:
     """With API keys, reserves the last eighth of the slots for tenants that have nothing running."""
-    is_last = places - len(running) <= places // 8
-    return not (is_last and salt and any(sequence.request.cache_namespace == salt for sequence in running))
+    is_reserved = slots - len(running) <= slots // 8
+    return not (
+        is_reserved and namespace and any(sequence.request.cache_namespace == namespace for sequence in running)
+    )
 
 
 def leader_of(request: Request, older: Iterable[Sequence]) -> Sequence | None:
-    """The leader, if its prompt, source and namespace are equal: else its keys and values would be wrong."""
+    """The leader, if its prompt, source and namespace are equal; otherwise its keys and values would be wrong."""
     if request.leader is None:
         return None
     leader = next((sequence for sequence in older if sequence.request.id == request.leader), None)
@@ -180,17 +182,17 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.preemptions = self.block_violations = 0
         self._arrivals = 0
-        self._flights = StepsInFlight(pool)
-        self._allocator = BlockAllocator(pool, self._flights, weights_version)
+        self._in_flight = StepsInFlight(pool)
+        self._allocator = BlockAllocator(pool, self._in_flight, weights_version)
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to plan or to commit."""
-        return bool(self.waiting or self.running or self._flights)
+        """Whether there is a step to plan or to commit."""
+        return bool(self.waiting or self.running or self._in_flight)
 
     @property
     def counters(self) -> Counters:
-        """For the report of a step."""
+        """Counters for the report of a step."""
         blocks = self.pool.counts
         return Counters(
             running=len(self.running),
@@ -202,16 +204,16 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """A new request at the end of the queue. The caller has checked that it fits alone."""
+        """Appends a new request to the queue. The caller has checked that the cache can hold it."""
         self._arrivals += 1
         tokens = [*request.prompt, *request.generated]
         sequence = Sequence(request=request, tokens=tokens, arrival=self._arrivals, num_scored=request.scored)
-        # Log-probabilities need rows of one's own.
+        # Prompt log-probabilities need the sequence's own rows, so it cannot take over a leader's prompt.
         sequence.leader = None if sequence.num_unscored else leader_of(request, chain(self.waiting, self.running))
         self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Forgets a request and frees its blocks, once no step uses them; one that is gone already is no error."""
+        """Drops a request and releases its blocks once no step uses them; does nothing if it has already ended."""
         for sequence in [s for s in self.running if s.request.id == request_id]:
             self._end(sequence)
         waiting = [s for s in self.waiting if s.request.id == request_id]
@@ -220,11 +222,11 @@ class Scheduler:
             sequence.ended = True
 
     def plan(self) -> BatchPlan:
-        """The chunks of the next step; none where all sequences wait for masks.
+        """Plans the next step; the plan has no chunks if all sequences wait for masks.
 
-        commit() must follow, without begin() or behind it.
+        commit() must follow, with or without mark_launched() before it.
         """
-        assert not self._flights, "a sequence in flight must not be preempted"
+        assert not self._in_flight, "a sequence in flight must not be preempted"
         preemptions = self.preemptions
         chunks = self._plan_decodes()
         # Admit nothing in a step that preempted.
@@ -232,7 +234,7 @@ class Scheduler:
 
     def plan_ahead(self) -> BatchPlan | None:
         """Plans the step after those in flight; None if there is nothing to compute or too few blocks are free."""
-        decodes = [s for s in self.running if _is_decode(s) and not self._stays_behind(s)]
+        decodes = [s for s in self.running if _is_decode(s) and not self._is_skipped_ahead(s)]
         if sum(max(0, self._allocator.missing(s)) for s in decodes) > self.pool.available:
             return None
         for sequence in decodes:
@@ -240,40 +242,40 @@ class Scheduler:
         plan = self._fill([_decode(sequence) for sequence in decodes])
         return plan if plan.chunks else None
 
-    def begin(self, plan: BatchPlan) -> None:
-        """Marks the step as launched, so that plan_ahead() counts its results; steps begin in the order of planning."""
-        self._flights.begin(plan)
+    def mark_launched(self, plan: BatchPlan) -> None:
+        """Marks the step as in flight, so that plan_ahead() counts its results; called in planning order."""
+        self._in_flight.add(plan)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> StepReport:
         """Applies the step's results, except for sequences that have ended in the meantime."""
-        self._flights.land(plan)
+        self._in_flight.complete(plan)
         events, scores, failed = [], [], []
         for chunk in plan.chunks:
-            sequence, name, places = chunk.sequence, chunk.sequence.request.id, chunk.scores
+            sequence, request_id, positions = chunk.sequence, chunk.sequence.request.id, chunk.scores
             if sequence.ended:
                 continue
-            if result.failed and name in result.failed:
-                failed.append(self._spoilt(sequence, result.failed[name]))
+            if result.failed and request_id in result.failed:
+                failed.append(self._fail(sequence, result.failed[request_id]))
                 continue
-            drawn = result.drawn[name] if chunk.samples else None
-            if drawn is LATE:  # the row is computed again, which gives the same
+            sampled = result.sampled[request_id] if chunk.samples else None
+            if sampled is MASK_NOT_READY:  # a later step computes the row again, with the same result
                 continue
-            if not (drawn and (drawn.finish or drawn.failure)):  # its logits were never checked for being finite
+            if not (sampled and (sampled.finish or sampled.failure)):  # those logits were not checked for being finite
                 sequence.num_computed = chunk.stop
-                self._allocator.publish(sequence)
-            scored = result.scores[name] if places else ()
-            if drawn and drawn.failure and scored is not None:
-                failed.append(RequestFailed(name, drawn.failure, is_user_error=True))
+                self._allocator.register_prefix(sequence)
+            scored = result.scores[request_id] if positions else ()
+            if sampled and sampled.failure and scored is not None:
+                failed.append(RequestFailed(request_id, sampled.failure, is_user_error=True))
                 self._end(sequence)
                 continue
-            if scored is None or (drawn and drawn.token is None and not drawn.finish):
-                failed.append(self._spoilt(sequence, NOT_FINITE))
+            if scored is None or (sampled and sampled.token is None and not sampled.finish):
+                failed.append(self._fail(sequence, NOT_FINITE))
                 continue
             if scored:
-                scores.append(PromptScores(name, places.start, scored))
+                scores.append(PromptScores(request_id, positions.start, scored))
                 sequence.num_scored += len(scored)
-            if drawn:
-                events.append(take_in(sequence, drawn))
+            if sampled:
+                events.append(append_token(sequence, sampled))
                 if events[-1].finish:
                     self._end(sequence)
         return StepReport(events=tuple(events), scores=tuple(scores), failed=tuple(failed), counters=self.counters)
@@ -281,7 +283,7 @@ class Scheduler:
     def violations(self) -> list[str]:
         """Violated invariants of the block accounting; tests check them after every step."""
         owned = (sequence.blocks for sequence in [*self.running, *self.waiting])
-        return self.pool.violations(chain(owned, self._flights.held))
+        return self.pool.violations(chain(owned, self._in_flight.deferred))
 
     def _plan_decodes(self) -> list[Chunk]:
         chunks = []
@@ -291,19 +293,19 @@ class Scheduler:
                 chunks.append(_decode(sequence))
         return chunks
 
-    def _stays_behind(self, sequence: Sequence) -> bool:
+    def _is_skipped_ahead(self, sequence: Sequence) -> bool:
         """Whether the step that is planned ahead leaves this sequence out."""
         if sequence.ends_in_flight:
             return True
-        # It skips one step, so that its followers share the prompt while no step writes to its blocks.
+        # A leader skips one step, so that its followers share the prompt while no step writes to its blocks.
         ends_prompt = not sequence.has_prompt and sequence.num_unsampled
         return bool(ends_prompt) and any(follower.leader is sequence for follower in self.waiting)
 
     def _fill(self, chunks: list[Chunk], *, may_admit: bool = True) -> BatchPlan:
-        """A plan of these decodes, and of as much of prompts as fits: running ones, then those that are admitted.
+        """Completes a plan of decodes with as many prompt tokens as fit: of running prompts, then of admitted ones.
 
-        A namespace that has nothing in the step yet is admitted first, into half of the budget: another one's long
-        prompts must not keep a short one waiting.
+        Namespaces that have nothing running yet are admitted first, into half of the budget: the long prompts of one
+        namespace must not delay a short one of another.
         """
         prefilling = [s for s in self.running if s.num_pending > 1 and not s.waits_for_mask]
         is_shared = self.waiting.has_namespaces or any(s.request.cache_namespace for s in prefilling)
@@ -311,8 +313,8 @@ class Scheduler:
         started: list[RequestStarted] = []
         if may_admit and prefilling:
             present = {sequence.request.cache_namespace for sequence in self.running}
-            budget -= self._admit_some(budget // 2, chunks, started, lambda salt: salt not in present)
-        budget -= _share(budget, prefilling, chunks)
+            budget -= self._admit_some(budget // 2, chunks, started, lambda namespace: namespace not in present)
+        budget -= _add_prefill_chunks(budget, prefilling, chunks)
         if may_admit:
             self._admit_some(budget, chunks, started)
         clear, copies = self._allocator.take_preparations()
@@ -323,24 +325,24 @@ class Scheduler:
         budget: int,
         chunks: list[Chunk],
         started: list[RequestStarted],
-        may_come: Callable[[str], bool] = lambda _salt: True,
+        is_eligible: Callable[[str], bool] = lambda _namespace: True,
     ) -> int:
-        """Adds waiting sequences to a plan, of the namespaces that may come; what it took of the budget."""
+        """Adds waiting sequences of eligible namespaces to a plan; returns the part of the budget that they use."""
         limits, left, first = self.limits, budget, len(chunks)
 
-        def has_slot(salt: str) -> bool:
-            return may_come(salt) and has_place(salt, self.running, limits.max_running)
+        def may_admit(namespace: str) -> bool:
+            return is_eligible(namespace) and has_free_slot(namespace, self.running, limits.max_running)
 
-        for sequence in self.waiting.candidates(has_slot):
-            # The encoder reads the source in the same step, and in one piece; a leader's is read already.
-            to_read = 0 if sequence.active_leader else len(sequence.request.source)
+        for sequence in self.waiting.candidates(may_admit):
+            # The encoder processes the whole source in this step, unless it already has for the leader.
+            source_tokens = 0 if sequence.active_leader else len(sequence.request.source)
             if left <= 0 or len(self.running) >= limits.max_running or not self._admit(sequence):
                 break
             insort(self.running, sequence, key=lambda s: s.arrival)
             if not sequence.preemptions:
                 started.append(RequestStarted(sequence.request.id, sequence.num_computed))
             chunks.append(_next_chunk(sequence, left))
-            left -= chunks[-1].cost + to_read
+            left -= chunks[-1].cost + source_tokens
         self.waiting.admit(chunk.sequence for chunk in chunks[first:])
         return budget - left
 
@@ -356,24 +358,24 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Allocates the blocks of a waiting sequence; False if too few are free."""
-        certain = sequence.preemptions >= self.limits.max_preemptions
-        length = sequence.request.max_length if certain else len(sequence.tokens)
+        is_final = sequence.preemptions >= self.limits.max_preemptions  # never preempted again
+        length = sequence.request.max_length if is_final else len(sequence.tokens)
         # Keep one spare block per running sequence, so that growing one does not preempt the newly admitted sequence.
-        admitted = self._allocator.admit(sequence, length, spare=0 if certain else len(self.running))
-        if admitted:
-            sequence.leader = None  # after a preemption it is a sequence like any other
-        return admitted
+        is_admitted = self._allocator.admit(sequence, length, spare=0 if is_final else len(self.running))
+        if is_admitted:
+            sequence.leader = None  # needed for the first admission only
+        return is_admitted
 
     def _preempt(self, sequence: Sequence) -> None:
         self._remove(sequence)
         sequence.waits_for_mask = False
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.put_back(sequence)
+        self.waiting.requeue_first(sequence)
 
-    def _spoilt(self, sequence: Sequence, message: str) -> RequestFailed:
+    def _fail(self, sequence: Sequence, message: str) -> RequestFailed:
         """Ends a sequence with an error and drops its blocks from the prefix cache."""
-        self._allocator.spoil(sequence)
+        self._allocator.invalidate(sequence)
         self._end(sequence)
         return RequestFailed(sequence.request.id, message)
 
@@ -386,16 +388,16 @@ class Scheduler:
         self._allocator.release(sequence)
 
 
-def _share(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
-    """Adds chunks of running prompts to a plan, as much of each namespace's as of any other's; what it took."""
-    lanes: dict[str, list[Sequence]] = {}
+def _add_prefill_chunks(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
+    """Adds chunks of running prompts, splitting `budget` evenly among namespaces; returns the part that they use."""
+    queues: dict[str, list[Sequence]] = {}
     for sequence in prefilling:
-        lanes.setdefault(sequence.request.cache_namespace, []).append(sequence)
+        queues.setdefault(sequence.request.cache_namespace, []).append(sequence)
     spent = 0
-    # The smallest demand first: what it leaves of its share goes to the others.
-    for n_before, lane in enumerate(sorted(lanes.values(), key=lambda lane: sum(s.num_pending for s in lane))):
-        share = (budget - spent) // (len(lanes) - n_before)
-        for sequence in lane:
+    # The smallest demand first: the unused part of its share goes to the others.
+    for n_before, queue in enumerate(sorted(queues.values(), key=lambda queue: sum(s.num_pending for s in queue))):
+        share = (budget - spent) // (len(queues) - n_before)
+        for sequence in queue:
             if share <= 0:
                 break
             chunks.append(_next_chunk(sequence, share))
@@ -405,14 +407,14 @@ def _share(budget: int, prefilling: list[Sequence], chunks: list[Chunk]) -> int:
 
 
 def _next_chunk(sequence: Sequence, budget: int) -> Chunk:
-    # Half as many tokens where each is scored, but one at least.
-    room = -(-budget // 2) if sequence.num_unscored else budget
+    # A scored token costs twice as much; at least one token is taken.
+    length = -(-budget // 2) if sequence.num_unscored else budget
     start = sequence.num_scheduled
-    return Chunk(sequence, start, start + min(sequence.num_pending, room))
+    return Chunk(sequence, start, start + min(sequence.num_pending, length))
 
 
 def _is_decode(sequence: Sequence) -> bool:
-    """Whether a token can be drawn from the sequence's one pending row."""
+    """Whether the sequence has one pending row, and a token can be sampled from it."""
     return sequence.num_pending == 1 and not sequence.waits_for_mask
 
 
@@ -421,33 +423,33 @@ def _decode(sequence: Sequence) -> Chunk:
 
 
 _log = logging.getLogger("inkstream")
-_STEPS, _BLOCKS_PER_STEP = 1000, 10
-"""Between two looks: 1,000 steps at least, and one for each ten blocks, which are looked at in a microsecond."""
+_MIN_STEPS, _BLOCKS_PER_STEP = 1000, 10
+"""Steps between two checks: at least 1,000, and one for each ten blocks; checking ten blocks takes a microsecond."""
 
 
 class BlockLeakCheck:
-    """Counts into the scheduler's `block_violations`; changes nothing else."""
+    """Counts violations in the scheduler's `block_violations`; changes nothing else."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._steps = 0
-        self._interval = max(_STEPS, scheduler.pool.total // _BLOCKS_PER_STEP)
+        self._interval = max(_MIN_STEPS, scheduler.pool.total // _BLOCKS_PER_STEP)
 
     def after_step(self) -> None:
-        """Another step is done."""
+        """Counts a step, and checks the blocks if the interval has passed."""
         self._steps += 1
         if self._steps >= self._interval:
-            self._look()
+            self._check()
 
-    def when_idle(self) -> None:
-        """There is time, if there was work since the last look."""
+    def on_idle(self) -> None:
+        """Checks the blocks if there was a step since the last check."""
         if self._steps:
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._steps = 0
-        if wrong := self._scheduler.violations():
+        if violations := self._scheduler.violations():
             self._scheduler.block_violations += 1
             _log.error(
-                "the cache's blocks are not as they should be (%d findings): %s", len(wrong), "; ".join(wrong[:3])
+                "cache block accounting is wrong (%d violations): %s", len(violations), "; ".join(violations[:3])
             )

@@ -23,7 +23,7 @@ from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from app.engine.gpu.linears import WHOLE
 from app.engine.gpu.step import packed, unpacked
-from app.engine.sampling.logits_processors import adjust, forbid, weights
+from app.engine.sampling.logits_processors import apply_masks, apply_penalties, token_weights
 from app.engine.sampling.sampler import Draw, sample, uniforms
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
 from benchmarks.gpu.conformance.harness import Row, triton_kernels
@@ -109,10 +109,10 @@ def _is_near(logits_1V: Tensor, row: SamplingInput, sampled: SampledToken, refer
     if row.is_greedy or sampled.token is None or reference.token is None:
         return False
     logits_1V = logits_1V.float().clone()
-    adjust(logits_1V, [row])
-    forbid(logits_1V, [row])
+    apply_penalties(logits_1V, [row])
+    apply_masks(logits_1V, [row])
     wide_1V = logits_1V.double()
-    weights_V = weights(wide_1V, wide_1V.amax(-1, keepdim=True), [row.params])[0]
+    weights_V = token_weights(wide_1V, wide_1V.amax(-1, keepdim=True), [row.params])[0]
     until_V = weights_V.cumsum(0) / weights_V.sum()
     low, high = sorted((sampled.token, reference.token))
     (number,) = uniforms([Draw(row.params.seed, row.position, row.params.choice)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
-from app.engine.startup import assemble
+from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from benchmarks.peers.adapters.protocol import (
     AdapterOptions,
@@ -43,7 +43,7 @@ class InkstreamAdapter:
         if options.precision == "int8":
             config["quantize"] = "int8"
         try:
-            assembled = assemble(WorkerConfig(**config))
+            assembled = build_engine(WorkerConfig(**config))
         except EngineStartError as error:
             raise UnsupportedError(str(error)) from None
         self._engine, self._ready = assembled.engine, assembled.ready

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Chunk, TokenScore
-from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, prove_rows
+from app.engine.checks.batch_invariance_check import BatchVarianceError, DeviceUnderTest, check_batch_invariance
 from app.engine.execution.engine import Engine
 from app.engine.execution.runner import Runner, TorchExecutor
 from app.engine.sampling.sampler_io import SampledToken
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
-from app.engine.startup import assemble
+from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from model.config import ModelConfig
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
 
-LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_beside=32)
+LIMITS = StepLimits(tokens_per_step=128, max_running=12, prompt_tokens_with_decodes=32)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -41,7 +41,7 @@ def _device(shape: ModelConfig | None = None, limits: StepLimits = LIMITS, seed:
 
 
 def test_the_kernels_of_a_cpu_pass(way: str) -> None:
-    assert prove_rows(_device()).startswith("rows proven independent: 155 log-probabilities the same"), way
+    assert check_batch_invariance(_device()).startswith("batch invariance verified: 155 log-probabilities equal"), way
 
 
 @pytest.mark.parametrize("limits", [LIMITS, replace(LIMITS, max_running=1), replace(LIMITS, tokens_per_step=12)])
@@ -53,14 +53,14 @@ def test_the_trial_keeps_to_the_limits_it_is_given(limits: StepLimits) -> None:
         given.append(most)
         return device.make_engine(most)
 
-    prove_rows(replace(device, make_engine=make))
+    check_batch_invariance(replace(device, make_engine=make))
     assert all(most.max_running <= limits.max_running for most in given)
     assert all(most.tokens_per_step <= limits.tokens_per_step for most in given)
 
 
 def test_a_model_with_an_encoder_and_a_short_context_is_tried_too() -> None:
-    prove_rows(_device(tiny_config(n_encoder_layers=1)))
-    prove_rows(_device(tiny_config(context=4)))
+    check_batch_invariance(_device(tiny_config(n_encoder_layers=1)))
+    check_batch_invariance(_device(tiny_config(context=4)))
 
 
 Break = Callable[[Tensor], Tensor]
@@ -89,16 +89,14 @@ def _break_compute(monkeypatch: pytest.MonkeyPatch, break_it: Break) -> None:
 @pytest.mark.parametrize("break_it", [_by_place, _by_number])
 def test_rows_that_see_their_neighbours_are_found_out(break_it: Break, monkeypatch: pytest.MonkeyPatch) -> None:
     _break_compute(monkeypatch, break_it)
-    message = (
-        r"cannot be kept .*: computed .*, the prompt of \d+ tokens gives another answer, .* and alone .*without it"
-    )
+    message = r"cannot be guaranteed .*: computed .*, the prompt of \d+ tokens gives another .* and alone .*without it"
     with pytest.raises(BatchVarianceError, match=message):
-        prove_rows(_device())
+        check_batch_invariance(_device())
 
 
 @pytest.mark.parametrize(
     ("place", "way"),
-    [(4, "together with others"), (5, "in another order"), (6, "in small pieces"), (7, "in a crowd of 12")],
+    [(4, "together with others"), (5, "in another order"), (6, "in small chunks"), (7, "in a batch of 12")],
 )
 def test_every_way_is_compared(place: int, way: str) -> None:
     """Four prompts are computed alone, each by an engine of its own; one engine behind them has other weights."""
@@ -110,9 +108,9 @@ def test_every_way_is_compared(place: int, way: str) -> None:
         return made[-1]
 
     with pytest.raises(
-        BatchVarianceError, match=f"device: computed {way}, the prompt of 3 tokens gives another answer"
+        BatchVarianceError, match=f"device: computed {way}, the prompt of 3 tokens gives another result"
     ):
-        prove_rows(replace(device, make_engine=make))
+        check_batch_invariance(replace(device, make_engine=make))
 
 
 def test_a_score_that_is_off_by_its_last_bit_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +124,7 @@ def test_a_score_that_is_off_by_its_last_bit_is_found_out(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Runner, "_score", shifted)
     with pytest.raises(BatchVarianceError, match="the log-probability of its token 2 is"):
-        prove_rows(_device())
+        check_batch_invariance(_device())
 
 
 def test_a_draw_that_hangs_on_its_neighbours_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +136,14 @@ def test_a_draw_that_hangs_on_its_neighbours_is_found_out(monkeypatch: pytest.Mo
         return drawn if len(drawn) < 3 else {name: replace(each, token=5) for name, each in drawn.items()}
 
     monkeypatch.setattr(Runner, "_draw", shifted)
-    with pytest.raises(BatchVarianceError, match=r"token 1 behind it is 5 \(.*\) and alone \d+"):
-        prove_rows(_device())
+    with pytest.raises(BatchVarianceError, match=r"token 1 after it is 5 \(.*\) and alone \d+"):
+        check_batch_invariance(_device())
 
 
 def test_logits_that_are_not_finite_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _break_compute(monkeypatch, _beyond_all)
-    with pytest.raises(BatchVarianceError, match="cannot be proven on this device"):
-        prove_rows(_device())
+    with pytest.raises(BatchVarianceError, match="cannot be verified on this device"):
+        check_batch_invariance(_device())
 
 
 def _config(weights: Path, **changes: object) -> WorkerConfig:
@@ -155,8 +153,8 @@ def _config(weights: Path, **changes: object) -> WorkerConfig:
 
 def test_the_engine_tells_of_the_trial_where_it_is_asked_for(weights: Path) -> None:
     told: list[str] = []
-    assembled = assemble(_config(weights, deterministic=True), told.append)
-    assert any(each.startswith("rows proven independent") for each in told)
+    assembled = build_engine(_config(weights, deterministic=True), told.append)
+    assert any(each.startswith("batch invariance verified") for each in told)
     assert assembled.ready.numerics == "torch-float32", "a CPU computes no otherwise"
     assert not assembled.engine.has_work and assembled.engine.scheduler.counters.blocks_active == 0
 
@@ -165,13 +163,13 @@ def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _break_compute(monkeypatch, _by_place)
-    assemble(_config(weights))
-    with pytest.raises(EngineStartError, match=r"^--deterministic cannot be kept on this device: "):
-        assemble(_config(weights, deterministic=True))
+    build_engine(_config(weights))
+    with pytest.raises(EngineStartError, match=r"^--deterministic cannot be guaranteed on this device: "):
+        build_engine(_config(weights, deterministic=True))
 
 
 def test_the_engine_refuses_fp8_on_a_cpu(weights: Path) -> None:
     with pytest.raises(
         EngineStartError, match=r"^--quantize fp8 takes a GPU, and this is a cpu: take --quantize int8 or none$"
     ):
-        assemble(_config(weights, quantize="fp8"))
+        build_engine(_config(weights, quantize="fp8"))

@@ -13,9 +13,9 @@ from torch import float32
 
 from app.common.ipc import WorkerConfig
 from app.common.types import Request, RequestStarted
-from app.engine.checks.golden_check import prove, prove_finite, trial_prompts
+from app.engine.checks.golden_check import check_finite_logits, check_golden, trial_prompts
 from app.engine.execution.engine import Engine
-from app.engine.startup import assemble
+from app.engine.startup import build_engine
 from app.engine.worker_loop import EngineStartError
 from model.checkpoint.checkpoint import weights_files
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
@@ -53,7 +53,7 @@ def _config(directory: Path, number: str, kernels: str = "torch", library: Path 
 
 def _announced(config: WorkerConfig) -> list[str]:
     told: list[str] = []
-    assemble(config, told.append)
+    build_engine(config, told.append)
     return told
 
 
@@ -72,7 +72,7 @@ def test_another_model_is_found_out_in_every_number_format(directory: Path, numb
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 5.0}))
     with pytest.raises(EngineStartError, match=r"golden\.json: the log-probabilities differ by (up to|a mean of) \d"):
-        assemble(_config(directory, number))
+        build_engine(_config(directory, number))
 
 
 def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
     assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} met")
     (directory / "generation_config.json").write_text("{}")
     with pytest.raises(EngineStartError, match=r"generation_config\.json: is not the file that manifest\.json names"):
-        assemble(_config(directory, "float32"))
+        build_engine(_config(directory, "float32"))
 
 
 def test_weights_without_the_file_are_served(weights: Path) -> None:
@@ -92,7 +92,7 @@ def _prove(tmp_path: Path, shape: ModelConfig, context: int, numbers: torch_dtyp
     decoder = tiny_decoder(shape, dtype=numbers)
     (tmp_path / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(shape), PROMPT))
     engine = tiny_engine(decoder)
-    return prove(engine, tmp_path, shape, context=context, number="float32"), engine
+    return check_golden(engine, tmp_path, shape, context=context, number_format="float32"), engine
 
 
 def test_a_model_with_an_encoder_proves_itself_too(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_are_no_proof(tmp_path: Path) -> None:
     spoilt = tiny_decoder()
     spoilt.embedding[PROMPT[3]] = float("nan")
     with pytest.raises(CheckpointError, match=r"golden\.json: .*(not finite)"):
-        prove(tiny_engine(spoilt), tmp_path, tiny_config(), context=256, number="float32")
+        check_golden(tiny_engine(spoilt), tmp_path, tiny_config(), context=256, number_format="float32")
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_weights_that_explode_are_refused_in_every_number_format(
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
     with pytest.raises(EngineStartError, match=rf"model\.safetensors: .* are not finite in {number}") as refusal:
-        assemble(_config(exploding, number, kernels, library))
+        build_engine(_config(exploding, number, kernels, library))
     assert ("serve them with --dtype float32" in str(refusal.value)) == (number != "float32")
 
 
@@ -145,9 +145,9 @@ def test_a_number_too_large_for_the_served_format_is_refused_with_advice(directo
     decoder.embedding[5] = 3.4e38  # of a token that is in no trial prompt
     write_files(directory, weights_files(decoder, dtype=float32, eos_id=0, generation={}))
     (directory / GOLDEN_FILE).unlink()
-    assert assemble(_config(directory, "float32"))
+    assert build_engine(_config(directory, "float32"))
     with pytest.raises(EngineStartError, match=r"not finite in bfloat16; .*--dtype float32"):
-        assemble(_config(directory, "bfloat16"))
+        build_engine(_config(directory, "bfloat16"))
 
 
 @pytest.mark.parametrize(("vocab_size", "length", "start_id"), [(320, 24, 7), (3, 24, None), (320, 1, 0), (1, 2, 0)])
@@ -164,6 +164,6 @@ def test_a_trial_leaves_the_engine_idle_and_its_cache_to_itself(
 ) -> None:
     shape = tiny_config(n_encoder_layers=n_encoder_layers)
     engine = tiny_engine(tiny_decoder(shape))
-    prove_finite(engine, tmp_path, shape, context=context, number="float32", start_id=0)
+    check_finite_logits(engine, tmp_path, shape, context=context, number_format="float32", start_id=0)
     assert not engine.has_work and not engine.scheduler.violations()
     assert engine.scheduler.counters.blocks_active == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.checks.golden_check import prove
+from app.engine.checks.golden_check import check_golden
 from app.engine.gpu.linears import Quantize, install, what_stays
 from app.engine.quantization.int8_weights import round_weights
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
@@ -66,7 +66,7 @@ def test_the_log_hears_of_matrices_that_fp8_cannot_take() -> None:
 def _prove(directory: Path, shape: ModelConfig) -> str:
     (directory / GOLDEN_FILE).write_bytes(golden_file(tiny_decoder(), PROMPT))
     engine = tiny_engine(_installed(shape, "fp8", torch.bfloat16))
-    return prove(engine, directory, tiny_config(), context=256, number="fp8")
+    return check_golden(engine, directory, tiny_config(), context=256, number_format="fp8")
 
 
 def test_fp8_meets_the_golden_file_and_another_model_does_not(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_launch_waits_for_nothing() -> None:
     for plan in (dummies(3, 1), dummies(2, 30), dummies(8, 1)):
         with Watch():
             flight = runner.launch(plan)
-        assert len(runner.collect(flight).drawn) == len(plan.chunks)
+        assert len(runner.collect(flight).sampled) == len(plan.chunks)
 
 
 def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +98,12 @@ def test_a_step_that_draws_nothing_is_waited_for_like_any(monkeypatch: pytest.Mo
     (sequence,) = _sequences(1)
     sequence.tokens = [3] * 12
     for start in (0, 4):
-        assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).drawn == {}
+        assert runner.collect(runner.launch(BatchPlan((Chunk(sequence, start, start + 4),)))).sampled == {}
     assert len(waited) == 2
     request = replace(sequence.request, grammar="any", prompt=(3,) * 12)
     guided = Sequence(request=request, tokens=[3] * 12, arrival=1, blocks=[1])
-    assert runner.run(BatchPlan((Chunk(guided, 0, 4),))).drawn == {} and len(waited) == 3
-    assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).drawn) == 1
+    assert runner.run(BatchPlan((Chunk(guided, 0, 4),))).sampled == {} and len(waited) == 3
+    assert len(runner.collect(runner.launch(BatchPlan((Chunk(sequence, 8, 12),)))).sampled) == 1
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -150,7 +150,7 @@ def test_a_launch_that_fails_leaves_nothing_behind(texts: Events, monkeypatch: p
     for owner, name in ((kernels, "advance"), (ResidentBatch, "apply"), (StepProgram, "prepare")):
         monkeypatch.setattr(owner, name, failing.spoilt(getattr(owner, name)))
     _assert_same_texts(run_all(engine, _requests(16, seed=1)), texts)
-    assert engine.isolation.grounded > 3
+    assert engine.isolation.failed_launches > 3
 
 
 class _FailingLaunches:
@@ -193,9 +193,9 @@ def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     running = _sequences(2)
     runner.run(BatchPlan(tuple(Chunk(sequence, 0, 1) for sequence in running)))
-    assert runner.run(dummies(1, 1)).drawn["dummy 0"].token is not None
+    assert runner.run(dummies(1, 1)).sampled["dummy 0"].token is not None
     running[0].tokens.append(7)
-    assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).drawn["r0"].token is not None
+    assert runner.run(BatchPlan((Chunk(running[0], 1, 2),))).sampled["r0"].token is not None
 
 
 def test_shapes_that_must_not_change_do_not_however_few_tokens_there_are() -> None:
@@ -263,7 +263,7 @@ def _mixed() -> list[Request]:
 
 def _guides() -> GrammarTracker:
     bytes_of = [bytes([i % 256]) for i in range(320)]
-    return GrammarTracker(lambda: bytes_of, vocab_size=320, most=32)
+    return GrammarTracker(lambda: bytes_of, vocab_size=320, max_states=32)
 
 
 def _told(engine: Engine, requests: list[Request]) -> tuple[Events, dict[str, list[TokenScore]]]:

@@ -43,14 +43,14 @@ def _request(name: str, salt: str = "") -> Request:
 def _queue(*names: str, most: int = 9) -> tuple[GrammarCompileQueue, ManualGuides]:
     """Requests of these names; the part before a slash is the key."""
     guides = ManualGuides()
-    door = GrammarCompileQueue(guides, most=most)
+    door = GrammarCompileQueue(guides, max_prepared=most)
     for name in names:
-        door.enter(_request(name, name.partition("/")[0] if "/" in name else ""))
+        door.add(_request(name, name.partition("/")[0] if "/" in name else ""))
     return door, guides
 
 
 def _ready(door: GrammarCompileQueue) -> list[str]:
-    return [request.id for request in door.leave()]
+    return [request.id for request in door.pop_ready()]
 
 
 def test_requests_of_one_key_leave_in_their_order_once_their_grammars_are_compiled() -> None:

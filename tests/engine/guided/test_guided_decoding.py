@@ -18,7 +18,7 @@ from app.common.types import BatchPlan, FinishReason, Request, SampledEvent, Sam
 from app.common.types import Sequence as EngineSequence
 from app.engine.guided import grammar_tracker
 from app.engine.guided.grammar_tracker import GrammarTracker
-from app.engine.sampling.sampler_io import LATE, SampledToken
+from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken
 from app.guided.grammar import grammar_from
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ LONGEST = 5
 
 
 def _guides(bytes_of: Sequence[bytes] = TOKENIZER.bytes_of, vocab_size: int = VOCAB, most: int = 32) -> GrammarTracker:
-    return GrammarTracker(lambda: bytes_of, vocab_size=vocab_size, most=most)
+    return GrammarTracker(lambda: bytes_of, vocab_size=vocab_size, max_states=most)
 
 
 def _grammar(**fields: Any) -> str:
@@ -47,7 +47,7 @@ def _grammar(**fields: Any) -> str:
 
 def _allowed(guides: GrammarTracker, sequence: EngineSequence) -> Tensor | SampledToken | None:
     """What allowed() says once the mask is there."""
-    while (allowed := guides.allowed([sequence])[0]) is LATE:
+    while (allowed := guides.allowed([sequence])[0]) is MASK_NOT_READY:
         guides.wait(1.0)
     return allowed
 
@@ -99,7 +99,7 @@ def test_a_token_is_allowed_exactly_where_some_text_goes_on_with_it(seed: int) -
             assert _ids(allowed) == texts | ends, (regex, text)
             token = rng.choice(sorted(texts))
             text += bytes_of[token]
-            assert guides.follow([sequence], [SampledToken(token)]) == [SampledToken(token)]
+            assert guides.accept_tokens([sequence], [SampledToken(token)]) == [SampledToken(token)]
             sequence.tokens.append(token)
 
 
@@ -167,7 +167,7 @@ class _LateGuides(GrammarTracker):
     """Masks that are late at random."""
 
     def __init__(self, rng: random.Random) -> None:
-        super().__init__(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, most=3)
+        super().__init__(lambda: TOKENIZER.bytes_of, vocab_size=VOCAB, max_states=3)
         self._rng = rng
         self.n_late = 0
 
@@ -177,7 +177,7 @@ class _LateGuides(GrammarTracker):
         answers = iter(super().allowed(on_time))
         self.n_late += sum(late)
         return [
-            LATE if is_late and sequence.request.grammar else None if is_late else next(answers)
+            MASK_NOT_READY if is_late and sequence.request.grammar else None if is_late else next(answers)
             for sequence, is_late in zip(sequences, late, strict=True)
         ]
 
@@ -211,7 +211,7 @@ def test_while_all_requests_wait_for_masks_the_engine_takes_new_ones_and_cancels
     while plain.id not in {event.request_id for event in engine.step().events}:
         assert not faults.is_armed("engine.mask") or not engine.scheduler.running[0].num_generated
     engine.cancel(slow.id)
-    engine.runner.guides.forget(slow.id)  # type: ignore[attr-defined]
+    engine.runner.grammars.forget(slow.id)  # type: ignore[attr-defined]
     while engine.has_work:
         engine.step()
     assert engine.scheduler.pool.counts.active == 0
@@ -257,7 +257,7 @@ def test_grammars_of_real_use_are_followed_for_300_tokens(name: str) -> None:
     sequence = EngineSequence(request=request, tokens=[0], arrival=0)
     while isinstance(allowed_W := _allowed(guides, sequence), Tensor):
         token = rng.choice(sorted(_ids(allowed_W)))
-        guides.follow([sequence], [SampledToken(token)])
+        guides.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert isinstance(allowed_W, SampledToken) and not allowed_W.failure
 
@@ -398,6 +398,6 @@ def test_every_kind_of_tokenizer_writes_what_the_guide_says(kind: str) -> None:
         allowed = _ids(allowed_W)
         assert all(tokenizer.token_bytes(token) for token in allowed)
         token = rng.choice(sorted(allowed))
-        guides.follow([sequence], [SampledToken(token)])
+        guides.accept_tokens([sequence], [SampledToken(token)])
         sequence.tokens.append(token)
     assert re.fullmatch(regex, tokenizer.decode(sequence.tokens[1:]))

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from app.engine.execution.warmup_batches import costliest_step, largest_step
-from app.engine.memory.device_memory import activation_peak, releaser, taken, weight_bytes
+from app.engine.memory.device_memory import activation_peak, memory_releaser, memory_usage, weight_bytes
 from app.engine.memory.memory_plan import (
     CacheShape,
     MemoryPeaks,
     MemoryPlan,
     blocks_on_cpu,
     blocks_on_gpu,
-    host_rows,
+    cpu_rows,
+    format_table,
     mib,
     step_peak,
-    table,
 )
 from app.engine.scheduling.scheduler import StepLimits
 from tests.support.model.tiny_models import tiny_config, tiny_decoder, tiny_engine
@@ -79,7 +79,7 @@ def _room(**changes: Any) -> CacheShape:
 
 
 def test_the_cache_gets_what_is_left_of_the_share() -> None:
-    assert (PLAN.share, PLAN.limit, PLAN.needed, PLAN.cache_room) == (3200 * M, 3200 * M, 1400 * M, 1800 * M)
+    assert (PLAN.share, PLAN.limit, PLAN.needed, PLAN.cache_budget) == (3200 * M, 3200 * M, 1400 * M, 1800 * M)
 
 
 def test_what_others_hold_is_taken_off_only_where_it_reaches_into_the_share() -> None:
@@ -88,31 +88,31 @@ def test_what_others_hold_is_taken_off_only_where_it_reaches_into_the_share() ->
     assert second.limit == second.share == 2880 * M
     crowded = replace(PLAN, other=4000 * M)
     assert crowded.limit == 6400 * M - 4000 * M - 100 * M, "a 64th stays free"
-    assert replace(PLAN, other=6400 * M).limit == replace(PLAN, other=6400 * M).cache_room == 0
+    assert replace(PLAN, other=6400 * M).limit == replace(PLAN, other=6400 * M).cache_budget == 0
 
 
 def test_the_table_adds_up_and_stands_in_columns() -> None:
     plan = replace(PLAN, cache=1792 * M)
     sizes = {row.what: row.size for row in plan.rows}
-    parts = ("weights", "activations", "graphs", "cache", "not taken")
-    assert sum(sizes[name] or 0 for name in parts) == sizes["may be taken"] == plan.limit
-    lines = table(plan.rows)
+    parts = ("weights", "activations", "graphs", "cache", "unused")
+    assert sum(sizes[name] or 0 for name in parts) == sizes["available"] == plan.limit
+    lines = format_table(plan.rows)
     assert "weights                1,000 MiB" in lines and lines[0].split() == ["GPU", "memory", "6,400", "MiB"]
-    assert "may be taken           3,200 MiB (--gpu-memory-utilization 0.5)" in lines
+    assert "available              3,200 MiB (--gpu-memory-utilization 0.5)" in lines
     assert len({line.index(" MiB") for line in lines}) == 1
 
 
 def test_on_a_cpu_the_table_says_what_is_not_measured() -> None:
-    lines = table(host_rows(free=8 * M, weights=M // 2, cache=3 * M))
+    lines = format_table(cpu_rows(free=8 * M, weights=M // 2, cache=3 * M))
     assert any(re.fullmatch(r"activations +not measured", line) for line in lines)
-    assert any(re.fullmatch(r"weights +512 KiB \(loaded already\)", line) for line in lines)
+    assert any(re.fullmatch(r"weights +512 KiB \(already loaded\)", line) for line in lines)
 
 
 def test_the_utilization_that_is_advised_is_the_least_that_has_room() -> None:
     for cache in (1800 * M, 1801 * M, 3000 * M, 1):
         advised = PLAN.utilization_for(cache)
-        assert advised is not None and replace(PLAN, utilization=advised).cache_room >= cache
-        assert replace(PLAN, utilization=advised - 0.01).cache_room < cache
+        assert advised is not None and replace(PLAN, utilization=advised).cache_budget >= cache
+        assert replace(PLAN, utilization=advised - 0.01).cache_budget < cache
     assert PLAN.utilization_for(6400 * M - 200 * M - 100 * M - 1400 * M) == 0.96
     assert PLAN.utilization_for(6400 * M - 200 * M - 100 * M - 1400 * M + 1) is None
 
@@ -120,7 +120,7 @@ def test_the_utilization_that_is_advised_is_the_least_that_has_room() -> None:
 def test_a_gpus_cache_takes_all_that_is_left_with_the_padding_block() -> None:
     room = _room()
     blocks = room.blocks_on_gpu(0, PLAN)
-    assert room.cache_bytes(blocks) <= PLAN.cache_room < room.cache_bytes(blocks + 1)
+    assert room.cache_bytes(blocks) <= PLAN.cache_budget < room.cache_bytes(blocks + 1)
     assert blocks > room.needed_blocks * room.max_running, "more than all running requests can fill"
     assert room.blocks_on_gpu(blocks, PLAN) == blocks and room.blocks_on_gpu(16, PLAN) == 16
 
@@ -129,9 +129,9 @@ def test_the_blocks_of_a_tiny_model_have_a_bound_of_their_own() -> None:
     assert _room(block_size=1).blocks_on_gpu(0, replace(PLAN, total=1 << 50, utilization=1.0)) == 1 << 20
 
 
-def _refused(room: CacheShape, plan: MemoryPlan, wanted: int = 0) -> str:
+def _refused(room: CacheShape, plan: MemoryPlan, requested: int = 0) -> str:
     with pytest.raises(ValueError, match=r"MiB|blocks") as caught:
-        room.blocks_on_gpu(wanted, plan)
+        room.blocks_on_gpu(requested, plan)
     return str(caught.value)
 
 
@@ -158,7 +158,7 @@ def test_where_no_number_helps_nothing_is_promised() -> None:
     """The new engine of a reload next to the old one, which has taken nearly all."""
     full = replace(PLAN, utilization=0.9, other=6000 * M)
     message = _refused(_room(), full)
-    assert "6,000 MiB are taken by others" in message and message.endswith("end what else uses the GPU")
+    assert "6,000 MiB are used by other processes" in message and message.endswith("stop what else uses the GPU")
     assert "give" not in message
 
 
@@ -167,7 +167,7 @@ def test_with_an_encoder_its_sources_are_taken_off_first() -> None:
     shape = tiny_config(n_encoder_layers=2, context=1024, n_kv_heads=room.shape.n_kv_heads, head_dim=64, n_layers=4)
     reading = replace(room, shape=shape)
     blocks = reading.blocks_on_gpu(0, PLAN)
-    assert blocks * reading.block_bytes < PLAN.cache_room - reading.source_bytes < PLAN.cache_room
+    assert blocks * reading.block_bytes < PLAN.cache_budget - reading.source_bytes < PLAN.cache_budget
     message = _refused(reading, replace(PLAN, weights=PLAN.share - 400 * M - reading.cache_bytes(4)))
     assert "a smaller --max-context or --max-running" in message
 
@@ -176,8 +176,8 @@ def test_a_gpu_is_asked_when_only_the_weights_are_there() -> None:
     decoder = tiny_decoder()
     gpu = FakeGpu(allocated=weight_bytes(decoder), kept=50 * M)
     peaks = MemoryPeaks(activations=300 * M, graphs=100 * M)
-    blocks = blocks_on_gpu(_room(), CUDA, wanted=0, utilization=0.5, peaks=peaks, meter=gpu)
-    assert taken(CUDA, gpu) == (6400 * M, weight_bytes(decoder), 200 * M), "what torch kept was given back"
+    blocks = blocks_on_gpu(_room(), CUDA, requested=0, utilization=0.5, peaks=peaks, meter=gpu)
+    assert memory_usage(CUDA, gpu) == (6400 * M, weight_bytes(decoder), 200 * M), "what torch kept was given back"
     exact = replace(PLAN, weights=weight_bytes(decoder))
     assert blocks.number == _room().blocks_on_gpu(0, exact)
     assert {row.what: row.size for row in blocks.rows}["cache"] == _room().cache_bytes(blocks.number)
@@ -204,7 +204,7 @@ def test_a_largest_step_that_does_not_fit_is_refused_with_what_makes_it_smaller(
     def lacks() -> None:
         raise error
 
-    with pytest.raises(ValueError, match=r"than the 6,200 MiB beside the weights: give a smaller --tokens-per-step"):
+    with pytest.raises(ValueError, match=r"than the 6,200 MiB left by the weights: give a smaller --tokens-per-step"):
         step_peak(lacks, CUDA, FakeGpu())
 
 
@@ -215,8 +215,8 @@ def test_a_largest_step_that_fails_otherwise_is_no_matter_of_sizes() -> None:
 
 def test_memory_is_given_back_only_after_the_device_was_waited_for_and_a_cpu_has_none_to_give() -> None:
     gpu = FakeGpu()
-    releaser(CUDA, gpu)()
-    releaser(CPU, gpu)()
+    memory_releaser(CUDA, gpu)()
+    memory_releaser(CPU, gpu)()
     assert gpu.calls == ["synchronize", "empty cache"]
 
 
@@ -241,11 +241,11 @@ def test_an_engine_computes_the_largest_step_and_touches_no_requests_cache() -> 
     engine = tiny_engine(tiny_decoder(), blocks=4)
     before = engine.runner.compute._cache.data[:, :, :4].clone()  # type: ignore[attr-defined]
     plan = largest_step(StepLimits(tokens_per_step=24, max_running=4), 64)
-    assert len(engine.runner.run(plan).drawn) == 4
+    assert len(engine.runner.run(plan).sampled) == 4
     assert torch.equal(engine.runner.compute._cache.data[:, :, :4], before)  # type: ignore[attr-defined]
 
 
 def test_the_plan_of_a_cpu_keeps_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.engine.memory.memory_plan.free_memory", lambda _device: 2 * 100 * _room().block_bytes)
-    alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), wanted=0, engines=engines) for engines in (1, 2))
+    alone, beside = (blocks_on_cpu(_room(), tiny_decoder(), requested=0, engines=engines) for engines in (1, 2))
     assert (alone.number, beside.number) == (64, 50)

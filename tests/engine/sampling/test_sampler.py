@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import weights
+from app.engine.sampling.logits_processors import token_weights
 from app.engine.sampling.sampler import TorchSampler
 from app.engine.sampling.sampler import sample as sample_together
 from app.engine.sampling.sampler_io import SamplingInput
@@ -197,7 +197,7 @@ def test_few_candidates_are_filtered_as_a_whole_vocabulary_is() -> None:
         ]
         wide_SX = torch.nn.functional.pad(logits_SX, (0, 500), value=float("-inf"))
         best_S1 = logits_SX.amax(-1, keepdim=True)
-        few_SX, all_SX = weights(logits_SX, best_S1, params), weights(wide_SX, best_S1, params)
+        few_SX, all_SX = token_weights(logits_SX, best_S1, params), token_weights(wide_SX, best_S1, params)
         assert ((few_SX > 0) == (all_SX[:, :64] > 0)).all(), params
         assert (few_SX > 0).any(-1).all() and not all_SX[:, 64:].any()
 

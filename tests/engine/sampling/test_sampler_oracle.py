@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import weights
+from app.engine.sampling.logits_processors import token_weights
 from app.engine.sampling.sampler import Draw, uniforms
 from app.engine.sampling.sampler_io import SamplingInput
 from tests.support.engine import sampling_oracle
@@ -120,7 +120,9 @@ def _compare(token: int, logits: list[float], row: SamplingInput, tally: Tally) 
         tally.compared += 1
         for dtype in (torch.float32, torch.float64):
             logits_1V = torch.tensor([logits], dtype=dtype)
-            kept = weights(logits_1V, logits_1V.amax(-1, keepdim=True), [row.params])[0].nonzero().flatten().tolist()
+            kept = (
+                token_weights(logits_1V, logits_1V.amax(-1, keepdim=True), [row.params])[0].nonzero().flatten().tolist()
+            )
             # What float32 cannot tell from 0 is no survivor.
             assert set(kept) <= set(left.weights)
             assert set(kept) >= {each for each, weight in left.weights.items() if weight > 1e-35}

@@ -24,17 +24,17 @@ def test_sound_blocks_are_not_counted() -> None:
     scheduler, engine = _running()
     while engine.has_work:
         engine.step()
-    engine.rest()
+    engine.on_idle()
     assert scheduler.counters.block_violations == 0
 
 
 def test_a_lost_block_is_counted_and_logged_once_for_each_look(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, engine = _running()
     scheduler.running[0].blocks = []
-    engine.rest()
+    engine.on_idle()
     assert scheduler.counters.block_violations == 1
     assert "references, 0 owners" in caplog.text
-    engine.rest()
+    engine.on_idle()
     assert scheduler.counters.block_violations == 1, "nothing was done since"
 
 

@@ -10,7 +10,7 @@ from app.engine.scheduling.block_allocator import BlockPool, OutOfBlocks, chain_
 def test_free_cached_and_active_always_make_the_total() -> None:
     pool = BlockPool(4, 16)
     taken = pool.allocate(3)
-    pool.publish(taken[0], b"a")
+    pool.register_prefix(taken[0], b"a")
     pool.release(taken)
     counts = pool.counts
     assert (counts.free, counts.cached, counts.active) == (3, 1, 0)
@@ -28,7 +28,7 @@ def test_a_published_block_is_found_until_it_is_needed_oldest_first() -> None:
     pool = BlockPool(2, 16)
     for name in (b"old", b"new"):
         (block,) = pool.allocate(1)
-        pool.publish(block, name)
+        pool.register_prefix(block, name)
         pool.release([block])
     pool.allocate(1)
     assert pool.find([b"old"]) == []
@@ -38,15 +38,15 @@ def test_a_published_block_is_found_until_it_is_needed_oldest_first() -> None:
 def test_find_ends_at_the_first_gap() -> None:
     pool = BlockPool(3, 16)
     blocks = pool.allocate(2)
-    pool.publish(blocks[0], b"a")
-    pool.publish(blocks[1], b"c")
+    pool.register_prefix(blocks[0], b"a")
+    pool.register_prefix(blocks[1], b"c")
     assert pool.find([b"a", b"b", b"c"]) == [blocks[0]]
 
 
 def test_a_shared_block_survives_its_first_owner() -> None:
     pool = BlockPool(1, 16)
     blocks = pool.allocate(1)
-    pool.publish(blocks[0], b"a")
+    pool.register_prefix(blocks[0], b"a")
     pool.share(blocks)
     pool.release(blocks)
     assert pool.counts.active == 1
@@ -66,9 +66,9 @@ def test_releasing_twice_is_a_bug() -> None:
 def test_forgotten_blocks_are_not_found_again() -> None:
     pool = BlockPool(1, 16)
     blocks = pool.allocate(1)
-    pool.publish(blocks[0], b"a")
+    pool.register_prefix(blocks[0], b"a")
     pool.release(blocks)
-    pool.forget(blocks)
+    pool.invalidate(blocks)
     assert pool.find([b"a"]) == []
     assert pool.counts.free == 1
 

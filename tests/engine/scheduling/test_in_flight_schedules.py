@@ -21,7 +21,9 @@ def _simulate(rng: random.Random) -> Counter[str]:
     """One random schedule, with launches that are refused or raise; returns what happened in it."""
     block_size, longest, running = rng.choice([1, 2, 4]), rng.randint(8, 40), rng.randint(1, 8)
     limits = StepLimits(
-        tokens_per_step=running + rng.randint(0, 12), max_running=running, prompt_tokens_beside=rng.choice([None, 1, 3])
+        tokens_per_step=running + rng.randint(0, 12),
+        max_running=running,
+        prompt_tokens_with_decodes=rng.choice([None, 1, 3]),
     )
     blocks = -(-longest // block_size) + rng.randint(0, 12)
     raises, faulty, trouble = "", Faulty(block_size), rng.choice([0.0, 0.0, 0.1])

@@ -127,7 +127,7 @@ def test_a_launch_that_raises_loses_nothing_and_fails_no_request_that_can_be_com
     world.device.before_launch = lambda _plan: None
     world.run()
     assert not world.failed
-    assert world.engine.isolation.grounded == 2, "planned ahead, run, and planned when nothing was in flight"
+    assert world.engine.isolation.failed_launches == 2, "planned ahead, run, and planned when nothing was in flight"
     world.check_the_end()
 
 

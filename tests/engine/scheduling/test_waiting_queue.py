@@ -48,7 +48,7 @@ def test_who_leaves_takes_no_turn_from_others_of_its_caller() -> None:
 
 def test_who_gave_way_comes_before_all_others() -> None:
     queue, _ = _queue("a1", "b1")
-    queue.put_back(back := _sequence("b0", "b"))
+    queue.requeue_first(back := _sequence("b0", "b"))
     assert _names(list(queue.candidates(lambda _: False))) == "b0"
     assert _names(list(queue.candidates())) == "b0 a1 b1"
     queue.admit([back])
@@ -89,7 +89,7 @@ def test_a_request_waits_at_most_its_own_before_it_times_the_callers(n_callers: 
         waited[sequence.request.id] = [0, (before + 1) * n_callers]
         queue.append(sequence)
         if draw.random() < 0.1:
-            queue.put_back(back := _sequence(f"back {i}", salt))
+            queue.requeue_first(back := _sequence(f"back {i}", salt))
             queue.admit([back])
         if draw.random() < 0.8:
             candidates = queue.candidates()

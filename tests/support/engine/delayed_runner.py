@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import compress
 
 from app.common.types import BatchPlan, Chunk, Sequence
-from app.engine.execution.engine import Engine, Runs
+from app.engine.execution.engine import Engine, StepRunner
 from app.engine.sampling.sampler_io import StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
@@ -43,9 +43,9 @@ class _Flight:
 
 
 class Delayed:
-    """`Runs` and `RunsAhead`, one step ahead at most."""
+    """`StepRunner` and `AsyncStepRunner`, one step ahead at most."""
 
-    def __init__(self, runner: Runs, pool: WatchedPool) -> None:
+    def __init__(self, runner: StepRunner, pool: WatchedPool) -> None:
         self.runner = runner
         self.begun: list[BatchPlan] = []
         """All plans that were launched or run."""
@@ -104,11 +104,11 @@ class Delayed:
             assert flight.samples == [chunk.samples for chunk in plan.chunks], "known at the launch, and right"
         result = self.runner.run(flight.kept)
         drawing = [chunk.sequence for chunk in compress(flight.plan.chunks, flight.samples)]
-        self._drawn = {sequence: result.drawn[sequence.request.id].token or 0 for sequence in drawing}
+        self._drawn = {sequence: result.sampled[sequence.request.id].token or 0 for sequence in drawing}
         return result
 
 
-def engine_ahead(runner: Runs, limits: StepLimits, *, blocks: int, block_size: int) -> tuple[Engine, Delayed]:
+def engine_ahead(runner: StepRunner, limits: StepLimits, *, blocks: int, block_size: int) -> tuple[Engine, Delayed]:
     """An engine that is one step ahead of this runner."""
     pool = WatchedPool(blocks, block_size)
     device = Delayed(runner, pool)

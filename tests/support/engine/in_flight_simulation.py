@@ -21,7 +21,7 @@ class Faulty:
         self.bad = ""
 
     def run(self, plan: BatchPlan) -> StepResult:
-        if plan.chunks[0].sequence.request.id == "proof":
+        if plan.chunks[0].sequence.request.id == "probe":
             return StepResult()
         return self.device.run(plan, bad=self.bad)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import COLDEST
+from app.engine.sampling.logits_processors import MIN_TEMPERATURE
 from app.engine.sampling.sampler_io import SamplingInput
 
 _CLOSE = 1e-4
@@ -62,7 +62,7 @@ def survivors(logits: list[float], p: SamplingParams) -> Survivors:
     if 0 < p.top_k < len(kept):
         edge = sorted(kept.values(), reverse=True)[p.top_k - 1]
         kept = {token: logit for token, logit in kept.items() if logit >= edge}
-    scaled = {token: (logit - best) / max(p.temperature, COLDEST) for token, logit in kept.items()}
+    scaled = {token: (logit - best) / max(p.temperature, MIN_TEMPERATURE) for token, logit in kept.items()}
     left = Survivors(weights={token: math.exp(value) for token, value in scaled.items()})
     if p.typical_p < 1:
         total = sum(left.weights.values())

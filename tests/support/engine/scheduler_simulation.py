@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from app.common.types import BatchPlan, Chunk, Request, SampledEvent, SamplingParams, Sequence, StepReport, TokenScore
-from app.engine.sampling.sampler_io import LATE, SampledToken, StepResult
+from app.engine.sampling.sampler_io import MASK_NOT_READY, SampledToken, StepResult
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 
@@ -47,7 +47,7 @@ class SimulatedDevice:
         drawn = {c.sequence.request.id: self._draw(c.sequence, c.stop) for c in good if c.samples}
         scores = {c.sequence.request.id: self._score(c) for c in good if c.scores}
         drawn |= {c.sequence.request.id: SampledToken(None) for c in spoilt if c.samples}
-        drawn |= dict.fromkeys(late & drawn.keys(), LATE)
+        drawn |= dict.fromkeys(late & drawn.keys(), MASK_NOT_READY)
         return StepResult(drawn, {**scores, **{c.sequence.request.id: None for c in spoilt if c.scores}})
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -130,7 +130,7 @@ class Delivered:
 
 
 def make_scheduler(blocks: int, block_size: int, budget: int, running: int, *, beside: int | None = None) -> Scheduler:
-    limits = StepLimits(tokens_per_step=budget, max_running=running, prompt_tokens_beside=beside)
+    limits = StepLimits(tokens_per_step=budget, max_running=running, prompt_tokens_with_decodes=beside)
     return Scheduler(limits, BlockPool(blocks, block_size))
 
 

@@ -85,7 +85,7 @@ def tiny_engine(
         assert block_size == BLOCK
         compute: StepExecutor = native_compute(decoder, blocks, int8=WAY.get() == "int8")
         sampler = NativeSampler(kernels().loaded, decoder.config.vocab_size)
-        return Engine(scheduler, Runner(compute, sampler=sampler, guides=guides), masks=guides)
+        return Engine(scheduler, Runner(compute, sampler=sampler, grammars=guides), masks=guides)
     dtype, device = decoder.embedding.dtype, decoder.embedding.device
     cache = KVCache(decoder.config, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
     sources = None
@@ -93,7 +93,7 @@ def tiny_engine(
         context = decoder.config.context
         sources = EncoderCache(decoder, slots=max_running, context=context, dtype=dtype, device=device)
     return Engine(
-        scheduler, Runner(TorchExecutor(decoder, cache, sources), sampler=TorchSampler(), guides=guides), masks=guides
+        scheduler, Runner(TorchExecutor(decoder, cache, sources), sampler=TorchSampler(), grammars=guides), masks=guides
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import MAX_BIASES, Request, SamplingParams
-from app.engine.sampling.logits_processors import COLDEST
+from app.engine.sampling.logits_processors import MIN_TEMPERATURE
 from app.engine.sampling.sampler_io import SamplingInput
 
 # word    what
@@ -64,7 +64,7 @@ def pack(request: Request, vocab_size: int) -> array[int]:
     p = request.params
     stops = _stops(request, vocab_size)
     biases = [(token, bias) for token, bias in p.logit_bias if token < vocab_size]
-    shares = (max(p.temperature, COLDEST), p.top_p, p.min_p, p.typical_p)
+    shares = (max(p.temperature, MIN_TEMPERATURE), p.top_p, p.min_p, p.typical_p)
     penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
     is_greedy = SamplingInput(p, request.prompt, len(request.prompt)).is_greedy
     flags = GREEDY * is_greedy | COUNTED * is_counted(request)

@@ -15,7 +15,7 @@ from torch import Tensor
 from app.common.types import MAX_BIASES
 from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
-from app.engine.sampling.logits_processors import block_sums, edge_in_order, places
+from app.engine.sampling.logits_processors import block_sums, inverse_cdf, threshold_in_sorted
 
 # Words of 32 bits are held in int64, whose products wrap around without harm: all 64 bits of them are right.
 
@@ -87,7 +87,7 @@ def sample(logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: Sampli
     )
     # top_p 0 is the best token alone, the lowest id among equals.
     numbers_S1 = numbers_S1.where(words.number(layout.TOP_P) > 0, 0.0)
-    drawn_S1 = places(_weights(adjusted_SV, best_S1, words), numbers_S1)[:, None]
+    drawn_S1 = inverse_cdf(_weights(adjusted_SV, best_S1, words), numbers_S1)[:, None]
     flags_S1 = words.word(layout.FLAGS)
     chosen_S1 = greedy_S1.where(flags_S1 & layout.GREEDY > 0, drawn_S1)
     out.tokens_S.copy_(chosen_S1.where(finite_S1, -1).squeeze(1))
@@ -144,7 +144,7 @@ def _weights(logits_SV: Tensor, best_S1: Tensor, words: _Words) -> Tensor:
     top_p_S1 = words.number(layout.TOP_P)
     # What typical_p left out is 0 among the others, adds nothing, and is never the last one needed.
     wanted_S1 = (block_sums(weights_SV)[1][:, -1:] * top_p_S1).clamp(min=_SMALLEST)
-    least_S1, _ = edge_in_order(weights_SV.gather(1, ranked.indices), wanted_S1)
+    least_S1, _ = threshold_in_sorted(weights_SV.gather(1, ranked.indices), wanted_S1)
     weights_SV = weights_SV.where((weights_SV >= least_S1) | (top_p_S1 >= 1), 0.0)
     least_S1 = words.number(layout.MIN_P).float() * weights_SV.amax(-1, keepdim=True)
     return weights_SV.where(weights_SV >= least_S1, 0.0)
@@ -158,7 +158,7 @@ def _typical(weights_SV: Tensor, scaled_SV: Tensor, typical_p_S1: Tensor) -> Ten
     entropy_S1 = block_sums(parts_SV)[1][:, -1:] / total_S1
     nearness_SV = (-(surprise_SV - entropy_S1).abs()).where(weights_SV > 0, _NOTHING)
     ranked = nearness_SV.sort(dim=-1, descending=True)
-    least_S1, _ = edge_in_order(ranked.values, total_S1 * typical_p_S1, weights_SV.gather(1, ranked.indices))
+    least_S1, _ = threshold_in_sorted(ranked.values, total_S1 * typical_p_S1, weights_SV.gather(1, ranked.indices))
     return weights_SV.where((nearness_SV >= least_S1) | (typical_p_S1 >= 1), 0.0)
 
 

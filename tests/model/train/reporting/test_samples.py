@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.common.types import SamplingParams
-from app.engine.sampling.logits_processors import adjust
+from app.engine.sampling.logits_processors import apply_penalties
 from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
@@ -154,7 +154,7 @@ def test_the_penalty_is_the_service_s() -> None:
     logits_V = torch.tensor([2.0, -2.0, 1.0, 0.0])
     row = SamplingInput(params=SamplingParams(repetition_penalty=1.25), tokens=[0, 1, 1], n_prompt=1)
     served_SV = logits_V.clone()[None]
-    adjust(served_SV, [row])
+    apply_penalties(served_SV, [row])
     ours = _penalised(logits_V, [0, 1, 1], 1.25)
     assert ours.tolist() == pytest.approx([1.6, -2.5, 1.0, 0.0])
     assert torch.allclose(ours, served_SV[0])
