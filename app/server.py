@@ -23,7 +23,7 @@ from app.common import event_loop, logs
 from app.common.errors import NotReady
 from app.common.operating_system import has_terminal
 from app.common.settings import Settings
-from app.engine.cpu.toolchain.backend_selection import check_possible
+from app.engine.cpu.toolchain.backend_selection import check_native_available
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
 from app.http.connection_limits import ConnectionLimits, possible_connections
@@ -208,7 +208,7 @@ def _check_kernels(settings: Settings) -> None:
     if settings.cache_dir and settings.cache_dir.exists() and not settings.cache_dir.is_dir():
         raise StartError(f"--cache-dir {settings.cache_dir}: is not a directory")
     try:
-        check_possible(settings.kernels, settings.device, libraries_at_start(settings))
+        check_native_available(settings.kernels, settings.device, libraries_at_start(settings))
     except ValueError as error:
         raise StartError(str(error)) from None
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import Library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
@@ -69,7 +69,7 @@ def _torch(decoder: Decoder, blocks: int) -> tuple[StepExecutor, Sampler]:
 
 
 @cache
-def _library_and_threads() -> tuple[Library, Threads]:
+def _library_and_threads() -> tuple[Library, ThreadPool]:
     """Shared by all engines of a benchmark, which run their steps in turn."""
     library = Library(find_or_build())
-    return library, Threads(library, torch.get_num_threads())
+    return library, ThreadPool(library, torch.get_num_threads())

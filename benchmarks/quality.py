@@ -23,7 +23,7 @@ from app.common.ipc import WorkerConfig
 from app.common.types import Request, SamplingParams
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.execution.engine import Engine
-from app.engine.gpu.linears import install
+from app.engine.gpu.linears import quantize_decoder
 from app.engine.startup import build_engine
 from model.checkpoint.checkpoint import load
 from model.checkpoint.tensor_index import check_layout
@@ -137,7 +137,7 @@ class EmulatedFp8Decoder:
     def __init__(self, weights: Path) -> None:
         self._decoder = load(weights, device=torch.device("cpu"), dtype=torch.bfloat16).decoder
         self.context = self._decoder.config.context
-        install(self._decoder, "fp8")
+        quantize_decoder(self._decoder, "fp8")
 
     def log_probabilities(self, window: tuple[int, ...]) -> list[float]:
         """Log-probability of each token but the first."""

@@ -15,14 +15,14 @@ from typing import NoReturn
 from app.engine.cpu.toolchain.builder import TIMEOUT_SECONDS, Compiler, build, check_loads, find, need_cache_directory
 from app.engine.cpu.toolchain.cpu_target import (
     BuildError,
-    NoCompiler,
+    CompilerNotFound,
+    KernelsUnavailable,
     UnsupportedCpu,
-    Unusable,
-    levels_to_carry,
+    levels_to_package,
     this_level,
     this_machine,
 )
-from app.engine.cpu.toolchain.library_cache import BuildRecipe, read_note
+from app.engine.cpu.toolchain.library_cache import BuildRecipe, read_metadata
 
 _MOST_SECONDS = 86400
 
@@ -35,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.check:
             return _check(directory)
-        for level in levels_to_carry(*this_machine()) if options.all_levels else (this_level(),):
+        for level in levels_to_package(*this_machine()) if options.all_levels else (this_level(),):
             _build(BuildRecipe(level=level), need_cache_directory(directory), options)
-    except (UnsupportedCpu, NoCompiler) as error:
+    except (UnsupportedCpu, CompilerNotFound) as error:
         if not options.quiet:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -124,7 +124,7 @@ def _check(directory: Path | None) -> int:
     if library := find(directory):
         try:
             check_loads(library)
-        except Unusable as error:
+        except KernelsUnavailable as error:
             print(f"torch computes: {error}")
             return 1
         print(f"native kernels ({level}) compute")
@@ -135,7 +135,7 @@ def _check(directory: Path | None) -> int:
 
 
 def _describe(library: Path) -> None:
-    note = read_note(library) or {}
+    note = read_metadata(library) or {}
     lines = {
         "file": library,
         "size": f"{int(note.get('bytes', 0)) >> 10} KiB",

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from app.common.startup_timer import CAPTURING_GRAPHS, WARMING_UP
-from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import Library
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.backend_selection import SelectedBackend
@@ -17,9 +17,9 @@ from app.engine.execution.engine import AsyncStepRunner, StepRunner
 from app.engine.execution.runner import Runner, StepExecutor, TorchExecutor
 from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_step
 from app.engine.gpu.kernels.interface import SHARED_BYTES, attention_fits
-from app.engine.gpu.linears import Quantize, install
-from app.engine.gpu.setup import GpuParts
-from app.engine.gpu.triton_loader import check_triton, rounded_kernels, triton_kernels
+from app.engine.gpu.linears import Quantize, quantize_decoder
+from app.engine.gpu.setup import GpuSetup
+from app.engine.gpu.triton_loader import check_triton, quantized_kernels, triton_kernels
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache
@@ -59,7 +59,7 @@ class CppBackend:
     def start(self, blocks: int, grammars: GrammarTracker, announce: Announce) -> BackendRunners:
         """See Backend.start."""
         announce(WARMING_UP)
-        threads = Threads(self._library, torch.get_num_threads())
+        threads = ThreadPool(self._library, torch.get_num_threads())
         compute = NativeCompute(self._library, self._decoder, threads, blocks=blocks, int8=self._int8)
         sampler = NativeSampler(self._library.loaded, self._decoder.config.vocab_size, pool=threads)
         return _warmed_up(Runner(compute, sampler=sampler, grammars=grammars), self._max_running)
@@ -103,7 +103,7 @@ class TorchBackend:
 class TritonBackend:
     """Runs on a GPU and launches steps one ahead."""
 
-    def __init__(self, gpu_parts: GpuParts) -> None:
+    def __init__(self, gpu_parts: GpuSetup) -> None:
         self._gpu_parts = gpu_parts
 
     def peaks(self) -> MemoryPeaks:
@@ -150,7 +150,7 @@ def choose_backend(
     if device.type == "cuda" and (kernels != "torch" or quantize != "none"):
         check_triton()
     if device.type == "cuda" and quantize != "none":
-        install(decoder, quantize, rounded_kernels(device, cache_shape.dtype))
+        quantize_decoder(decoder, quantize, quantized_kernels(device, cache_shape.dtype))
     elif quantize == "int8":
         round_weights(decoder)
     torch_backend = TorchBackend(decoder, cache_shape, limits)
@@ -174,7 +174,7 @@ def choose_backend(
         return ChosenBackend(
             torch_backend, choice.numerics, 'Triton is not installed: pip install "inkstream[gpu]"', torch_backend.peaks
         )
-    gpu_parts = GpuParts(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic)
+    gpu_parts = GpuSetup(decoder, loaded.kernels, cache_shape, limits, deterministic=deterministic)
     triton = TritonBackend(gpu_parts)
     return ChosenBackend(triton, loaded.numerics, "the device is a GPU, and Triton is installed", triton.peaks)
 

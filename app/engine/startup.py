@@ -16,10 +16,10 @@ from app.common.types import sampling_defaults
 from app.engine.backends import BackendRunners, ChosenBackend, TritonBackend, choose_backend
 from app.engine.checks.batch_invariance_check import DeviceUnderTest, check_batch_invariance
 from app.engine.checks.golden_check import check_finite_logits, check_golden
-from app.engine.cpu.program import BLOCK, head_numbers
-from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, choose
+from app.engine.cpu.program import BLOCK, padded_head_dim
+from app.engine.cpu.toolchain.backend_selection import Libraries, SelectedBackend, select_backend
 from app.engine.execution.engine import Engine
-from app.engine.gpu.linears import check_quantize, what_stays
+from app.engine.gpu.linears import check_quantize, describe_unquantized
 from app.engine.guided.grammar_tracker import GrammarTracker
 from app.engine.memory.device_errors import broken_capture, lacked_device_memory
 from app.engine.memory.device_memory import memory_releaser
@@ -68,9 +68,11 @@ def build_engine(
         tokenizer = Tokenizer.reader(Path(config.weights))  # the files may have changed when the first grammar needs it
         limits = _limits(config, device)
         libraries = Libraries.of(config.library, config.cache_dir)
-        selected = choose(config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce)
+        selected = select_backend(
+            config.kernels, _name(dtype), device.type, checkpoint.decoder.config, libraries, announce
+        )
         cache_shape = _cache_shape(config, checkpoint.decoder.config, dtype, device, selected)
-        if unquantized := what_stays(checkpoint.decoder, config.quantize):
+        if unquantized := describe_unquantized(checkpoint.decoder, config.quantize):
             announce(unquantized)
         chosen = choose_backend(
             selected,
@@ -190,7 +192,7 @@ def _cache_shape(
     config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device, selected: SelectedBackend
 ) -> CacheShape:
     return CacheShape(
-        shape=replace(shape, head_dim=head_numbers(shape)) if selected.library else shape,
+        shape=replace(shape, head_dim=padded_head_dim(shape)) if selected.library else shape,
         context=choose_context(shape, config.max_context),
         block_size=BLOCK if device.type == "cpu" else 64,
         max_running=config.max_running,

@@ -18,7 +18,7 @@ from app.common.settings import Settings
 from app.engine.cpu.toolchain.backend_selection import TORCH, Libraries
 from app.engine.cpu.toolchain.builder import compiler_commands, find
 from app.engine.cpu.toolchain.cpu_target import BuildError
-from app.engine.cpu.toolchain.guarded_subprocess import leashed
+from app.engine.cpu.toolchain.guarded_subprocess import guarded_command
 from app.engine_client.engine_pool import EnginePool
 
 _log = logging.getLogger("inkstream")
@@ -62,7 +62,7 @@ async def _compile(cache_dir: Path | None) -> str:
     cache_option = ["--cache-dir", str(cache_dir)] if cache_dir else []
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = await asyncio.create_subprocess_exec(
-        *leashed([*command, *cache_option], idle=True),
+        *guarded_command([*command, *cache_option], idle=True),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Native executor: a decoder and its KV cache in the C++ kernels, called twice a step.
+"""Native executor: a decoder and its KV cache in C++ kernels, called twice a step.
 
 The reference implementation and fallback in torch is app/engine/execution/runner.py. Both are batch-invariant, but
 their results differ in the last bits.
@@ -16,48 +16,48 @@ from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk
 from app.engine.cpu.library import Library, Step, zeros
-from app.engine.cpu.program import BLOCK, Program, head_numbers
+from app.engine.cpu.program import BLOCK, Program, padded_head_dim
 from model.nn.transformer import Decoder
 
 _SPINS = 2000
-"""How often a thread looks for work before it sleeps: some 20 us, less than a step's pauses between operations."""
+"""Polls for work before a thread sleeps: about 20 us, less than the pauses between the operations of a step."""
 
 
-class Threads:
-    """The kernels' threads. Closed when the last who uses them is gone. Raises ValueError."""
+class ThreadPool:
+    """Threads of the native kernels; closed when the object is garbage collected. Raises ValueError."""
 
     def __init__(self, library: Library, count: int) -> None:
         self.count = count
         self.handle: int = library.open_pool(count, _SPINS) or 0
         if not self.handle:
-            raise ValueError(f"the system gives this process no {count} threads: ask for fewer with --threads")
+            raise ValueError(f"the system cannot start {count} threads for this process: set a smaller --threads")
         finalize(self, library.close_pool, self.handle)
 
 
 class NativeCompute:
-    """Packs the weights at construction; the decoder is not needed afterwards.
+    """Executor that packs the weights at construction; the decoder is not needed afterwards.
 
     The cache holds [layer, 2, block, kv_head, 16 slots x head_dim], within a block as source/attend.h says; the last
     block is padding.
     """
 
     def __init__(
-        self, library: Library, decoder: Decoder, threads: Threads, *, blocks: int, int8: bool = False
+        self, library: Library, decoder: Decoder, pool: ThreadPool, *, blocks: int, int8: bool = False
     ) -> None:
         self.config = decoder.config
-        self._library, self._threads = library, threads
+        self._library, self._pool = library, pool
         self.program = program = Program(library, decoder, int8=int8)
-        shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * head_numbers(self.config))
+        shape = (self.config.n_layers, 2, blocks + 1, self.config.n_kv_heads, BLOCK * padded_head_dim(self.config))
         self._cache = zeros(shape, program.dtype)
         self._padding_block = blocks
-        self._machine = library.open(program.shape(self._cache), threads.handle)
-        finalize(self, library.close, self._machine)
+        self._executor = library.open(program.shape(self._cache), pool.handle)
+        finalize(self, library.close, self._executor)
         self._logits = torch.empty(0, program.logits_columns)
         self.seconds: array[float] | None = None
-        """Where each operation of `program` adds its time, for profiling."""
+        """Profile: one entry for each operation of `program`, which adds its duration; None turns profiling off."""
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
-        """One step; rows stand in the order of the plan."""
+        """Runs one step; rows are in the order of the plan."""
         if plan.clear:
             self._cache[:, :, list(plan.clear)] = 0
         if plan.copies:
@@ -70,17 +70,17 @@ class NativeCompute:
             tokens.extend(sequence.tokens[start:stop])
             n_blocks = -(-stop // BLOCK)
             table = sequence.blocks[:n_blocks] or [self._padding_block] * n_blocks
-            assert len(table) == n_blocks, "the kernels would read on in the next sequence's blocks"
+            assert len(table) == n_blocks, "the kernels would read the blocks of the next sequence"
             tables.extend(table)
         addresses = (numbers.buffer_info()[0] for numbers in (tokens, chunks, tables))
         step = Step(len(tokens), len(plan.chunks), *addresses, self.seconds and self.seconds.buffer_info()[0])
-        self._library.run(self._machine, ctypes.byref(step))
+        self._library.run(self._executor, ctypes.byref(step))
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
-        """float32, in memory that the next call uses again."""
+        """float32 logits [rows, V], in memory that the next call reuses."""
         if len(rows) > len(self._logits):
             self._logits = torch.empty(len(rows), self._logits.shape[1])
-        columns, places = self._logits.shape[1], array("i", rows)
-        self._library.head(self._machine, places.buffer_info()[0], len(rows), self._logits.data_ptr(), columns)
+        columns, row_indices = self._logits.shape[1], array("i", rows)
+        self._library.head(self._executor, row_indices.buffer_info()[0], len(rows), self._logits.data_ptr(), columns)
         return self._logits[: len(rows), : self.config.vocab_size]

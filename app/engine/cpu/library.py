@@ -1,6 +1,6 @@
-"""ctypes binding of the compiled kernels: structures, functions, buffers, and memory with large pages.
+"""ctypes binding of the compiled kernels: structures, functions, buffers, and memory in huge pages.
 
-Every structure mirrors one of source/interface.h; ink_sizes() verifies that both sides agree.
+Every structure mirrors one of source/interface.h; ink_sizes() verifies that their sizes agree.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 
 from app.engine.cpu.toolchain.library_cache import ABI
 
-# With pages of 2 MiB instead of 4 KiB, 256 MB of weights were read at 53 instead of 41 GB/s (2026-11-21).
+# With pages of 2 MiB instead of 4 KiB, reading 256 MB of weights ran at 53 instead of 41 GB/s (2026-11-21).
 
-_LARGE_PAGE = 2 << 20
+_HUGE_PAGE = 2 << 20
 _REGION = 32 << 20
-_LINE = 64
+_CACHE_LINE = 64
 
 
-class HugepageArena:
-    """Zeroed memory that is given out and never taken back; it lives as long as the arena or a tensor in it."""
+class HugepageAllocator:
+    """Bump allocator of zeroed memory, which is released only with the allocator."""
 
     def __init__(self) -> None:
         self._regions: list[mmap.mmap] = []
         self._next = 0
         self._end = 0
 
-    def take(self, n_bytes: int) -> int:
-        """The address of so many bytes, at the beginning of a cache line."""
-        start = -(-self._next // _LINE) * _LINE
+    def allocate(self, n_bytes: int) -> int:
+        """Returns the address of `n_bytes` new bytes, aligned to a cache line."""
+        start = -(-self._next // _CACHE_LINE) * _CACHE_LINE
         if start + n_bytes > self._end:
             start = self._grow(n_bytes)
         self._next = start + n_bytes
@@ -46,21 +46,21 @@ class HugepageArena:
         self._regions.append(region)
         start = _address(region)
         self._end = start + len(region)
-        return -(-start // _LARGE_PAGE) * _LARGE_PAGE
+        return -(-start // _HUGE_PAGE) * _HUGE_PAGE
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros in large pages; memory is taken only where something is written."""
+    """Returns a tensor of zeros in huge pages; the system allocates memory only for pages that are written."""
     count = math.prod(shape)
     region = _map(count * dtype.itemsize)
-    offset = -_address(region) % _LARGE_PAGE
+    offset = -_address(region) % _HUGE_PAGE
     return torch.frombuffer(region, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def _map(n_bytes: int) -> mmap.mmap:
-    """With room to begin at a large page."""
-    # Shared memory, Python's default, gets large pages only where an administrator asked for them (shmem_enabled).
-    region = mmap.mmap(-1, n_bytes + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Maps memory with enough extra bytes to align it to a huge page."""
+    # Shared memory, Python's default, gets huge pages only if an administrator enabled them (shmem_enabled).
+    region = mmap.mmap(-1, n_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if advice := getattr(mmap, "MADV_HUGEPAGE", None):
         region.madvise(advice)
     return region
@@ -71,7 +71,7 @@ def _address(region: mmap.mmap) -> int:
 
 
 class Matrix(Structure):
-    """InkMatrix."""
+    """Mirrors InkMatrix."""
 
     _fields_ = (
         ("packed", c_void_p),
@@ -85,7 +85,7 @@ class Matrix(Structure):
 
 
 class Operation(Structure):
-    """InkOperation."""
+    """Mirrors InkOperation."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -103,14 +103,14 @@ class Operation(Structure):
 
 
 class Shape(Structure):
-    """InkShape."""
+    """Mirrors InkShape."""
 
     _fields_ = (
         *((name, c_int32) for name in ("is_bf16", "n_registers", "query_heads", "kv_heads", "head_width", "window")),
-        *((name, c_int32) for name in ("turned", "width", "n_operations", "n_blocks", "final_norm", "unused")),
+        *((name, c_int32) for name in ("rotary_half", "width", "n_operations", "n_blocks", "final_norm", "unused")),
         *((name, c_float) for name in ("attention_scale", "embedding_scale", "soft_cap", "eps")),
-        ("angles", c_void_p),
-        ("places", c_void_p),
+        ("rope_table", c_void_p),
+        ("position_embeddings", c_void_p),
         ("embedding", POINTER(Matrix)),
         ("head", POINTER(Matrix)),
         ("final_weight", c_void_p),
@@ -122,7 +122,7 @@ class Shape(Structure):
 
 
 class Step(Structure):
-    """InkStep."""
+    """Mirrors InkStep."""
 
     _fields_ = (
         ("n_rows", c_int32),
@@ -150,11 +150,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class LibraryError(ValueError):
-    """The file is not the library that this code was written for."""
+    """The file is not a library with the expected interface."""
 
 
 class Library:
-    """The functions of one compiled file. Raises LibraryError."""
+    """Functions of one compiled library. Raises LibraryError."""
 
     abi: Function
     sizes: Function
@@ -176,6 +176,6 @@ class Library:
                 setattr(self, name, function)
         except (OSError, AttributeError) as error:
             raise LibraryError(f"{path}: cannot be loaded ({error})") from None
-        mine = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, Operation, Shape)))
-        if (self.abi(), self.sizes()) != (ABI, mine):
-            raise LibraryError(f"{path}: was built from other sources")
+        expected_sizes = sum(ctypes.sizeof(each) * 1000**i for i, each in enumerate((Matrix, Operation, Shape)))
+        if (self.abi(), self.sizes()) != (ABI, expected_sizes):
+            raise LibraryError(f"{path}: has a different interface, because it was built from other sources")

@@ -1,4 +1,4 @@
-"""A decoder as a list of native operations: packs its matrices and writes the list.
+"""Translates a decoder into a list of native operations, and packs its matrices.
 
 Registers are numbered as in source/steps.h, kinds as in source/interface.h, norms and activations as in
 source/elementwise.h.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.cpu.library import HugepageArena, Library, Matrix, Operation, Shape
+from app.engine.cpu.library import HugepageAllocator, Library, Matrix, Operation, Shape
 from app.engine.quantization.int8_weights import quantize
 from model.config import ModelConfig
 from model.nn.transformer import Block, Decoder
@@ -21,47 +21,49 @@ from model.nn.transformer import Block, Decoder
 LANES = 16
 PANEL = 2 * LANES
 BLOCK = 16
-"""Tokens of a cache block: one vector of keys."""
+"""Tokens of a cache block, as many as a vector has lanes."""
 _NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
 _ACTIVATIONS = {"relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 
 
 class Kind(IntEnum):
-    """What an operation does."""
+    """Kind of an operation."""
 
     NORM = 0
     LINEAR = 1
-    REMEMBER = 2
-    ATTEND = 3
+    ROPE_CACHE = 2
+    ATTENTION = 3
     ADD = 4
 
 
 class Register(IntEnum):
-    """Where an operation reads and writes."""
+    """Buffer that an operation reads or writes."""
 
-    STREAM = 0
-    WIDE = 1
+    RESIDUAL = 0
+    QKV = 1
     NORMED = 2
     HIDDEN = 3
     QUERIES = 4
-    BESIDE = 5
+    PARALLEL_NORMED = 5
 
 
-def head_numbers(config: ModelConfig) -> int:
-    """Numbers of a head in the native cache: whole vectors."""
-    return _whole(config.head_dim, LANES)
+def padded_head_dim(config: ModelConfig) -> int:
+    """Numbers of a head in the native cache: head_dim, rounded up to whole vectors."""
+    return _round_up(config.head_dim, LANES)
 
 
 class Program:
-    """Packed weights and operations of one decoder. The caller must keep it alive: the kernels hold its addresses."""
+    """Packed weights and operations of one decoder. Keep it alive: the kernels hold pointers into it."""
 
     def __init__(self, library: Library, decoder: Decoder, *, int8: bool = False) -> None:
-        assert not decoder.config.n_encoder_layers, "app/engine/cpu/toolchain/backend_selection.py lets none through"
+        assert not decoder.config.n_encoder_layers, (
+            "app/engine/cpu/toolchain/backend_selection.py rejects models with an encoder"
+        )
         self.config, self._library = decoder.config, library
         self.dtype = decoder.embedding.dtype
         self._int8 = int8
-        self._arena = HugepageArena()
-        self._kept: list[Any] = []
+        self._allocator = HugepageAllocator()
+        self._keepalive: list[Any] = []
         self._operations: list[Operation] = []
         self.embedding = self._matrix(decoder.embedding, None if decoder.untied_head is not None else decoder.head_bias)
         head = decoder.untied_head
@@ -69,32 +71,32 @@ class Program:
         for layer, block in enumerate(decoder.blocks):
             assert isinstance(block, Block)
             self._block(layer, block)
-        self._shape = self._fixed(decoder)
+        self._shape = self._make_shape(decoder)
 
     @property
     def names(self) -> list[str]:
-        """What each operation is, for people."""
-        names = {Kind.NORM: "norm", Kind.REMEMBER: "rotate, cache", Kind.ATTEND: "attention", Kind.ADD: "add"}
-        targets = {Register.WIDE: "q, k, v", Register.HIDDEN: "gate, up" if self.config.gated else "up"}
+        """Human-readable name of each operation."""
+        names = {Kind.NORM: "norm", Kind.ROPE_CACHE: "rotate, cache", Kind.ATTENTION: "attention", Kind.ADD: "add"}
+        targets = {Register.QKV: "q, k, v", Register.HIDDEN: "gate, up" if self.config.gated else "up"}
         out = {Register.NORMED: "out", Register.HIDDEN: "down"}
         return [names.get(op.kind) or targets.get(op.target) or out[op.source] for op in self._operations]
 
     @property
     def logits_columns(self) -> int:
-        """Numbers of a row of logits: the vocabulary in whole panels."""
-        return _whole(self.config.vocab_size, PANEL)
+        """Numbers of a row of logits: the vocabulary size, rounded up to whole panels."""
+        return _round_up(self.config.vocab_size, PANEL)
 
     def shape(self, cache: Tensor) -> Shape:
-        """The decoder over this cache [layer, 2, block, kv head, 16 * head_numbers]."""
+        """The decoder's shape with this cache [layer, 2, block, kv head, 16 * padded_head_dim]."""
         self._shape.cache, self._shape.n_blocks = cache.data_ptr(), cache.shape[2]
         return self._shape
 
-    def _fixed(self, decoder: Decoder) -> Shape:
+    def _make_shape(self, decoder: Decoder) -> Shape:
         c = self.config
-        weight, bias = self._norm_parts(decoder.norm) if c.final_norm else (0, 0)
+        weight, bias = self._norm_addresses(decoder.norm) if c.final_norm else (0, 0)
         operations = (Operation * len(self._operations))(*self._operations)
         columns = self._columns()
-        self._kept += [operations, columns]
+        self._keepalive += [operations, columns]
         return Shape(
             is_bf16=self.dtype == torch.bfloat16,
             n_registers=len(Register),
@@ -102,7 +104,7 @@ class Program:
             kv_heads=c.n_kv_heads,
             head_width=c.head_dim,
             window=c.sliding_window or 0,
-            turned=c.turned_dim // 2 if c.positions == "rotary" else 0,
+            rotary_half=c.turned_dim // 2 if c.positions == "rotary" else 0,
             width=c.width,
             n_operations=len(operations),
             final_norm=_NORMS[c.norm] if c.final_norm else 0,
@@ -110,8 +112,8 @@ class Program:
             embedding_scale=c.embedding_scale,
             soft_cap=c.logit_soft_cap or 0.0,
             eps=c.norm_eps,
-            angles=self._floats(decoder.get_buffer("rope_PC")) if c.positions == "rotary" else 0,
-            places=self._places(decoder),
+            rope_table=self._float32_address(decoder.get_buffer("rope_PC")) if c.positions == "rotary" else 0,
+            position_embeddings=self._position_embeddings(decoder),
             embedding=ctypes.pointer(self.embedding),
             head=ctypes.pointer(self.head),
             final_weight=weight,
@@ -123,55 +125,57 @@ class Program:
     def _columns(self) -> Any:
         c = self.config
         heads = c.n_heads * c.head_dim
-        wide = heads + 2 * c.n_kv_heads * c.head_dim
-        sizes = (c.width, wide, max(c.width, heads), c.mlp_width, c.n_heads * head_numbers(c), c.width)
-        return (ctypes.c_int32 * len(Register))(*(_whole(size, PANEL) for size in sizes))
+        qkv = heads + 2 * c.n_kv_heads * c.head_dim
+        sizes = (c.width, qkv, max(c.width, heads), c.mlp_width, c.n_heads * padded_head_dim(c), c.width)
+        return (ctypes.c_int32 * len(Register))(*(_round_up(size, PANEL) for size in sizes))
 
     def _block(self, layer: int, block: Block) -> None:
-        """Writes one layer's operations: as Block.forward reads."""
+        """Appends one layer's operations, in the order of Block.forward."""
         is_post, mlp = block.post_norm, block.mlp
         if block.parallel:
-            self._norm(block.norm_mlp, Register.BESIDE)
+            self._norm(block.norm_mlp, Register.PARALLEL_NORMED)
         self._norm(None if is_post else block.norm_attention, Register.NORMED)
         self._attention(layer, block)
         if is_post:
-            self._norm(block.norm_attention, Register.STREAM)
+            self._norm(block.norm_attention, Register.RESIDUAL)
         if mlp is None:
             return
-        source = Register.BESIDE if block.parallel else Register.NORMED
+        source = Register.PARALLEL_NORMED if block.parallel else Register.NORMED
         if not block.parallel:
             self._norm(None if is_post else block.norm_mlp, Register.NORMED)
         flag = _ACTIVATIONS[self.config.activation]
         up = self._matrix(mlp.up.weight, mlp.up.bias, gate_rows=self.config.mlp_width if mlp.gated else 0)
         self._add(Kind.LINEAR, source, Register.HIDDEN, flag=flag, gated=mlp.gated, matrix=ctypes.pointer(up))
-        self._linear(mlp.down.weight, mlp.down.bias, Register.HIDDEN, Register.STREAM)
+        self._linear(mlp.down.weight, mlp.down.bias, Register.HIDDEN, Register.RESIDUAL)
         if is_post:
-            self._norm(block.norm_mlp, Register.STREAM)
+            self._norm(block.norm_mlp, Register.RESIDUAL)
 
     def _attention(self, layer: int, block: Block) -> None:
         attention = block.attention
-        self._linear(attention.qkv.weight, attention.qkv.bias, Register.NORMED, Register.WIDE)
-        norms = [0 if norm is None else self._floats(norm.weight) for norm in (attention.q_norm, attention.k_norm)]
+        self._linear(attention.qkv.weight, attention.qkv.bias, Register.NORMED, Register.QKV)
+        norms = [
+            0 if norm is None else self._float32_address(norm.weight) for norm in (attention.q_norm, attention.k_norm)
+        ]
         eps = self.config.norm_eps
-        self._add(Kind.REMEMBER, Register.WIDE, Register.QUERIES, layer=layer, weight=norms[0], bias=norms[1], eps=eps)
-        self._add(Kind.ATTEND, Register.QUERIES, Register.NORMED, layer=layer)
+        self._add(Kind.ROPE_CACHE, Register.QKV, Register.QUERIES, layer=layer, weight=norms[0], bias=norms[1], eps=eps)
+        self._add(Kind.ATTENTION, Register.QUERIES, Register.NORMED, layer=layer)
         if attention.out is None:
-            self._add(Kind.ADD, Register.NORMED, Register.STREAM, columns=self.config.width)
+            self._add(Kind.ADD, Register.NORMED, Register.RESIDUAL, columns=self.config.width)
         else:
-            self._linear(attention.out.weight, attention.out.bias, Register.NORMED, Register.STREAM)
+            self._linear(attention.out.weight, attention.out.bias, Register.NORMED, Register.RESIDUAL)
 
     def _norm(self, norm: Any, target: Register) -> None:
-        """Of the stream; None copies."""
+        """Appends a norm of the residual stream; None copies it."""
         kind = 0 if norm is None else _NORMS[self.config.norm]
-        if target == Register.STREAM and not kind:
+        if target == Register.RESIDUAL and not kind:
             return
-        weight, bias = self._norm_parts(norm) if kind else (0, 0)
+        weight, bias = self._norm_addresses(norm) if kind else (0, 0)
         width, eps = self.config.width, self.config.norm_eps
-        self._add(Kind.NORM, Register.STREAM, target, flag=kind, columns=width, eps=eps, weight=weight, bias=bias)
+        self._add(Kind.NORM, Register.RESIDUAL, target, flag=kind, columns=width, eps=eps, weight=weight, bias=bias)
 
-    def _norm_parts(self, norm: Any) -> tuple[int, int]:
+    def _norm_addresses(self, norm: Any) -> tuple[int, int]:
         bias = getattr(norm, "bias", None)
-        return self._padded(norm.weight), 0 if bias is None else self._padded(bias)
+        return self._padded_address(norm.weight), 0 if bias is None else self._padded_address(bias)
 
     def _linear(self, weight: Tensor, bias: Tensor | None, source: Register, target: Register) -> None:
         self._add(Kind.LINEAR, source, target, matrix=ctypes.pointer(self._matrix(weight, bias)))
@@ -184,45 +188,45 @@ class Program:
         numbers, scales = quantize(weight) if self._int8 else (weight.detach().contiguous(), None)
         panels = -(-gate_rows // LANES) if gate_rows else -(-n_rows // PANEL)
         is_bf16 = self.dtype == torch.bfloat16
-        address = self._arena.take(self._library.packed_bytes(panels, k, is_bf16, self._int8))
+        address = self._allocator.allocate(self._library.packed_bytes(panels, k, is_bf16, self._int8))
         self._library.pack(numbers.data_ptr(), n_rows, k, gate_rows, panels, is_bf16, self._int8, address)
-        in_order = _order(n_rows, gate_rows, panels)
+        packed_rows = _packed_rows(n_rows, gate_rows, panels)
         bias_address, scale_address = (
-            0 if each is None else self._floats(_arrange(each, in_order)) for each in (bias, scales)
+            0 if each is None else self._float32_address(_gather(each, packed_rows)) for each in (bias, scales)
         )
         steps = -(-k // (2 if is_bf16 else 1))
         return Matrix(address, bias_address, scale_address, panels * PANEL, steps, self._int8)
 
-    def _places(self, decoder: Decoder) -> int:
+    def _position_embeddings(self, decoder: Decoder) -> int:
         match self.config.positions:
             case "learned":
                 assert decoder.position_embedding is not None
-                return self._floats(decoder.position_embedding)
+                return self._float32_address(decoder.position_embedding)
             case "sinusoidal":
-                return self._floats(decoder.get_buffer("sinusoids_PD"))
+                return self._float32_address(decoder.get_buffer("sinusoids_PD"))
         return 0
 
-    def _padded(self, numbers: Tensor) -> int:
-        return self._floats(torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES)))
+    def _padded_address(self, numbers: Tensor) -> int:
+        return self._float32_address(torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES)))
 
-    def _floats(self, numbers: Tensor) -> int:
-        """The address of a float32 copy that lives as long as the program."""
-        self._kept.append(numbers.detach().float().contiguous())
-        address: int = self._kept[-1].data_ptr()
+    def _float32_address(self, numbers: Tensor) -> int:
+        """Returns the address of a float32 copy that lives as long as the program."""
+        self._keepalive.append(numbers.detach().float().contiguous())
+        address: int = self._keepalive[-1].data_ptr()
         return address
 
 
-def _order(n_rows: int, gate_rows: int, panels: int) -> list[int]:
-    """For each output of the packed matrix its row, -1 for padding."""
+def _packed_rows(n_rows: int, gate_rows: int, panels: int) -> list[int]:
+    """The row of each output of the packed matrix, -1 for padding."""
     if not gate_rows:
         return [row if row < n_rows else -1 for row in range(panels * PANEL)]
-    places = [(panel * LANES + lane, half) for panel in range(panels) for half in (0, 1) for lane in range(LANES)]
-    return [place + half * gate_rows if place < gate_rows else -1 for place, half in places]
+    outputs = [(panel * LANES + lane, half) for panel in range(panels) for half in (0, 1) for lane in range(LANES)]
+    return [row + half * gate_rows if row < gate_rows else -1 for row, half in outputs]
 
 
-def _arrange(numbers: Tensor, rows: list[int]) -> Tensor:
+def _gather(numbers: Tensor, rows: list[int]) -> Tensor:
     return torch.cat((numbers.detach().float(), torch.zeros(1)))[rows]
 
 
-def _whole(size: int, unit: int) -> int:
+def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit

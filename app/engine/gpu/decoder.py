@@ -1,8 +1,8 @@
-"""A decoder's pass over the tokens of a step, written in the few operations that a GPU has kernels for.
+"""Forward pass of a decoder over the tokens of a step, written in the few operations that have GPU kernels.
 
-The same network as model/nn/transformer.py, which is its oracle: sums are fused with the norm behind them, the heads
-with rotary positions and the cache. An encoder is TorchExecutor's.
-Shape legend: T tokens of the step, D width, V vocabulary, S rows that want logits.
+The same network as model/nn/transformer.py, which is its reference: residual sums are fused with the next norm, and the
+split into heads with rotary positions and the cache write. TorchExecutor runs models with an encoder.
+Shape legend: T tokens of the step, D width, V vocabulary, S rows with logits.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
-from app.engine.gpu.linears import whole_head
+from app.engine.gpu.linears import padded_lm_head
 from model.config import ModelConfig
 from model.nn.layers import LayerNorm, RMSNorm, seal
 from model.nn.transformer import Block, Decoder
 
 
 class PagedDecoder:
-    """The network of `decoder`, whose products are as they stand in it (app/engine/gpu/linears.py)."""
+    """The network of `decoder`, with its matrix products (app/engine/gpu/linears.py)."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels) -> None:
-        assert not decoder.config.n_encoder_layers, "sources are read by TorchExecutor"
-        self.head = whole_head(decoder)
-        """Logits [S, V] of hidden states [S, D], in the number format of the weights; rows may be further apart."""
+        assert not decoder.config.n_encoder_layers, "TorchExecutor runs models with an encoder"
+        self.head = padded_lm_head(decoder)
+        """Logits [S, V] of hidden states [S, D], in the number format of the weights; the row stride may exceed V."""
         seal(decoder)
         self.config = decoder.config
         self._kernels = kernels
         self.embedding = decoder.embedding
-        """Never rounded: device and number format of a step are its."""
+        """Never quantized; it defines device and number format of a step."""
         self._positions_PD = decoder.position_embedding
         self._rope_PC: Tensor | None = decoder._buffers["rope_PC"]
         self._sinusoids_PD: Tensor | None = decoder._buffers["sinusoids_PD"]
@@ -40,7 +40,7 @@ class PagedDecoder:
     def __call__(
         self, cache: Tensor, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Hidden states [T, D] after the final norm; keys and values go to `slots` of the cache."""
+        """Hidden states [T, D] after the final norm; writes keys and values to `slots_T` of the cache."""
         step = _Step(cache, positions_T, slots_T, batch)
         x_TD, delta_TD = self._embed(tokens_T, positions_T), None
         for layer in self._layers:
@@ -48,7 +48,7 @@ class PagedDecoder:
         return self._kernels.add_norm(x_TD, delta_TD, self._norm)[1]
 
     def _layer(self, layer: _Layer, x_TD: Tensor, delta_TD: Tensor | None, step: _Step) -> tuple[Tensor, Tensor | None]:
-        """The stream, and what is still to be added to it: the next norm does that on its way."""
+        """Returns the residual stream and a delta, which the next norm adds to it."""
         add_norm = self._kernels.add_norm
         if self.config.norm_position == "post":
             x_TD = add_norm(x_TD, self._attend(layer, x_TD, step), layer.norm_attention)[1]
@@ -64,10 +64,10 @@ class PagedDecoder:
         return x_TD, self._mlp(layer, normed_TD)
 
     def _attend(self, layer: _Layer, x_TD: Tensor, step: _Step) -> Tensor:
-        own, kernels = step.cache[layer.index], self._kernels
+        layer_cache, kernels = step.cache[layer.index], self._kernels
         qkv_TX = layer.qkv(x_TD)
-        q_THC = kernels.split_heads(qkv_TX, layer.heads, step.positions_T, self._rope_PC, own, step.slots_T)
-        out_TD = kernels.attention(q_THC, own, step.batch, layer.attention).flatten(1)
+        q_THC = kernels.split_heads(qkv_TX, layer.heads, step.positions_T, self._rope_PC, layer_cache, step.slots_T)
+        out_TD = kernels.attention(q_THC, layer_cache, step.batch, layer.attention).flatten(1)
         return out_TD if layer.out is None else layer.out(out_TD)
 
     def _mlp(self, layer: _Layer, x_TD: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _Step(NamedTuple):
 
 
 class _Layer:
-    """A block's products, and what the kernels must know of it."""
+    """A block's products and kernel specifications."""
 
     def __init__(self, config: ModelConfig, block: Block) -> None:
         attention, mlp = block.attention, block.mlp

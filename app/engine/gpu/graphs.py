@@ -15,25 +15,25 @@ import torch
 from app.engine.gpu.resident_batch import bucket
 from app.engine.gpu.step import StepProgram
 
-_LEVELS = (1, 16)
-"""Splits for which steps are captured, beside the most that there can be. Where all sequences have one, nothing is to
-be merged, which is a kernel less in each layer; programs for more than 8,192 positions would mostly end at once."""
+_SPLIT_LEVELS = (1, 16)
+"""Numbers of splits that steps are captured for, in addition to the maximum. With one split, no layer needs the merge
+kernel; programs for more than 8,192 positions (16 splits) would mostly exit at once."""
 
 
 class Capture(Protocol):
-    """Records what `work` does to tensors that stay where they are."""
+    """Captures the operations of `work` on tensors with fixed addresses."""
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Does it again, on what stands in them then."""
+        """Returns a function that replays the operations on the tensors' current contents."""
         ...
 
 
 class CudaCapture:
-    """CUDA graphs that share one pool of memory: capture the largest first, and never run two at once.
+    """CUDA graphs that share one memory pool: capture the largest first, and never run two at once.
 
-    And one stream: cuBLAS keeps a workspace (tens of MiB) for each stream that it was ever called on, and torch would
-    hand out another stream of its 32 for every capture. So none of them may go before the last: torch gives back the
-    workspace of its stream with a graph, even if other graphs were captured there (pytorch issue 193402).
+    They also share one stream: cuBLAS keeps a workspace (tens of MiB) for each stream that it was ever called on, and
+    torch would use another one of its 32 streams for every capture. So no graph may be freed before the last one: torch
+    frees the workspace of the stream with a graph, even if other graphs were captured there (pytorch issue 193402).
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class CudaCapture:
         self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.beside(work)  # kernels are compiled and libraries make their workspaces, which a capture must not
+        self.run_on_stream(work)  # compiles kernels and allocates library workspaces, which a capture must not do
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         return graph.replay
 
-    def beside(self, work: Callable[[], None]) -> None:
-        """Done on the stream of captures, behind all that came before and before all that comes behind."""
+    def run_on_stream(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the capture stream, ordered after earlier and before later work of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
@@ -56,34 +56,34 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """Decode steps of up to the last of `buckets` rows."""
+    """Captured decode steps of up to buckets[-1] rows."""
 
     def __init__(self, steps: StepProgram, *, buckets: tuple[int, ...], max_splits: int) -> None:
         self.steps = steps
         self.buckets = buckets
-        self._levels = (*(level for level in _LEVELS if level < max_splits), max_splits)
+        self._levels = (*(level for level in _SPLIT_LEVELS if level < max_splits), max_splits)
         self.replays: dict[tuple[int, int], Callable[[], None]] = {}
-        """What was captured, by rows and splits; what is not here runs operation by operation."""
+        """Captured steps by (rows, splits); other steps run operation by operation."""
 
     @property
-    def number(self) -> int:
-        """How many there are to capture."""
+    def count(self) -> int:
+        """Number of graphs that capture() captures."""
         return len(self.buckets) * len(self._levels)
 
     def capture(self, capture: Capture) -> None:
-        """Captures all graphs, once, on the padding row."""
-        assert not self.replays, "with the first to be replaced those captured before it would lose their workspace"
-        self.steps.rows_S.fill_(self.steps.rows.padding_row)
+        """Captures all graphs on the padding row. To be called once."""
+        assert not self.replays, "replacing a graph would free the workspace that the others use"
+        self.steps.rows_S.fill_(self.steps.resident.padding_row)
         for count in reversed(self.buckets):
             for splits in reversed(self._levels):
                 self.replays[count, splits] = capture(partial(self.steps.decode, count, splits))
 
     def bucket(self, count: int) -> int:
-        """Rows that a step of `count` is padded to."""
+        """Number of rows that a step of `count` rows is padded to."""
         return bucket(count, self.buckets)
 
     def run(self, count: int, splits: int) -> None:
-        """The step of one of the buckets, whose rows stand in steps.rows_S."""
+        """Runs the step of `count` rows (a bucket), which are in steps.rows_S."""
         level = bucket(splits, self._levels)
         replay = self.replays.get((count, level))
         if replay:

@@ -1,8 +1,8 @@
 """State of running sequences on the device, the upload of a step, and the layout of its tokens and attention tiles.
 
-A sequence has a row from the first step that it is launched in until another one needs it. Between two steps the host
-uploads only changes: new sequences, added blocks, tokens sampled elsewhere. All of
-it is ordered by the one stream of the device, so that a row may be reassigned while a step that uses it still runs.
+A sequence keeps its row from its first step until another sequence needs the row. Between two steps the host uploads
+only changes: new sequences, added blocks, tokens sampled on the host. One stream orders all work of the device, so that
+a row may be reassigned while a step that uses it still runs.
 
 Shape legend: R rows, B blocks of a row's table, S rows of a step, N rows of an update, W words, X flattened.
 """
@@ -24,10 +24,10 @@ from app.engine.gpu.kernels.sampling_state import SamplingTable
 
 @dataclass(slots=True)
 class Layout:
-    """A step with prompts in it. Rows of tokens stand in the order of the chunks; padding behind them."""
+    """Layout of a step with prompts: the tokens of the chunks in order, then padding."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    """-1: the last token of its row, which only the device knows."""
+    """-1 stands for the last token of the row, which only the device knows."""
     token_rows: array[int] = field(default_factory=lambda: array("i"))
     positions: array[int] = field(default_factory=lambda: array("i"))
     tile_rows: array[int] = field(default_factory=lambda: array("i"))
@@ -35,53 +35,53 @@ class Layout:
     tile_positions: array[int] = field(default_factory=lambda: array("i"))
     tile_lengths: array[int] = field(default_factory=lambda: array("i"))
     ends: array[int] = field(default_factory=lambda: array("i"))
-    """Of the chunks that sample: where the last token stands."""
+    """Index of the last token of each chunk that samples."""
     end_rows: array[int] = field(default_factory=lambda: array("i"))
 
     def sections(self) -> tuple[array[int], ...]:
-        """In the order of the fields of `StepInputs` in app/engine/gpu/step.py."""
+        """All sections, in the order of the fields of `StepInputs` in app/engine/gpu/step.py."""
         tiles = (self.tile_rows, self.tile_starts, self.tile_positions, self.tile_lengths)
         return (self.tokens, self.token_rows, self.positions, *tiles, self.ends, self.end_rows)
 
 
 def lay_out(
-    chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, padding_row: int, tokens: int, draws: int
+    chunks: Items[Chunk], rows: Items[int], *, tile_tokens: int, padding_row: int, tokens: int, n_samples: int
 ) -> Layout:
-    """Lays out the tokens and tiles of a step, padded to `tokens` tokens and `draws` samples of `padding_row`."""
+    """Lays out the tokens and tiles of a step, padded to `tokens` tokens and `n_samples` samples of `padding_row`."""
     layout = Layout()
     for chunk, row in zip(chunks, rows, strict=True):
-        start, stop, known = chunk.start, chunk.stop, chunk.sequence.tokens
+        start, stop, known_tokens = chunk.start, chunk.stop, chunk.sequence.tokens
         first = len(layout.tokens)
-        layout.tokens.extend(known[start:stop])
-        layout.tokens.extend([-1] * (stop - max(start, len(known))))
+        layout.tokens.extend(known_tokens[start:stop])
+        layout.tokens.extend([-1] * (stop - max(start, len(known_tokens))))
         layout.token_rows.extend([row] * (stop - start))
         layout.positions.extend(range(start, stop))
-        places = range(start, stop, tile_tokens)
-        layout.tile_rows.extend([row] * len(places))
+        starts = range(start, stop, tile_tokens)
+        layout.tile_rows.extend([row] * len(starts))
         layout.tile_starts.extend(range(first, first + stop - start, tile_tokens))
-        layout.tile_positions.extend(places)
-        layout.tile_lengths.extend(min(tile_tokens, stop - place) for place in places)
+        layout.tile_positions.extend(starts)
+        layout.tile_lengths.extend(min(tile_tokens, stop - position) for position in starts)
         if chunk.samples:
             layout.ends.append(len(layout.tokens) - 1)
             layout.end_rows.append(row)
-    for section, wanted, filler in (
+    for section, size, filler in (
         (layout.tokens, tokens, 0),
         (layout.token_rows, tokens, padding_row),
         (layout.positions, tokens, 0),
-        (layout.ends, draws, 0),
-        (layout.end_rows, draws, padding_row),
+        (layout.ends, n_samples, 0),
+        (layout.end_rows, n_samples, padding_row),
     ):
-        section.extend([filler] * (wanted - len(section)))
+        section.extend([filler] * (size - len(section)))
     return layout
 
 
 def splits(length: int) -> int:
-    """Pieces in which the keys of so long a sequence are read."""
+    """Number of attention splits for a sequence of this length."""
     return -(-length // SPLIT)
 
 
 def decode_buckets(most: int) -> tuple[int, ...]:
-    """Numbers of rows that a decode step may have, up to `most`: small ones close together, then every 16."""
+    """Row counts that decode steps are padded to, up to `most`: small ones close together, then every 16."""
     return (*(n for n in (1, 2, 4, 8, *range(16, most, 16)) if n < most), most)
 
 
@@ -93,22 +93,22 @@ def bucket(count: int, buckets: Items[int]) -> int:
 class Upload:
     """Concatenated sections of int32, copied to the device asynchronously.
 
-    Each section begins at a multiple of 16 bytes, as kernels require of their pointers.
-    The host side is pinned memory from torch's caching allocator, which does not reuse it before the copy is done.
+    Each section starts at a multiple of 16 bytes, which the kernels require of their pointers. The host side is pinned
+    memory from torch's caching allocator, which does not reuse it before the copy has finished.
     """
 
     def __init__(self) -> None:
         self._numbers = array("i")
 
     def add(self, numbers: Iterable[int]) -> slice:
-        """Appends a section and returns its range in send()'s result."""
+        """Appends a section and returns its range in the result of send()."""
         self._numbers.extend([0] * (-len(self._numbers) % ALIGNED))
         start = len(self._numbers)
         self._numbers.extend(numbers)
         return slice(start, len(self._numbers))
 
     def send(self, device: torch.device) -> Tensor:
-        """[all sections] int32 on the device."""
+        """Copies all sections to the device, as one int32 tensor."""
         if not self._numbers:
             return torch.empty(0, dtype=torch.int32, device=device)
         numbers_X = torch.frombuffer(self._numbers, dtype=torch.int32)
@@ -131,43 +131,43 @@ class Download:
             self._event.record()
 
     def wait(self) -> Tensor:
-        """Waits for the copy: the only place where the host waits for the device."""
+        """Waits for the copy. Nothing else makes the host wait for the device."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers
 
 
 @dataclass(slots=True, kw_only=True)
-class _Known:
-    """The host's view of a row, as it will be once the launched steps have run. Owned by ResidentBatch."""
+class _ResidentRow:
+    """The host's view of a row, as it will be after the launched steps. Owned by ResidentBatch."""
 
     row: int
     blocks: list[int]
-    """The sequence's own list: a sequence that was preempted and readmitted has another one."""
+    """The list object of the sequence, which is replaced if the sequence is preempted and readmitted."""
     n_blocks: int = 0
     length: int = 0
     """Tokens whose keys and values are in the cache."""
-    token_at: int = -1
-    """Position of the token that `last_token` holds."""
+    last_token_position: int = -1
+    """Position of the token in last_token_R."""
 
 
 @dataclass(slots=True)
-class ResidentChanges:
-    """What a step must tell the device of rows before it begins. Owned by the launch that it is part of."""
+class ResidentUpdates:
+    """Row updates that a step must upload before it starts. Owned by its launch."""
 
-    loaded: list[int] = field(default_factory=list)
+    loaded_rows: list[int] = field(default_factory=list)
     words: array[int] = field(default_factory=lambda: array("i"))
     history: array[int] = field(default_factory=lambda: array("i"))
     history_rows: array[int] = field(default_factory=lambda: array("i"))
     history_generated: array[int] = field(default_factory=lambda: array("i"))
-    table_places: array[int] = field(default_factory=lambda: array("i"))
+    table_indices: array[int] = field(default_factory=lambda: array("i"))
     table_blocks: array[int] = field(default_factory=lambda: array("i"))
     lengths: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
 
 
 class ResidentBatch:
-    """Device state of up to `count` sequences; the last row is for padding."""
+    """Device state of up to `count` sequences. The last row is for padding."""
 
     def __init__(self, *, count: int, context: int, block_size: int, padding_block: int, table: SamplingTable) -> None:
         self.padding_row = count
@@ -179,108 +179,110 @@ class ResidentBatch:
         self.block_table_RB = torch.full((count + 1, table_blocks), padding_block, dtype=torch.int32, device=device)
         self.kv_length_R = torch.zeros(count + 1, dtype=torch.int32, device=device)
         self.last_token_R = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        self._known: dict[Sequence, _Known] = {}
+        self._resident_rows: dict[Sequence, _ResidentRow] = {}
         self._free = list(range(count))
 
     @property
     def state(self) -> RowState:
-        """State that a decode step reads and updates."""
+        """Row state that a decode step reads and updates."""
         return RowState(self.block_table_RB, self.kv_length_R, self.last_token_R, self.block_size)
 
-    def knows(self, sequence: Sequence) -> bool:
-        """Whether it has a row."""
-        return sequence in self._known
+    def is_resident(self, sequence: Sequence) -> bool:
+        """Whether the sequence has a row."""
+        return sequence in self._resident_rows
 
-    def enter(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentChanges]:
-        """The row of each chunk's sequence, and the changes to upload first."""
-        changes = ResidentChanges()
-        missing = sum(chunk.sequence not in self._known for chunk in chunks)
+    def assign_rows(self, chunks: Items[Chunk]) -> tuple[list[int], ResidentUpdates]:
+        """Returns the row of each chunk's sequence, and the updates to upload before the step."""
+        updates = ResidentUpdates()
+        missing = sum(chunk.sequence not in self._resident_rows for chunk in chunks)
         if missing > len(self._free):
-            self._make_room(missing, {chunk.sequence for chunk in chunks})
-        rows = [self._enter(chunk, changes) for chunk in chunks]
-        return rows, changes
+            self._evict_rows(missing, {chunk.sequence for chunk in chunks})
+        rows = [self._assign_row(chunk, updates) for chunk in chunks]
+        return rows, updates
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
-        """Frees the rows of sequences whose device state is stale, as after a step that the host sampled."""
+    def release_rows(self, sequences: Iterable[Sequence]) -> None:
+        """Frees the rows of sequences whose device state is stale, for example after sampling on the host."""
         for sequence in sequences:
-            if known := self._known.pop(sequence, None):
-                self._free.append(known.row)
+            if resident := self._resident_rows.pop(sequence, None):
+                self._free.append(resident.row)
 
-    def tell(self, changes: ResidentChanges, upload: Upload) -> list[slice]:
-        """The changes as sections of the step's one copy."""
+    def add_to_upload(self, updates: ResidentUpdates, upload: Upload) -> list[slice]:
+        """Appends the updates to the step's upload and returns their sections."""
         sections = (
-            changes.loaded,
-            changes.words,
-            changes.history,
-            changes.history_rows,
-            changes.history_generated,
-            changes.table_places,
-            changes.table_blocks,
-            changes.lengths.keys(),
-            changes.lengths.values(),
-            changes.tokens.keys(),
-            changes.tokens.values(),
+            updates.loaded_rows,
+            updates.words,
+            updates.history,
+            updates.history_rows,
+            updates.history_generated,
+            updates.table_indices,
+            updates.table_blocks,
+            updates.lengths.keys(),
+            updates.lengths.values(),
+            updates.tokens.keys(),
+            updates.tokens.values(),
         )
         return [upload.add(section) for section in sections]
 
     def apply(self, numbers_X: Tensor, sections: list[slice]) -> None:
-        """Applies the uploaded changes on the device."""
-        loaded, told, history, owners, generated, places, blocks, *rest = (numbers_X[section] for section in sections)
-        if len(loaded):
-            self.table.load(loaded, told.view(len(loaded), -1), history, owners, generated)
-        if len(places):
-            self.block_table_RB.view(-1).index_copy_(0, places.long(), blocks)
+        """Applies the uploaded updates on the device."""
+        loaded_rows, words, history, owners, generated, table_indices, blocks, *rest = (
+            numbers_X[section] for section in sections
+        )
+        if len(loaded_rows):
+            self.table.load(loaded_rows, words.view(len(loaded_rows), -1), history, owners, generated)
+        if len(table_indices):
+            self.block_table_RB.view(-1).index_copy_(0, table_indices.long(), blocks)
         for target_R, rows_N, values_N in ((self.kv_length_R, *rest[:2]), (self.last_token_R, *rest[2:])):
             if len(rows_N):
                 target_R.index_copy_(0, rows_N.long(), values_N)
 
-    def _make_room(self, count: int, present: set[Sequence]) -> None:
-        """Frees rows for `count` new sequences: of those that do not run, then of any that is not in this step.
+    def _evict_rows(self, count: int, present: set[Sequence]) -> None:
+        """Frees rows for `count` new sequences: first those of sequences that do not run, then any not in this step.
 
-        The latter happens only when the trial sequence of app/engine/execution/engine.py runs in addition to
-        the maximum: no step is in flight then, and a sequence that lost its row is uploaded again.
+        The latter happens only when the trial sequence of app/engine/execution/engine.py runs in addition to the
+        maximum: no step is in flight then, and a sequence that lost its row is uploaded again.
         """
-        others = [old for old in self._known if old not in present]
-        self.forget(old for old in others if old.ended or not old.blocks)
-        self.forget([old for old in others if old in self._known][: max(0, count - len(self._free))])
+        others = [old for old in self._resident_rows if old not in present]
+        self.release_rows(old for old in others if old.ended or not old.blocks)
+        self.release_rows([old for old in others if old in self._resident_rows][: max(0, count - len(self._free))])
 
-    def _enter(self, chunk: Chunk, changes: ResidentChanges) -> int:
+    def _assign_row(self, chunk: Chunk, updates: ResidentUpdates) -> int:
         sequence = chunk.sequence
-        known = self._known.get(sequence)
-        if known is None or known.blocks is not sequence.blocks or known.length != chunk.start:
-            known = self._load(sequence, known, changes)
-            changes.lengths[known.row] = chunk.start
-        if len(sequence.blocks) > known.n_blocks:
-            first = known.row * self.block_table_RB.shape[1] + known.n_blocks
-            added = sequence.blocks[known.n_blocks :]
-            changes.table_places.extend(range(first, first + len(added)))
-            changes.table_blocks.extend(added)
-            known.n_blocks = len(sequence.blocks)
+        resident = self._resident_rows.get(sequence)
+        if resident is None or resident.blocks is not sequence.blocks or resident.length != chunk.start:
+            resident = self._load(sequence, resident, updates)
+            updates.lengths[resident.row] = chunk.start
+        if len(sequence.blocks) > resident.n_blocks:
+            first = resident.row * self.block_table_RB.shape[1] + resident.n_blocks
+            added = sequence.blocks[resident.n_blocks :]
+            updates.table_indices.extend(range(first, first + len(added)))
+            updates.table_blocks.extend(added)
+            resident.n_blocks = len(sequence.blocks)
         if not chunk.samples:
-            changes.lengths[known.row] = chunk.stop  # else it is counted on the device, with the draw
-        elif known.token_at != chunk.start and chunk.stop == chunk.start + 1:
-            changes.tokens[known.row] = sequence.tokens[chunk.start]
-        known.length = chunk.stop
-        known.token_at = chunk.stop if chunk.samples else -1
-        return known.row
+            updates.lengths[resident.row] = chunk.stop  # otherwise the device advances the length when it samples
+        elif resident.last_token_position != chunk.start and chunk.stop == chunk.start + 1:
+            updates.tokens[resident.row] = sequence.tokens[chunk.start]
+        resident.length = chunk.stop
+        resident.last_token_position = chunk.stop if chunk.samples else -1
+        return resident.row
 
-    def _load(self, sequence: Sequence, known: _Known | None, changes: ResidentChanges) -> _Known:
-        row = known.row if known else self._free.pop()
-        known = self._known[sequence] = _Known(row=row, blocks=sequence.blocks)
-        if not sequence.blocks:  # what it writes goes to the padding block
+    def _load(self, sequence: Sequence, resident: _ResidentRow | None, updates: ResidentUpdates) -> _ResidentRow:
+        row = resident.row if resident else self._free.pop()
+        resident = self._resident_rows[sequence] = _ResidentRow(row=row, blocks=sequence.blocks)
+        if not sequence.blocks:  # without blocks, the sequence writes to the padding block
             first = row * self.block_table_RB.shape[1]
-            changes.table_places.extend(range(first, first + self.block_table_RB.shape[1]))
-            changes.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
-        if self.table.fits(sequence.request):  # else the host draws
-            self._load_sampling(sequence, row, changes)
-        return known
+            updates.table_indices.extend(range(first, first + self.block_table_RB.shape[1]))
+            updates.table_blocks.extend([self._padding_block] * self.block_table_RB.shape[1])
+        if self.table.fits(sequence.request):  # otherwise the host samples
+            self._load_sampling(sequence, row, updates)
+        return resident
 
-    def _load_sampling(self, sequence: Sequence, row: int, changes: ResidentChanges) -> None:
+    def _load_sampling(self, sequence: Sequence, row: int, updates: ResidentUpdates) -> None:
         request = sequence.request
-        changes.loaded.append(row)
-        changes.words.extend(self.table.words(request))
+        updates.loaded_rows.append(row)
+        updates.words.extend(self.table.words(request))
         if self.table.is_counted(request):
-            changes.history.extend(sequence.tokens)
-            changes.history_rows.extend([row] * len(sequence.tokens))
+            updates.history.extend(sequence.tokens)
+            updates.history_rows.extend([row] * len(sequence.tokens))
             prompt = len(request.prompt)
-            changes.history_generated.extend([0] * prompt + [1] * (len(sequence.tokens) - prompt))
+            updates.history_generated.extend([0] * prompt + [1] * (len(sequence.tokens) - prompt))

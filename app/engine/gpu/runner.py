@@ -1,7 +1,7 @@
-"""GPU runner: launches the step of a batch plan without waiting, and collects its tokens later.
+"""GPU runner: launches the step of a batch plan asynchronously, and collects its tokens later.
 
-Steps that need the host between forward pass and sampling (a grammar's mask, scores of a prompt, parameters that do not
-fit into a row) are computed in run(), with app/engine/execution/runner.py.
+Steps that need the host between forward pass and sampling (a grammar's mask, prompt log-probabilities, parameters that
+do not fit into a row) run synchronously in run(), with app/engine/execution/runner.py.
 """
 
 from __future__ import annotations
@@ -18,113 +18,113 @@ from app.engine.execution.runner import MaskProvider, Runner, Sampler
 from app.engine.execution.warmup_batches import dummies
 from app.engine.gpu.graphs import Capture, DecodeGraphs
 from app.engine.gpu.resident_batch import Download, Layout, Upload, lay_out, splits
-from app.engine.gpu.step import StepInputs, StepProgram, packed, unpacked
+from app.engine.gpu.step import StepInputs, StepProgram, pack_samples, unpack_samples
 from app.engine.sampling.sampler_io import StepResult
 from model.config import ModelConfig
 
-_ROUND = 8
-"""To a multiple of which tokens of a step are padded."""
+_TOKEN_MULTIPLE = 8
+"""The tokens of a step are padded to a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Which shapes steps have."""
+    """Shapes of the steps."""
 
     tile_tokens: int
-    """Query tokens of a tile of the attention in steps with prompts."""
+    """Query tokens of an attention tile in steps with prompts."""
     tokens: int = 0
-    """Of every step, where a row's bits must not depend on its neighbours; 0: as many as there are."""
+    """Tokens of every step, if a row's bits must not depend on other rows; 0: no fixed number."""
     head_rows: int = 0
-    """That go through the head at once, likewise."""
+    """Rows of every call of the LM head, likewise."""
 
     def padded(self, count: int) -> int:
-        """Tokens of a step that has `count`."""
-        return self.tokens or -(-count // _ROUND) * _ROUND
+        """Number of tokens that a step of `count` tokens is padded to."""
+        return self.tokens or -(-count // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFlight:
-    """A step that is under way."""
+class InFlightStep:
+    """A step that was launched and not collected."""
 
-    drawing: tuple[Sequence, ...]
-    numbers: Download
-    """Also where nothing is sampled: without waiting for the chunks of a prompt, all of a long prompt would be launched
-    at once, and new requests would queue behind it."""
+    sampled: tuple[Sequence, ...]
+    download: Download
+    """Packed samples. Also copied if nothing is sampled: without waiting for the chunks of a prompt, the engine would
+    launch a whole long prompt at once, and new requests would queue behind it."""
 
 
 class DeviceRunner:
-    """Runs ahead (app/engine/execution/engine.py), on one stream of one device."""
+    """Runner of the asynchronous engine (app/engine/execution/engine.py), on one stream of one device."""
 
     def __init__(
-        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, guides: MaskProvider | None = None
+        self, graphs: DecodeGraphs, shapes: Shapes, *, sampler: Sampler, grammars: MaskProvider | None = None
     ) -> None:
         self.graphs = graphs
         self._steps = graphs.steps
-        self._rows = graphs.steps.rows
+        self._resident = graphs.steps.resident
         self._shapes = shapes
-        self._host = Runner(HostCompute(graphs, shapes), sampler=sampler, grammars=guides)
+        self._host = Runner(HostCompute(graphs, shapes), sampler=sampler, grammars=grammars)
 
     def launchable(self, plan: BatchPlan) -> bool:
-        """Whether the device can draw by itself."""
+        """Whether the device can sample this step without the host."""
         return all(
-            not chunk.scores and (self._rows.knows(chunk.sequence) or self._rows.table.fits(chunk.sequence.request))
+            not chunk.scores
+            and (self._resident.is_resident(chunk.sequence) or self._resident.table.fits(chunk.sequence.request))
             for chunk in plan.chunks
         )
 
     def run(self, plan: BatchPlan) -> StepResult:
-        """Launched and waited for. Nothing may be under way."""
+        """Launches the step and waits for it. No other step may be in flight."""
         if self.launchable(plan):
             return self.collect(self.launch(plan))
         try:
             result = self._host.run(plan)
-            Download(self._steps.rows_S).wait()  # where nothing was sampled, nothing has synchronized yet
+            Download(self._steps.rows_S).wait()  # a step that samples nothing has not synchronized yet
             return result
-        finally:  # the device does not have the sampled tokens
-            self._rows.forget(chunk.sequence for chunk in plan.chunks)
+        finally:  # the device does not know the sampled tokens
+            self._resident.release_rows(chunk.sequence for chunk in plan.chunks)
 
     @torch.inference_mode()
-    def launch(self, plan: BatchPlan) -> DeviceFlight:
-        """Never waits. If it raises, the plan's rows are uploaded again: their next chunk does not follow the last."""
+    def launch(self, plan: BatchPlan) -> InFlightStep:
+        """Launches the step without waiting. If it raises, the next step uploads the rows of the plan again."""
         fault("engine.launch", plan)
-        drawing = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
+        sampled = tuple(chunk.sequence for chunk in plan.chunks if chunk.samples)
         self._start(plan)
-        return DeviceFlight(drawing, Download(packed(self._steps.out.first(len(drawing)))))
+        return InFlightStep(sampled, Download(pack_samples(self._steps.out.first(len(sampled)))))
 
-    def collect(self, flight: DeviceFlight) -> StepResult:
-        """Waits for the step to be through."""
-        drawn = unpacked(flight.numbers.wait(), [s.request.params.logprobs for s in flight.drawing])
-        return StepResult({s.request.id: one for s, one in zip(flight.drawing, drawn, strict=True)})
+    def collect(self, flight: InFlightStep) -> StepResult:
+        """Waits until the step has finished, and returns its samples."""
+        samples = unpack_samples(flight.download.wait(), [s.request.params.logprobs for s in flight.sampled])
+        return StepResult({s.request.id: sample for s, sample in zip(flight.sampled, samples, strict=True)})
 
     def warm_up(self, tokens_per_step: int) -> None:
-        """Runs the shapes that real steps have, so that no request pays for first calls.
+        """Runs the shapes of real steps, so that no request pays for first calls.
 
-        Prompts in few tokens and in many, single tokens, and the end of a long text: attention has a variant for each.
-        And one that is scored: the head of as many rows as a prompt has may be another variant than that of as many as
-        draw.
+        Short and long prompts, single tokens, and the end of a long sequence: attention has a variant for each. Also a
+        prompt with log-probabilities: the LM head may use a different variant for all rows of a prompt.
         """
-        most, context = len(self._steps.rows_S), self._steps.rows.context
-        few, many = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
-        tails = [dummies(1, context, start=context - length) for length in (1, few)]
-        scored = dummies(1, many, prompt_logprobs=0)
-        for plan in (dummies(1, 1), dummies(most, 1), dummies(1, few), dummies(1, many), *tails, scored):
+        max_rows, context = len(self._steps.rows_S), self._steps.resident.context
+        short, long = (min(count, tokens_per_step, context) for count in (2, tokens_per_step))
+        tails = [dummies(1, context, start=context - length) for length in (1, short)]
+        scored = dummies(1, long, prompt_logprobs=0)
+        for plan in (dummies(1, 1), dummies(max_rows, 1), dummies(1, short), dummies(1, long), *tails, scored):
             self.run(plan)
-            self._rows.forget(chunk.sequence for chunk in plan.chunks)
+            self._resident.release_rows(chunk.sequence for chunk in plan.chunks)
 
     @torch.inference_mode()
     def capture(self, capture: Capture) -> None:
-        """Decode steps, to be replayed from now on. Nothing may be under way."""
+        """Captures decode steps, which later steps replay. No step may be in flight."""
         self.graphs.capture(capture)
 
     def _start(self, plan: BatchPlan) -> None:
         if not all(chunk.samples and chunk.stop == chunk.start + 1 for chunk in plan.chunks):
-            told, longest = _sent(self.graphs, self._shapes, plan)
-            self._steps.mixed(told, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
+            inputs, longest = _upload_step(self.graphs, self._shapes, plan)
+            self._steps.run_mixed(inputs, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
             return
-        rows, sending = _Sending.of(self._steps, plan)
+        rows, staged = _StepUpload.of(self._steps, plan)
         count = self.graphs.bucket(len(rows))
-        place = sending.upload.add([*rows, *[self._rows.padding_row] * (count - len(rows))])
-        numbers_X = sending.send()
-        self._steps.rows_S[:count].copy_(numbers_X[place])
+        section = staged.upload.add([*rows, *[self._resident.padding_row] * (count - len(rows))])
+        numbers_X = staged.send()
+        self._steps.rows_S[:count].copy_(numbers_X[section])
         self.graphs.run(count, splits(max(chunk.stop for chunk in plan.chunks)))
 
 
@@ -137,22 +137,22 @@ class HostCompute:
         self._shapes = shapes
 
     def run(self, plan: BatchPlan) -> Items[Chunk]:
-        """Rows stand in the order of the plan."""
-        told, longest = _sent(self._graphs, self._shapes, plan)
-        self._graphs.steps.forward(told, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
+        """Runs the forward pass; rows are in the order of the plan."""
+        inputs, longest = _upload_step(self._graphs, self._shapes, plan)
+        self._graphs.steps.forward(inputs, tile_tokens=self._shapes.tile_tokens, splits=splits(longest))
         return plan.chunks
 
     def logits(self, rows: Items[int]) -> Tensor:
         """Logits [rows, V], in the number format of the weights."""
-        steps, size = self._graphs.steps, self._shapes.head_rows or -(-len(rows) // _ROUND) * _ROUND
+        steps, size = self._graphs.steps, self._shapes.head_rows or -(-len(rows) // _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
         padded = [*rows, *[rows[-1]] * (-len(rows) % size)]
-        places_X = torch.tensor(padded, device=steps.cache.device)
-        logits_XV = torch.cat([steps.logits(places_S) for places_S in places_X.split(size)])
+        indices_X = torch.tensor(padded, device=steps.cache.device)
+        logits_XV = torch.cat([steps.logits(indices_S) for indices_S in indices_X.split(size)])
         return logits_XV[: len(rows)]
 
 
-class _Sending:
-    """The one upload of a step."""
+class _StepUpload:
+    """The single host-to-device copy of a step."""
 
     def __init__(self, steps: StepProgram, plan: BatchPlan, sections: list[slice], upload: Upload) -> None:
         self.upload = upload
@@ -162,32 +162,32 @@ class _Sending:
         self._blocks = [upload.add(column) for column in columns]
 
     @classmethod
-    def of(cls, steps: StepProgram, plan: BatchPlan) -> tuple[list[int], _Sending]:
-        """The rows of the plan's chunks, and what to upload for them."""
+    def of(cls, steps: StepProgram, plan: BatchPlan) -> tuple[list[int], _StepUpload]:
+        """The rows of the plan's chunks, and the upload that they need."""
         upload = Upload()
-        rows, changes = steps.rows.enter(plan.chunks)
-        return rows, cls(steps, plan, steps.rows.tell(changes, upload), upload)
+        rows, updates = steps.resident.assign_rows(plan.chunks)
+        return rows, cls(steps, plan, steps.resident.add_to_upload(updates, upload), upload)
 
     def send(self) -> Tensor:
-        """All sections on the device, where blocks and rows have heard what is theirs."""
+        """Sends all sections, and applies the updates of blocks and rows. Returns the sections on the device."""
         numbers_X = self.upload.send(self._steps.cache.device)
-        self._steps.prepare(*(numbers_X[place] for place in self._blocks))
-        self._steps.rows.apply(numbers_X, self._sections)
+        self._steps.prepare(*(numbers_X[section] for section in self._blocks))
+        self._steps.resident.apply(numbers_X, self._sections)
         return numbers_X
 
 
-def _sent(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs, int]:
-    """A step with prompts in it, on the device, and its longest sequence."""
-    rows, sending = _Sending.of(graphs.steps, plan)
-    n_draws = sum(chunk.samples for chunk in plan.chunks)
+def _upload_step(graphs: DecodeGraphs, shapes: Shapes, plan: BatchPlan) -> tuple[StepInputs, int]:
+    """Uploads a step with prompts. Returns its inputs on the device, and the length of its longest sequence."""
+    rows, staged = _StepUpload.of(graphs.steps, plan)
+    n_samples = sum(chunk.samples for chunk in plan.chunks)
     layout: Layout = lay_out(
         plan.chunks,
         rows,
         tile_tokens=shapes.tile_tokens,
-        padding_row=graphs.steps.rows.padding_row,
+        padding_row=graphs.steps.resident.padding_row,
         tokens=shapes.padded(sum(chunk.stop - chunk.start for chunk in plan.chunks)),
-        draws=graphs.bucket(n_draws) if n_draws else 0,
+        n_samples=graphs.bucket(n_samples) if n_samples else 0,
     )
-    places = [sending.upload.add(section) for section in layout.sections()]
-    numbers_X = sending.send()
-    return StepInputs(*(numbers_X[place] for place in places)), max(chunk.stop for chunk in plan.chunks)
+    sections = [staged.upload.add(section) for section in layout.sections()]
+    numbers_X = staged.send()
+    return StepInputs(*(numbers_X[section] for section in sections)), max(chunk.stop for chunk in plan.chunks)

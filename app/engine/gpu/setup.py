@@ -1,7 +1,7 @@
-"""Assembles an engine on a GPU, in the order in which memory has to be measured and allocated.
+"""Sets up an engine on a GPU, in the order in which memory must be measured and allocated.
 
-First the largest step is measured with an empty cache, then the cache is allocated from what is left, then decode steps
-are captured. It runs on any device, which is how it is tested.
+First it measures the largest step with an empty cache, then it allocates the cache from the remaining memory, then it
+captures the decode steps. It runs on any device, so that tests need no GPU.
 """
 
 from __future__ import annotations
@@ -27,83 +27,88 @@ from app.engine.scheduling.scheduler import StepLimits
 from model.nn.transformer import Decoder
 
 _TILE_ROWS = 64
-"""Query tokens times heads that share keys, which one program of the attention takes at once."""
-_LEAST_TILE = 16
+"""Query rows (tokens times heads that share keys) of one attention program."""
+_MIN_TILE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """What a runner must have room for."""
+    """Limits that a runner is built for."""
 
     max_running: int
     tokens_per_step: int
     context: int
     block_size: int
     deterministic: bool = False
-    """Every step has the same shapes, so that no library takes another formula for a row because of its neighbours."""
+    """Every step has the same shapes, so that no library selects a different algorithm because of other rows."""
 
 
 def device_runner(
     decoder: PagedDecoder,
     kernels: Kernels,
-    wishes: RunnerConfig,
+    runner_config: RunnerConfig,
     *,
     blocks: int,
     sampler: Sampler | None = None,
-    guides: MaskProvider | None = None,
+    grammars: MaskProvider | None = None,
 ) -> DeviceRunner:
     """Builds the runner with a cache of `blocks` blocks and one padding block."""
-    config, most, like = decoder.config, wishes.max_running, decoder.embedding
-    table = SamplingTable(most + 1, config.vocab_size, like.device)
-    table.with_counts()  # graphs must know where they lie
-    rows = ResidentBatch(
-        count=most, context=wishes.context, block_size=wishes.block_size, padding_block=blocks, table=table
+    config, max_running, embedding = decoder.config, runner_config.max_running, decoder.embedding
+    table = SamplingTable(max_running + 1, config.vocab_size, embedding.device)
+    table.with_counts()  # captured graphs need their address
+    resident = ResidentBatch(
+        count=max_running,
+        context=runner_config.context,
+        block_size=runner_config.block_size,
+        padding_block=blocks,
+        table=table,
     )
-    # Slot before head: the layout that kernels of others read, too.
-    shape = (config.n_layers, 2, blocks + 1, wishes.block_size, config.n_kv_heads, config.head_dim)
-    cache = torch.zeros(shape, dtype=like.dtype, device=like.device)
-    tokens = wishes.tokens_per_step if wishes.deterministic else 0
-    steps = StepProgram(decoder, kernels, cache, rows, most=most, tokens=tokens)
-    buckets = (most,) if wishes.deterministic else decode_buckets(most)
-    graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(wishes.context))
+    # Slots before heads: the layout that other libraries' kernels use too.
+    shape = (config.n_layers, 2, blocks + 1, runner_config.block_size, config.n_kv_heads, config.head_dim)
+    cache = torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
+    tokens = runner_config.tokens_per_step if runner_config.deterministic else 0
+    steps = StepProgram(decoder, kernels, cache, resident, max_rows=max_running, tokens=tokens)
+    buckets = (max_running,) if runner_config.deterministic else decode_buckets(max_running)
+    graphs = DecodeGraphs(steps, buckets=buckets, max_splits=splits(runner_config.context))
     shapes = Shapes(
-        tile_tokens=max(_LEAST_TILE, _TILE_ROWS // (config.n_heads // config.n_kv_heads)),
+        tile_tokens=max(_MIN_TILE_TOKENS, _TILE_ROWS // (config.n_heads // config.n_kv_heads)),
         tokens=tokens,
-        head_rows=most if wishes.deterministic else 0,
+        head_rows=max_running if runner_config.deterministic else 0,
     )
-    return DeviceRunner(graphs, shapes, sampler=sampler or TorchSampler(), guides=guides)
+    return DeviceRunner(graphs, shapes, sampler=sampler or TorchSampler(), grammars=grammars)
 
 
 _GRAPH_BYTES = 4 << 20
-"""Assumed CUDA memory per graph besides its tensors; not measured on a GPU yet."""
+"""Assumed CUDA memory per graph in addition to its tensors; not measured on a GPU yet."""
 
 
-class GpuParts:
-    """Around `decoder`, whose matrices are rounded already where they are to be."""
+class GpuSetup:
+    """Setup of one engine around `decoder`, whose matrices are already quantized if they should be."""
 
     def __init__(
-        self, decoder: Decoder, kernels: Kernels, room: CacheShape, limits: StepLimits, *, deterministic: bool
+        self, decoder: Decoder, kernels: Kernels, cache_shape: CacheShape, limits: StepLimits, *, deterministic: bool
     ) -> None:
         self._decoder = PagedDecoder(decoder, kernels)
         self._kernels = kernels
-        self._room, self._limits = room, limits
+        self._cache_shape, self._limits = cache_shape, limits
         self._device = decoder.embedding.device
         self._capture = CudaCapture() if self._device.type == "cuda" else None
-        self._wishes = RunnerConfig(
+        self._config = RunnerConfig(
             max_running=limits.max_running,
             tokens_per_step=limits.tokens_per_step,
-            context=room.context,
-            block_size=room.block_size,
+            context=cache_shape.context,
+            block_size=cache_shape.block_size,
             deterministic=deterministic,
         )
 
     def activations(self) -> int:
-        """Bytes of the largest step, and of the rows that are there for good. Raises ValueError: there are too few.
+        """Bytes of the largest step, including resident rows. Raises ValueError if there is too little memory.
 
-        Largest where the device draws, and where the host does, with torch's copies of logits. The longest sequences
-        take splits in turn; somewhat shorter ones may take them at once, and hold those beside.
+        Measures the largest step that samples on the device, and the largest one that samples on the host, with
+        torch's copies of the logits. The longest sequences process their splits sequentially; somewhat shorter ones may
+        process them in parallel, which takes extra workspace.
         """
-        limits, context = self._limits, self._room.context
+        limits, context = self._limits, self._cache_shape.context
         steps = [largest(limits, context) for largest in (largest_step, costliest_step)]
 
         def work() -> None:
@@ -114,10 +119,10 @@ class GpuParts:
         return step_peak(work, self._device) + self._partial_bytes
 
     def graph_bytes(self) -> int:
-        """Bytes that captured steps will keep: their one pool is as large as what the largest of them takes.
+        """Bytes that captured steps will keep: their shared pool is as large as the largest of them.
 
-        Which of them holds the most splits beside one another is not asked: not the one of most rows, where they are
-        too many for that.
+        Which step has the most parallel splits is not computed: with the most rows there may be too many to run in
+        parallel. So the estimate adds the limit of that workspace.
         """
         runner = self._runner(0)
         step = dummies(self._limits.max_running, 1)
@@ -125,24 +130,25 @@ class GpuParts:
         def work() -> None:
             runner.run(step)
 
-        once = partial(self._capture.beside, work) if self._capture else work  # libraries need room on its stream, too
-        return step_peak(once, self._device) + self._partial_bytes + runner.graphs.number * _GRAPH_BYTES
+        # Libraries allocate a workspace on the capture stream.
+        once = partial(self._capture.run_on_stream, work) if self._capture else work
+        return step_peak(once, self._device) + self._partial_bytes + runner.graphs.count * _GRAPH_BYTES
 
-    def runner(self, blocks: int, guides: GrammarTracker) -> DeviceRunner:
-        """Warmed up: kernels are compiled."""
-        runner = self._runner(blocks, guides)
+    def runner(self, blocks: int, grammars: GrammarTracker) -> DeviceRunner:
+        """Builds a runner and warms it up, so that all kernels are compiled."""
+        runner = self._runner(blocks, grammars)
         runner.warm_up(self._limits.tokens_per_step)
         return runner
 
     def capture(self, runner: DeviceRunner) -> None:
-        """Its decode steps, on a GPU."""
+        """Captures the runner's decode steps, if the device is a GPU."""
         if self._capture:
             runner.capture(self._capture)
 
     @property
     def _partial_bytes(self) -> int:
-        """Most workspace of attention besides its output."""
-        return PARTIAL_BYTES if self._room.context > SPLIT else 0
+        """Largest workspace of attention in addition to its output."""
+        return PARTIAL_BYTES if self._cache_shape.context > SPLIT else 0
 
-    def _runner(self, blocks: int, guides: MaskProvider | None = None) -> DeviceRunner:
-        return device_runner(self._decoder, self._kernels, self._wishes, blocks=blocks, guides=guides)
+    def _runner(self, blocks: int, grammars: MaskProvider | None = None) -> DeviceRunner:
+        return device_runner(self._decoder, self._kernels, self._config, blocks=blocks, grammars=grammars)

@@ -1,4 +1,4 @@
-"""Loads the Triton kernels, or the fallback if Triton is not installed.
+"""Loads the Triton kernels, or the reference kernels if Triton is not installed.
 
 Triton is an optional dependency, and only this file checks for it.
 """
@@ -15,60 +15,65 @@ from typing import NamedTuple
 import torch
 
 from app.engine.gpu.kernels.interface import SHARED_BYTES, Kernels
-from app.engine.gpu.kernels.reference_operations import Fp8Rows, Int8Product, dequantised_product, round_rows
+from app.engine.gpu.kernels.reference_operations import (
+    Fp8RowQuantizer,
+    Int8Product,
+    dequantized_product,
+    quantize_fp8_rows,
+)
 
-_MOST_CHARACTERS = 200
+_MAX_MESSAGE_LENGTH = 200
 
 
 class LoadedKernels(NamedTuple):
-    """Kernels, and what receipts call them."""
+    """Kernels, and their name in receipts."""
 
     kernels: Kernels
     numerics: str
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedKernels:
-    """Kernels for products of quantized matrices. The defaults are torch's reference versions, for any device."""
+class QuantizedKernels:
+    """Kernels for products of quantized matrices. The defaults are the reference implementations, for any device."""
 
-    int8_product: Int8Product = dequantised_product
-    fp8_rows: Fp8Rows = round_rows
+    int8_product: Int8Product = dequantized_product
+    fp8_rows: Fp8RowQuantizer = quantize_fp8_rows
 
 
-TWINS = RoundedKernels()
+REFERENCE_KERNELS = QuantizedKernels()
 
 
 def triton_kernels(shared_bytes: int = SHARED_BYTES) -> LoadedKernels | None:
-    """None where Triton is not installed. shared_bytes: what a program may have of a multiprocessor's memory."""
+    """The Triton kernels, or None if Triton is not installed. shared_bytes: shared memory limit of a program."""
     if find_spec("triton") is None:
         return None
-    # Some builds of torch bring it under another package's name: only the module itself knows its version.
+    # Some builds of torch ship it under another distribution name, so ask the module for its version.
     version = import_module("triton").__version__
     kernels = import_module("app.engine.gpu.kernels.triton.operations").TritonKernels(shared_bytes=shared_bytes)
     return LoadedKernels(kernels, f"triton-{version}")
 
 
-def check_triton(start: Callable[[], object] = lambda: import_module("triton.runtime").driver.active) -> None:
-    """Refuses a Triton that is installed but cannot work here. Raises ValueError. start: compiles what it is driven by.
+def check_triton(load_driver: Callable[[], object] = lambda: import_module("triton.runtime").driver.active) -> None:
+    """Raises ValueError if Triton is installed but cannot run here. load_driver: compiles and loads Triton's driver.
 
-    It takes a C compiler and Python's headers, which a slim image has not; the first step would find that out, too, and
-    so would every engine that is started after it.
+    Triton needs a C compiler and Python's headers, which a slim image lacks. Without this check the first step would
+    fail, and so would every restarted engine.
     """
     if find_spec("triton") is None:
         return
     try:
-        start()
+        load_driver()
     except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as error:
-        words = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        reason = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
         raise ValueError(
-            f"Triton cannot start on this machine ({words}): it takes gcc and Python's headers (python3-dev); install "
-            "them, or give --kernels torch, without --quantize"
+            f"Triton cannot start on this machine ({reason}): it needs gcc and Python's headers (python3-dev); install "
+            "them, or use --kernels torch without --quantize"
         ) from None
 
 
-def rounded_kernels(device: torch.device, dtype: torch.dtype) -> RoundedKernels:
-    """Triton's kernels on a GPU that has Triton; else, and in float32, the reference versions."""
+def quantized_kernels(device: torch.device, dtype: torch.dtype) -> QuantizedKernels:
+    """Triton's kernels on a GPU with Triton; otherwise, and in float32, the reference implementations."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
-        return TWINS
+        return REFERENCE_KERNELS
     products = import_module("app.engine.gpu.kernels.triton.quantized_products")
-    return RoundedKernels(int8_product=products.product, fp8_rows=products.round_rows)
+    return QuantizedKernels(int8_product=products.int8_product, fp8_rows=products.quantize_fp8_rows)

@@ -21,8 +21,8 @@ from torch import Tensor
 from app.common.types import Request
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
-from app.engine.gpu.linears import WHOLE
-from app.engine.gpu.step import packed, unpacked
+from app.engine.gpu.linears import VOCAB_MULTIPLE
+from app.engine.gpu.step import pack_samples, unpack_samples
 from app.engine.sampling.logits_processors import apply_masks, apply_penalties, token_weights
 from app.engine.sampling.sampler import Draw, sample, uniforms
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput
@@ -48,7 +48,7 @@ def draw(sampler: Sample, case: Case, device: str) -> tuple[list[SampledToken], 
     padded_SV = _with_row_padding(torch.cat([case.logits_SV, case.logits_SV[:1].expand(2, -1)]).to(device))
     out = SampleOut.empty(len(rows_S), device)
     sampler(padded_SV, rows_S, positions_S, table, out)
-    sampled_tokens = unpacked(packed(out).cpu(), [row.params.logprobs for row in case.rows])
+    sampled_tokens = unpack_samples(pack_samples(out).cpu(), [row.params.logprobs for row in case.rows])
     return sampled_tokens, table, rows_S[: len(rows)]
 
 
@@ -75,7 +75,9 @@ def wrong(
 def _with_row_padding(logits_SV: Tensor) -> Tensor:
     """The same logits with the row stride of app/engine/gpu/linears.py, and NaN between rows."""
     rows, vocab = logits_SV.shape
-    return logits_SV.new_full((rows, -(-vocab // WHOLE) * WHOLE), torch.nan)[:, :vocab].copy_(logits_SV)
+    return logits_SV.new_full((rows, -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE), torch.nan)[:, :vocab].copy_(
+        logits_SV
+    )
 
 
 def _load(table: SamplingTable, case: Case, rows: list[int]) -> None:

@@ -170,6 +170,6 @@ def test_the_engine_does_not_start_where_the_promise_cannot_be_kept(
 
 def test_the_engine_refuses_fp8_on_a_cpu(weights: Path) -> None:
     with pytest.raises(
-        EngineStartError, match=r"^--quantize fp8 takes a GPU, and this is a cpu: take --quantize int8 or none$"
+        EngineStartError, match=r"^--quantize fp8 requires a GPU, and the device is cpu: use --quantize int8 or none$"
     ):
         build_engine(_config(weights, quantize="fp8"))

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from app.engine.cpu.toolchain.backend_selection import Kernels, Libraries, SelectedBackend, check_possible, choose
+from app.engine.cpu.toolchain.backend_selection import (
+    Kernels,
+    Libraries,
+    SelectedBackend,
+    check_native_available,
+    select_backend,
+)
 from app.engine.cpu.toolchain.builder import find_or_build
 from app.engine.cpu.toolchain.cpu_target import UnsupportedCpu, this_level
 from model.config import ModelConfig
@@ -36,7 +42,7 @@ def _choose(
     dtype: str = "bfloat16",
     phases: list[str] | None = None,
 ) -> SelectedBackend:
-    return choose(kernels, dtype, device, model, libraries, (phases if phases is not None else []).append)
+    return select_backend(kernels, dtype, device, model, libraries, (phases if phases is not None else []).append)
 
 
 def test_torch_never_looks_at_a_library(shelf: Path) -> None:
@@ -66,7 +72,7 @@ def test_what_a_service_began_with_is_built_again_where_it_is_gone(
     assert phases == ["building native kernels"]
     library.unlink()
     monkeypatch.setenv("CXX", "/nonexistent")
-    with pytest.raises(ValueError, match="by which this service began, is gone: CXX names"):
+    with pytest.raises(ValueError, match="which this service started with, no longer exists: CXX names"):
         _choose("auto", Libraries(found=library, cache_dir=shelf))
 
 
@@ -86,7 +92,7 @@ def test_what_the_kernels_do_not_compute_torch_does(shelf: Path, odd: dict[str, 
     choice = _choose("auto", Libraries(found=find_or_build(shelf), cache_dir=shelf), **odd)  # type: ignore[arg-type]
     assert choice.library is None and words in choice.reason
     assert not _choose("auto", Libraries(cache_dir=shelf), **odd).waits_for_build  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=f"--kernels native cannot be: .*{words}"):
+    with pytest.raises(ValueError, match=f"--kernels native is not possible: .*{words}"):
         _choose("native", Libraries(cache_dir=shelf), **odd)  # type: ignore[arg-type]
 
 
@@ -99,8 +105,8 @@ def test_a_cpu_without_a_level_computes_with_torch(shelf: Path, monkeypatch: pyt
     assert (choice.library, choice.waits_for_build) == (None, False) and "no avx2" in choice.reason
     with pytest.raises(ValueError, match="no avx2"):
         _choose("native", Libraries(cache_dir=shelf))
-    with pytest.raises(ValueError, match="--kernels native cannot be: this CPU has no avx2"):
-        check_possible("native", "auto", Libraries())
+    with pytest.raises(ValueError, match="--kernels native is not possible: this CPU has no avx2"):
+        check_native_available("native", "auto", Libraries())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_a_library_that_does_not_load_leaves_it_to_torch(
 ) -> None:
     """It loaded when it was built: the system has changed since, or the disk is mounted noexec now."""
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, compiled(tmp_path, f'extern "C" {code}')).path))
-    monkeypatch.setattr("app.engine.cpu.toolchain.builder._check", lambda *_: None)
+    monkeypatch.setattr("app.engine.cpu.toolchain.builder._check_library", lambda *_: None)
     libraries = Libraries(found=find_or_build(shelf), cache_dir=shelf)
     choice = _choose("auto", libraries)
     assert choice.library is None and words in choice.reason
@@ -122,12 +128,12 @@ def test_a_library_that_does_not_load_leaves_it_to_torch(
 def test_native_is_refused_before_the_model_loads_where_that_can_be_known(
     shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_possible("native", "cpu", Libraries())
+    check_native_available("native", "cpu", Libraries())
     library = find_or_build(shelf)
     with pytest.raises(ValueError, match="CPUs only"):
-        check_possible("native", "cuda", Libraries(found=library))
+        check_native_available("native", "cuda", Libraries(found=library))
     monkeypatch.setenv("CXX", "/nonexistent")
-    check_possible("native", "cpu", Libraries(found=library))
-    check_possible("auto", "cpu", Libraries())
+    check_native_available("native", "cpu", Libraries(found=library))
+    check_native_available("auto", "cpu", Libraries())
     with pytest.raises(ValueError, match="CXX names"):
-        check_possible("native", "cpu", Libraries())
+        check_native_available("native", "cpu", Libraries())

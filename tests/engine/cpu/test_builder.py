@@ -12,8 +12,8 @@ import pytest
 
 from app.engine.cpu.toolchain import library_cache
 from app.engine.cpu.toolchain.builder import build, find, find_compiler, find_or_build
-from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, NoCompiler, this_level
-from app.engine.cpu.toolchain.library_cache import KEPT, BuildRecipe, cache_directory, read_note
+from app.engine.cpu.toolchain.cpu_target import X86_LEVELS, BuildError, CompilerNotFound, this_level
+from app.engine.cpu.toolchain.library_cache import MAX_OLD_LIBRARIES, BuildRecipe, cache_directory, read_metadata
 from tests.support.fake_compiler import FakeCompiler, compiled, fake_compiler
 
 STUB = '#include "value.h"\nextern "C" int ink_abi() { return VALUE; }'
@@ -63,7 +63,7 @@ def test_the_machines_own_compiler_makes_a_library_that_loads(source: Path, shel
     library = build(wanted, shelf)
     assert ctypes.CDLL(str(library)).ink_abi() == library_cache.ABI
     assert _left(shelf) == {library.name, f"{library.name}.json"}
-    note = read_note(library)
+    note = read_metadata(library)
     assert note and note["bytes"] == library.stat().st_size
     assert note["flags"] == list(wanted.flags) and note["compiler"] == find_compiler().version
 
@@ -163,7 +163,7 @@ def test_a_directory_that_others_can_write_is_neither_read_nor_written(shelf: Pa
     library = find_or_build(shelf)
     shelf.chmod(0o777)
     assert find(shelf) is None
-    with pytest.raises(BuildError, match="can be written by others"):
+    with pytest.raises(BuildError, match="writable by others"):
         find_or_build(shelf)
     shelf.chmod(0o755)
     assert find(shelf) == library
@@ -252,10 +252,10 @@ def test_a_disk_that_is_full_or_cannot_be_written_is_named(
 def test_without_a_compiler_the_packages_are_named(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(NoCompiler, match=r"apt install g\+\+"):
+    with pytest.raises(CompilerNotFound, match=r"apt install g\+\+"):
         find_or_build(shelf)
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
-    with pytest.raises(NoCompiler, match="CXX names 'no-such-compiler -O2'"):
+    with pytest.raises(CompilerNotFound, match="CXX names 'no-such-compiler -O2'"):
         find_or_build(shelf)
     assert not shelf.exists()
 
@@ -276,13 +276,13 @@ def test_a_compiler_that_does_not_answer_is_passed_over(
 @pytest.mark.usefixtures("compiler")
 def test_libraries_of_other_versions_go_but_for_the_newest(source: Path, shelf: Path) -> None:
     old = []
-    for number in range(KEPT + 3):
+    for number in range(MAX_OLD_LIBRARIES + 3):
         (source / "version.h").write_text(f"// {number}")
         old.append(build(BuildRecipe(level=X86_LEVELS[2], source=source), shelf))
         os.utime(old[-1], (time.time() - 1000 + number,) * 2)
     (source / "version.h").unlink()
     mine = [build(BuildRecipe(level=level, source=source), shelf) for level in X86_LEVELS]
-    kept = {path.name for path in [*old[-KEPT:], *mine]}
+    kept = {path.name for path in [*old[-MAX_OLD_LIBRARIES:], *mine]}
     assert _left(shelf) == kept | {f"{name}.json" for name in kept}
 
 

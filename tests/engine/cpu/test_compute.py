@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.common.types import BatchPlan, Chunk, Request, SamplingParams, Sequence
-from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import Library, LibraryError
 from app.engine.cpu.sampler import NativeSampler
 from app.engine.cpu.toolchain.builder import build
@@ -168,7 +168,7 @@ def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> 
     ways = ((torch.float32, False, 5e-4), (torch.float32, True, 5e-4), (torch.bfloat16, False, 1.0))
     for dtype, int8, tolerance in ways:
         decoder = tiny_decoder(tiny_config(**SHAPES["odd sizes"]), dtype=dtype)
-        compute = NativeCompute(library, decoder, Threads(library, 2), blocks=8, int8=int8)
+        compute = NativeCompute(library, decoder, ThreadPool(library, 2), blocks=8, int8=int8)
         sequence = _sequence(LENGTH, decoder.config.vocab_size)
         whole = _logits(compute, sequence)
         assert torch.allclose(whole, _logits(native_compute(decoder, 8, int8=int8), sequence), atol=tolerance)
@@ -180,7 +180,7 @@ def test_a_lesser_level_computes_the_same_to_the_last_digits(tmp_path: Path) -> 
 def test_a_sampler_keeps_the_threads_that_it_draws_with() -> None:
     logits_SV = torch.randn(4, 20_000)  # enough for the threads to be woken
     rows = [SamplingInput(SamplingParams(seed=seed), [1], 1) for seed in range(4)]
-    shared = NativeSampler(kernels().loaded, 20_000, pool=Threads(kernels(), 2))
+    shared = NativeSampler(kernels().loaded, 20_000, pool=ThreadPool(kernels(), 2))
     assert shared.sample(logits_SV, rows) == NativeSampler(kernels().loaded, 20_000).sample(logits_SV, rows)
 
 

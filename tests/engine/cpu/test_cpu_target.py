@@ -8,7 +8,7 @@ from app.engine.cpu.toolchain.cpu_target import (
     X86_LEVELS,
     UnsupportedCpu,
     level_of,
-    levels_to_carry,
+    levels_to_package,
     runs_here,
     this_level,
 )
@@ -46,7 +46,7 @@ def test_a_cpu_gets_the_best_level_that_it_can_run(flags: str, level: str) -> No
 
 @pytest.mark.parametrize("text", [_cpuinfo(SANDY_BRIDGE), _cpuinfo(HASWELL.replace("fma", "")), _cpuinfo(""), ""])
 def test_a_cpu_that_is_too_old_or_unknown_gets_a_reason(text: str) -> None:
-    with pytest.raises(UnsupportedCpu, match=r"has no .*fma|does not tell"):
+    with pytest.raises(UnsupportedCpu, match=r"has no .*fma|does not list"):
         level_of("x86_64", "Linux", text)
 
 
@@ -65,8 +65,8 @@ def test_other_machines_get_their_own_level_which_is_not_that_of_their_neighbour
 
 def test_a_container_carries_every_level_whatever_machine_builds_it() -> None:
     for flags in (SANDY_BRIDGE, HASWELL, ZEN_4):
-        assert levels_to_carry("x86_64", "Linux", _cpuinfo(flags)) == X86_LEVELS
-    (only,) = levels_to_carry("aarch64", "Linux", GRAVITON)
+        assert levels_to_package("x86_64", "Linux", _cpuinfo(flags)) == X86_LEVELS
+    (only,) = levels_to_package("aarch64", "Linux", GRAVITON)
     assert only.name == "native"
 
 

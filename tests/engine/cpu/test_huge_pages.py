@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.engine.cpu.library import HugepageArena, zeros
+from app.engine.cpu.library import HugepageAllocator, zeros
 
 _MAPS = Path("/proc/self/maps")
 
@@ -24,14 +24,14 @@ def _rights(address: int) -> str:
 
 @pytest.mark.skipif(not _MAPS.exists(), reason="needs /proc")
 def test_memory_is_private_for_shared_memory_gets_no_large_pages() -> None:
-    arena, tensor = HugepageArena(), zeros((3, 5), torch.float32)
-    assert _rights(arena.take(100)) == _rights(tensor.data_ptr()) == "rw-p"
+    arena, tensor = HugepageAllocator(), zeros((3, 5), torch.float32)
+    assert _rights(arena.allocate(100)) == _rights(tensor.data_ptr()) == "rw-p"
 
 
 def test_pieces_begin_at_cache_lines_and_do_not_overlap() -> None:
-    arena, end = HugepageArena(), 0
+    arena, end = HugepageAllocator(), 0
     for n_bytes in (1, 64, 65, 40 << 20, 3):
-        address = arena.take(n_bytes)
+        address = arena.allocate(n_bytes)
         assert address % 64 == 0
         assert not address < end < address + n_bytes
         end = address + n_bytes

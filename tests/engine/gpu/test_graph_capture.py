@@ -112,5 +112,5 @@ def test_a_capture_that_ends_without_a_reason_is_told_apart() -> None:
 def test_steps_are_captured_once() -> None:
     runner = tiny_device_runner(tiny_decoder(), max_running=2)
     runner.capture(lambda _work: lambda: None)
-    with pytest.raises(AssertionError, match="lose their workspace"):
+    with pytest.raises(AssertionError, match="free the workspace"):
         runner.capture(lambda _work: lambda: None)

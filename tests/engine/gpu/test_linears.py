@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.engine.gpu.kernels import reference_operations
-from app.engine.gpu.kernels.reference_operations import dequantised_product
+from app.engine.gpu.kernels.reference_operations import dequantized_product
 from app.engine.gpu.linears import Bf16Linear, Fp8Linear, Int8Linear, Quantize, check_quantize, make_linear
-from app.engine.gpu.triton_loader import TWINS, rounded_kernels
+from app.engine.gpu.triton_loader import REFERENCE_KERNELS, quantized_kernels
 from app.engine.quantization.int8_weights import quantize
 
 KINDS: list[Quantize] = ["none", "int8", "fp8"]
@@ -67,7 +67,7 @@ def test_a_row_does_not_see_the_others(kind: Quantize) -> None:
 
 def test_rows_are_rounded_to_the_nearest_with_a_scale_of_their_own() -> None:
     x = torch.cat((_normal(3, 64, dtype=torch.float32) * torch.tensor([[1.0], [1e-4], [1e4]]), torch.zeros(1, 64)))
-    numbers, scales = reference_operations.round_rows(x)
+    numbers, scales = reference_operations.quantize_fp8_rows(x)
     assert numbers.dtype == torch.float8_e4m3fn
     assert torch.equal(numbers.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0]))
     error = (numbers.float() * scales - x).abs()
@@ -85,9 +85,9 @@ def test_a_row_that_is_not_finite_spoils_itself_alone(bad: float) -> None:
 
 def test_a_weight_is_rounded_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = _normal(50, 64)
-    whole = reference_operations.round_weight(weight)
-    monkeypatch.setattr(reference_operations, "_PIECE", 64 * 7)
-    pieces = reference_operations.round_weight(weight)
+    whole = reference_operations.quantize_fp8_weight(weight)
+    monkeypatch.setattr(reference_operations, "_CHUNK_NUMBERS", 64 * 7)
+    pieces = reference_operations.quantize_fp8_weight(weight)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(whole, pieces, strict=True))
 
 
@@ -99,8 +99,8 @@ def test_the_products_of_torch_take_what_they_are_given(is_public: bool, monkeyp
     if not is_public:
         monkeypatch.delattr(F, "scaled_mm", raising=False)
     x, weight, bias = (
-        reference_operations.round_rows(_normal(5, 64)),
-        reference_operations.round_weight(_normal(48, 64, seed=1)),
+        reference_operations.quantize_fp8_rows(_normal(5, 64)),
+        reference_operations.quantize_fp8_weight(_normal(48, 64, seed=1)),
         _normal(48, seed=2),
     )
     for each in (bias, None):
@@ -115,9 +115,9 @@ def test_fp8_is_refused_where_it_cannot_be() -> None:
     check_quantize("fp8", "cuda", bfloat16, (12, 0))
     check_quantize("int8", "cpu", torch.float32)
     for device, dtype, capability, reason in [
-        ("cpu", bfloat16, None, "takes a GPU, and this is a cpu: take --quantize int8 or none"),
-        ("cuda", bfloat16, (8, 6), r"capability 8\.9 or newer .* is 8\.6: take --quantize int8 or none"),
-        ("cuda", torch.float32, (9, 0), "computes in bfloat16: take --dtype bfloat16 or auto"),
+        ("cpu", bfloat16, None, "requires a GPU, and the device is cpu: use --quantize int8 or none"),
+        ("cuda", bfloat16, (8, 6), r"capability 8\.9 or newer .* has 8\.6: use --quantize int8 or none"),
+        ("cuda", torch.float32, (9, 0), "computes in bfloat16: use --dtype bfloat16 or auto"),
     ]:
         with pytest.raises(ValueError, match=f"^--quantize fp8 {reason}|{reason}$"):
             check_quantize("fp8", device, dtype, capability)
@@ -125,11 +125,11 @@ def test_fp8_is_refused_where_it_cannot_be() -> None:
 
 def test_the_twin_of_int8_widens_piece_by_piece_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x, bias = quantize(_normal(50, 64)), _normal(3, 64, seed=1), _normal(50, seed=2)
-    whole = dequantised_product(x, weight, bias)
-    monkeypatch.setattr(reference_operations, "_PIECE", 64 * 16)
-    assert torch.allclose(dequantised_product(x, weight, bias).float(), whole.float(), rtol=2**-7)
+    whole = dequantized_product(x, weight, bias)
+    monkeypatch.setattr(reference_operations, "_CHUNK_NUMBERS", 64 * 16)
+    assert torch.allclose(dequantized_product(x, weight, bias).float(), whole.float(), rtol=2**-7)
 
 
 def test_without_a_gpu_the_twins_compute() -> None:
-    assert rounded_kernels(torch.device("cpu"), torch.bfloat16) is TWINS
-    assert rounded_kernels(torch.device("cuda"), torch.float32) is TWINS
+    assert quantized_kernels(torch.device("cpu"), torch.bfloat16) is REFERENCE_KERNELS
+    assert quantized_kernels(torch.device("cuda"), torch.float32) is REFERENCE_KERNELS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from app.engine.gpu.linears import WHOLE, Quantize, install, whole_head
+from app.engine.gpu.linears import VOCAB_MULTIPLE, Quantize, padded_lm_head, quantize_decoder
 from model.config import ModelConfig
 from model.nn.layers import product
 from tests.engine.execution.test_parity import _requests
@@ -23,7 +23,7 @@ def test_logits_are_those_of_the_model_in_rows_that_begin_at_whole_numbers(shape
     decoder = tiny_decoder(shape)
     hidden_SD = torch.randn(3, decoder.config.width, generator=torch.Generator().manual_seed(0))
     wanted_SV = decoder.head(hidden_SD)
-    logits_SV = whole_head(decoder)(hidden_SD)
+    logits_SV = padded_lm_head(decoder)(hidden_SD)
     assert logits_SV.shape == (3, ODD) and torch.allclose(logits_SV, wanted_SV, rtol=1e-5, atol=1e-5)
     assert shape is UNTIED or logits_SV.stride() == (384, 1)
     assert torch.allclose(decoder.head(hidden_SD), wanted_SV, rtol=1e-5, atol=1e-5), "it is the same decoder"
@@ -33,7 +33,7 @@ def test_logits_are_those_of_the_model_in_rows_that_begin_at_whole_numbers(shape
 def test_the_matrix_is_there_once(shape: ModelConfig) -> None:
     decoder = tiny_decoder(shape)
     before = decoder.embedding.detach().clone()
-    head = whole_head(decoder)
+    head = padded_lm_head(decoder)
     matrix = decoder.embedding if decoder.untied_head is None else decoder.untied_head
     assert matrix.shape == (ODD, decoder.config.width) and matrix.is_contiguous()
     assert matrix.untyped_storage().nbytes() == 384 * decoder.config.width * 4
@@ -45,15 +45,15 @@ def test_the_matrix_is_there_once(shape: ModelConfig) -> None:
 
 def test_a_head_that_is_whole_or_rounded_stays_where_it_is() -> None:
     whole = tiny_decoder()
-    assert whole.config.vocab_size % WHOLE == 0
+    assert whole.config.vocab_size % VOCAB_MULTIPLE == 0
     place = whole.embedding.data_ptr()
-    assert whole_head(whole) == whole.head and whole.embedding.data_ptr() == place
+    assert padded_lm_head(whole) == whole.head and whole.embedding.data_ptr() == place
     kinds: dict[Quantize, bool] = {"int8": True, "fp8": False}  # fp8 takes no odd number of rows
     for quantize, is_rounded in kinds.items():
         decoder = tiny_decoder(UNTIED)
-        install(decoder, quantize)
+        quantize_decoder(decoder, quantize)
         assert (decoder.head_product is not product) == is_rounded
-        assert (whole_head(decoder) == decoder.head) == is_rounded
+        assert (padded_lm_head(decoder) == decoder.head) == is_rounded
 
 
 def test_a_device_draws_the_tokens_of_the_torch_way_from_an_odd_vocabulary() -> None:

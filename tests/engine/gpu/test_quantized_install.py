@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.engine.checks.golden_check import check_golden
-from app.engine.gpu.linears import Quantize, install, what_stays
+from app.engine.gpu.linears import Quantize, describe_unquantized, quantize_decoder
 from app.engine.quantization.int8_weights import round_weights
 from model.checkpoint.golden import GOLDEN_FILE, golden_file
 from model.config import ModelConfig
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def _installed(shape: ModelConfig, quantize: Quantize, dtype: torch.dtype = torch.float32) -> Decoder:
     decoder = tiny_decoder(shape, dtype=dtype)
-    install(decoder, quantize)
+    quantize_decoder(decoder, quantize)
     return decoder
 
 
@@ -57,10 +57,10 @@ def test_what_was_rounded_is_freed_and_still_counted() -> None:
 
 def test_the_log_hears_of_matrices_that_fp8_cannot_take() -> None:
     odd = tiny_decoder(tiny_config(mlp_width=168))
-    assert what_stays(odd, "fp8") == (
-        "2 of 8 matrices stay in the format they came in: fp8 takes multiples of 16, and they are 64 x 168"
+    assert describe_unquantized(odd, "fp8") == (
+        "2 of 8 matrices are not quantized: fp8 requires multiples of 16, and their sizes are 64 x 168"
     )
-    assert what_stays(odd, "int8") is None and what_stays(tiny_decoder(), "fp8") is None
+    assert describe_unquantized(odd, "int8") is None and describe_unquantized(tiny_decoder(), "fp8") is None
 
 
 def _prove(directory: Path, shape: ModelConfig) -> str:

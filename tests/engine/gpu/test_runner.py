@@ -178,14 +178,14 @@ class _FailingLaunches:
 
 
 def test_a_row_is_given_away_only_where_its_sequence_does_not_run() -> None:
-    rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
+    rows = tiny_device_runner(tiny_decoder(), max_running=2)._resident
     first, second, third = ([Chunk(s, 0, 1)] for s in _sequences(3))
-    assert rows.enter([*first, *second])[0] == [1, 0]
+    assert rows.assign_rows([*first, *second])[0] == [1, 0]
     first[0].sequence.ended = True
     second[0].sequence.tokens.append(7)
-    places, changes = rows.enter([Chunk(second[0].sequence, 1, 2), *third])
-    assert places == [0, 1] and changes.loaded == [1], "the second one is known"
-    assert not rows.knows(first[0].sequence) and rows.knows(second[0].sequence)
+    places, changes = rows.assign_rows([Chunk(second[0].sequence, 1, 2), *third])
+    assert places == [0, 1] and changes.loaded_rows == [1], "the second one is known"
+    assert not rows.is_resident(first[0].sequence) and rows.is_resident(second[0].sequence)
 
 
 def test_a_trial_row_has_room_beside_as_many_as_may_run() -> None:
@@ -204,16 +204,16 @@ def test_shapes_that_must_not_change_do_not_however_few_tokens_there_are() -> No
 
 
 def test_a_sequence_that_gave_way_is_told_anew() -> None:
-    rows = tiny_device_runner(tiny_decoder(), max_running=2)._rows
+    rows = tiny_device_runner(tiny_decoder(), max_running=2)._resident
     (sequence,) = _sequences(1)
-    rows.enter([Chunk(sequence, 0, 1)])
+    rows.assign_rows([Chunk(sequence, 0, 1)])
     sequence.tokens.append(7)
-    _, changes = rows.enter([Chunk(sequence, 1, 2)])
-    assert not changes.loaded and not changes.tokens, "its token and its length lie there"
+    _, changes = rows.assign_rows([Chunk(sequence, 1, 2)])
+    assert not changes.loaded_rows and not changes.tokens, "its token and its length lie there"
     sequence.blocks = [5]
     sequence.tokens.append(8)
-    _, changes = rows.enter([Chunk(sequence, 2, 3)])
-    assert changes.loaded and list(changes.table_blocks) == [5], "although it goes on where it was"
+    _, changes = rows.assign_rows([Chunk(sequence, 2, 3)])
+    assert changes.loaded_rows and list(changes.table_blocks) == [5], "although it goes on where it was"
 
 
 def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
@@ -226,7 +226,7 @@ def test_a_longer_sequence_takes_a_graph_of_more_splits() -> None:
     graphs.capture(noted)
     for count, splits in ((1, 1), (2, 16), (2, 17), (1, 40)):
         graphs.run(count, splits)
-    assert taken == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.number == 6
+    assert taken == [(1, 1), (2, 16), (2, 40), (1, 40)] and graphs.count == 6
 
 
 def _sequences(count: int) -> list[Sequence]:

@@ -63,7 +63,7 @@ def test_every_kind_of_row_is_drawn_by_the_law(vocab: int) -> None:
 def test_a_row_of_many_tiles_whose_candidates_do_not_fit_the_room_is_drawn_by_the_law(name: str) -> None:
     """Rows of 128,256 logits go so; here with rooms for 64."""
     module = pytest.importorskip("app.engine.gpu.kernels.triton.sampler", reason="Triton is not installed")
-    small = partial(module.sample, sizes=module.SamplerTiling(tile=64, groups=4, room=64))
+    small = partial(module.sample, sizes=module.SamplerTiling(tile=64, groups=4, scratch=64))
     case = chance(name, 260, 16, 3) if name == "chance" else _some(MANY_TILES[name], len(name) % 2, 3)
     assert not list(wrong(small, case, DEVICE, exact=True))
 

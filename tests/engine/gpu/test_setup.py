@@ -19,8 +19,8 @@ from app.engine.execution.warmup_batches import PermissiveGrammars, costliest_st
 from app.engine.gpu.kernels.interface import PARTIAL_BYTES, AttentionBatch, AttentionSpec
 from app.engine.gpu.kernels.reference_operations import ReferenceKernels
 from app.engine.gpu.resident_batch import Upload
-from app.engine.gpu.setup import _GRAPH_BYTES, GpuParts
-from app.engine.gpu.step import StepInputs, packed
+from app.engine.gpu.setup import _GRAPH_BYTES, GpuSetup
+from app.engine.gpu.step import StepInputs, pack_samples
 from app.engine.gpu.triton_loader import check_triton
 from app.engine.memory.memory_plan import CacheShape
 from app.engine.sampling.sampler import sample
@@ -100,7 +100,7 @@ def test_rows_that_stay_are_measured_with_the_largest_step_and_once(measured: li
     config = tiny_config()
     room = CacheShape(shape=config, context=64, block_size=16, max_running=2, dtype=torch.float32)
     limits = StepLimits(tokens_per_step=32, max_running=2)
-    parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
+    parts = GpuSetup(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
     assert (parts.activations(), parts.graph_bytes() > 7) == (7, True)
     counts = torch.Size((limits.max_running + 1, config.vocab_size))
     assert [("zeros", counts) in making.made for making in measured] == [True, False]
@@ -114,7 +114,7 @@ def test_splits_that_lie_beside_one_another_are_counted_where_there_may_be_some(
         config = tiny_config(context=context)
         room = CacheShape(shape=config, context=context, block_size=16, max_running=2, dtype=torch.float32)
         limits = StepLimits(tokens_per_step=32, max_running=2)
-        parts = GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
+        parts = GpuSetup(tiny_decoder(config), _Noting(), room, limits, deterministic=False)
         told.append((parts.activations(), parts.graph_bytes()))
     step, graphs = (after - before for before, after in zip(*told, strict=True))
     assert (step, graphs) == (PARTIAL_BYTES, PARTIAL_BYTES + 2 * _GRAPH_BYTES), "and two steps are captured once more"
@@ -127,7 +127,7 @@ def test_what_is_measured_holds_the_costliest_draws_of_the_host(kind: str, measu
     room = CacheShape(shape=config, context=64, block_size=16, max_running=4, dtype=torch.float32)
     limits = StepLimits(tokens_per_step=64, max_running=40)
     if kind == "device":
-        GpuParts(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
+        GpuSetup(tiny_decoder(config), _Noting(), room, limits, deterministic=False).activations()
     else:
         TorchBackend(tiny_decoder(config), room, limits).peaks()
     guided_rows, vocab = 39, config.vocab_size
@@ -219,9 +219,9 @@ def test_no_tensor_of_the_host_has_a_part_in_a_step(deterministic: bool) -> None
     tokens_T, tiles_X, draws_S = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (128, 4, 4))
     with torch.inference_mode(), _Strangers():  # type: ignore[no-untyped-call]
         steps.decode(3, 1)
-        steps.mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
+        steps.run_mixed(StepInputs._make([*[tokens_T] * 3, *[tiles_X] * 4, *[draws_S] * 2]), tile_tokens=32, splits=1)
         steps.prepare(tiles_X, draws_S, draws_S)
-        words, upload = steps.rows.table.words_RW.shape[1], Upload()
+        words, upload = steps.resident.table.words_RW.shape[1], Upload()
         sections = [upload.add(range(size)) for size in (1, words, *[5] * 3, *[3] * 2, *[2] * 4)]
-        steps.rows.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
-        packed(steps.out.first(3))
+        steps.resident.apply(torch.zeros(sections[-1].stop, dtype=torch.int32, device="meta"), sections)
+        pack_samples(steps.out.first(3))

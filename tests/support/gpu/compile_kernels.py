@@ -17,27 +17,27 @@ from triton.compiler import ASTSource
 from app.engine.gpu.kernels.interface import (
     COLUMNS,
     HEADS,
+    LOOKUP_ROWS,
     POSITIONS,
     ROW_LAUNCH,
     ROWS,
-    STATES,
     attention_launch,
     norm_launch,
     padded_dim,
 )
-from app.engine.gpu.kernels.reference_operations import LARGEST
+from app.engine.gpu.kernels.reference_operations import FP8_MAX
 from app.engine.gpu.kernels.sampling_state import COUNTED, TOP
 from app.engine.gpu.kernels.triton import quantized_products
 from app.engine.gpu.kernels.triton.attention import attention_kernel, merge_kernel
 from app.engine.gpu.kernels.triton.operations import (
     advance_kernel,
     gate_kernel,
-    heads_kernel,
     look_up_kernel,
     norm_kernel,
+    split_heads_kernel,
 )
-from app.engine.gpu.kernels.triton.quantized_products import round_row, warps
-from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling, adjust, draw, score
+from app.engine.gpu.kernels.triton.quantized_products import quantize_row_kernel, warps
+from app.engine.gpu.kernels.triton.sampler import WARPS, SamplerTiling, adjust_kernel, logprobs_kernel, sample_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 VOCAB = 128_256
@@ -48,8 +48,8 @@ TYPES = {
     **dict.fromkeys(("values_ptr", "statistics_ptr", "rope_ptr", "scales_ptr"), "*fp32"),
     "value_offset": "i64",
 }
-SAMPLING_INTEGERS = ("rows", "positions", "words", "counts", "best_id", "room", "tokens", "top_ids")
-SAMPLING_FLOATS = ("x", "w", "best", "raw_best", "groups", "raw_groups", "room_w", "logprob", "top_logprobs")
+SAMPLING_INTEGERS = ("rows", "positions", "words", "counts", "best_id", "scratch", "tokens", "top_ids")
+SAMPLING_FLOATS = ("x", "w", "best", "raw_best", "groups", "raw_groups", "scratch_w", "logprob", "top_logprobs")
 SAMPLING_TYPES = {
     **{f"{name}_ptr": "*i32" for name in SAMPLING_INTEGERS},
     **{f"{name}_ptr": "*fp32" for name in SAMPLING_FLOATS},
@@ -77,7 +77,7 @@ def attention(number: str, head_dim: int, *, beside: bool, tile_tokens: int, **c
     constants = {
         "N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "BLOCK": 64, "TABLE": 512,
         "TILE_TOKENS": tile_tokens, "HAS_CAP": False, "WINDOW": 0, "ROWS": ROWS, "SPLIT": 512, "POSITIONS": POSITIONS,
-        "BESIDE": beside, **changes,
+        "PARALLEL_SPLITS": beside, **changes,
     }  # fmt: skip
     item_size = 4 if number == "fp32" else 2
     return compiled(attention_kernel, attention_launch(padded_dim(head_dim), item_size).options, number, **constants)
@@ -86,7 +86,9 @@ def attention(number: str, head_dim: int, *, beside: bool, tile_tokens: int, **c
 def heads(number: str, head_dim: int, *, half: int, norm: bool) -> Any:
     """Of 32 query and 8 kv heads."""
     sizes = {"N_HEADS": 32, "N_KV_HEADS": 8, "HEAD_DIM": head_dim, "PADDED": padded_dim(head_dim), "HALF": half}
-    return compiled(heads_kernel, ROW_LAUNCH.options, number, HAS_Q_NORM=norm, HAS_K_NORM=norm, HEADS=HEADS, **sizes)
+    return compiled(
+        split_heads_kernel, ROW_LAUNCH.options, number, HAS_Q_NORM=norm, HAS_K_NORM=norm, HEADS=HEADS, **sizes
+    )
 
 
 def merge(number: str, head_dim: int, window: int) -> Any:
@@ -110,11 +112,11 @@ def sampling(number: str) -> dict[str, Any]:
     """As they are launched for a large vocabulary, with logits in the format `number`."""
     cut = SamplerTiling.of(VOCAB)
     tiles = triton.next_power_of_2(triton.cdiv(VOCAB, cut.tile))
-    sizes = {"B": cut.tile, "G": cut.groups, "C": cut.room, "T": tiles, "K": TOP, "COUNTED": COUNTED}
+    sizes = {"B": cut.tile, "G": cut.groups, "C": cut.scratch, "T": tiles, "K": TOP, "COUNTED": COUNTED}
     options = {"num_warps": WARPS}
     return {
         f"sampling {kernel.__name__}": compiled(kernel, options, number, SAMPLING_TYPES, **sizes)
-        for kernel in (adjust, draw, score)
+        for kernel in (adjust_kernel, sample_kernel, logprobs_kernel)
     }
 
 
@@ -124,20 +126,22 @@ def product(n_tokens: int, *, has_bias: bool) -> Any:
     sizes = {"BLOCK_T": block_t, "BLOCK_N": quantized_products.BLOCK_N, "BLOCK_K": quantized_products.BLOCK_K}
     options = {"num_warps": quantized_products.WARPS, "num_stages": stages, "enable_fp_fusion": False}
     types = {"numbers_ptr": "*i8"}
-    return compiled(quantized_products.multiply, options, "bf16", types, N_COLUMNS=4096, HAS_BIAS=has_bias, **sizes)
+    return compiled(
+        quantized_products.int8_product_kernel, options, "bf16", types, N_COLUMNS=4096, HAS_BIAS=has_bias, **sizes
+    )
 
 
 def rounding(width: int) -> Any:
     """To fp8, of rows of so many numbers."""
-    sizes = {"N_COLUMNS": width, "PADDED": triton.next_power_of_2(width), "LARGEST": LARGEST}
-    return compiled(round_row, {"num_warps": warps(width)}, "bf16", {"numbers_ptr": "*fp8e4nv"}, **sizes)
+    sizes = {"N_COLUMNS": width, "PADDED": triton.next_power_of_2(width), "FP8_MAX": FP8_MAX}
+    return compiled(quantize_row_kernel, {"num_warps": warps(width)}, "bf16", {"numbers_ptr": "*fp8e4nv"}, **sizes)
 
 
 def rows() -> dict[str, Any]:
     """Of 256 sequences of up to 32,768 positions."""
     types = {f"{name}_ptr": "*i32" for name in ("rows", "lengths", "tokens", "token", "out")}
     look_up, advance = (
-        compiled(kernel, ROW_LAUNCH.options, "i32", types, PADDING_ROW=256, STATES=STATES, **sizes)
+        compiled(kernel, ROW_LAUNCH.options, "i32", types, PADDING_ROW=256, LOOKUP_ROWS=LOOKUP_ROWS, **sizes)
         for kernel, sizes in ((look_up_kernel, {"TABLE": 512, "BLOCK": 64}), (advance_kernel, {}))
     )
     return {"rows looked up": look_up, "rows advanced": advance}

@@ -40,7 +40,7 @@ def tiny_device_runner(
         deterministic=deterministic,
     )
     paged = PagedDecoder(decoder, kernels)
-    return device_runner(paged, kernels, wishes, blocks=blocks, guides=guides)
+    return device_runner(paged, kernels, wishes, blocks=blocks, grammars=guides)
 
 
 def tiny_device_engine(decoder: Decoder, *, depth: int = 1, capture: Capture | None = None, **room: Any) -> Engine:

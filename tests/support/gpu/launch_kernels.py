@@ -17,10 +17,10 @@ from triton.backends.compiler import GPUTarget
 from app.common.types import Request, SamplingParams
 from app.engine.execution.engine import Engine
 from app.engine.execution.warmup_batches import dummies
-from app.engine.gpu.kernels.interface import Places
-from app.engine.gpu.kernels.triton.quantized_products import product
-from app.engine.gpu.linears import install
-from app.engine.gpu.triton_loader import RoundedKernels, triton_kernels
+from app.engine.gpu.kernels.interface import RowLookup
+from app.engine.gpu.kernels.triton.quantized_products import int8_product
+from app.engine.gpu.linears import quantize_decoder
+from app.engine.gpu.triton_loader import QuantizedKernels, triton_kernels
 from app.engine.scheduling.block_allocator import BlockPool
 from app.engine.scheduling.scheduler import Scheduler, StepLimits
 from tests.support.gpu.emulated_engine import tiny_device_runner
@@ -66,7 +66,7 @@ def main() -> dict[str, Any]:
     assert found
     shape = tiny_config(context=640, vocab_size=333, tied_head=False, qk_norm=True, n_layers=1)
     decoder = tiny_decoder(shape, dtype=torch.bfloat16)
-    install(decoder, "int8", RoundedKernels(int8_product=product))
+    quantize_decoder(decoder, "int8", QuantizedKernels(int8_product=int8_product))
     runner = tiny_device_runner(
         decoder,
         max_running=ROWS,
@@ -77,7 +77,7 @@ def main() -> dict[str, Any]:
     )
     look_up = found.kernels.look_up
     # Nothing is computed, and an embedding must be in its table.
-    vars(found.kernels)["look_up"] = lambda *asked: Places(*[column_S.zero_() for column_S in look_up(*asked)])
+    vars(found.kernels)["look_up"] = lambda *asked: RowLookup(*[column_S.zero_() for column_S in look_up(*asked)])
     runner.warm_up(TOKENS)
     runner.capture(lambda work: (work(), work)[1])
     early = sorted(wanted)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from app.common.types import Request, SampledEvent
-from app.engine.cpu.compute import NativeCompute, Threads
+from app.engine.cpu.compute import NativeCompute, ThreadPool
 from app.engine.cpu.library import Library
 from app.engine.cpu.program import BLOCK
 from app.engine.cpu.sampler import NativeSampler
@@ -110,7 +110,7 @@ def round_weights_for(way: str, decoder: Decoder) -> None:
 
 def native_compute(decoder: Decoder, blocks: int, *, int8: bool = False, threads: int = 2) -> NativeCompute:
     """`decoder` in the kernels of this machine."""
-    return NativeCompute(kernels(), decoder, Threads(kernels(), threads), blocks=blocks, int8=int8)
+    return NativeCompute(kernels(), decoder, ThreadPool(kernels(), threads), blocks=blocks, int8=int8)
 
 
 @cache

@@ -1,8 +1,8 @@
 // Paged attention over blocks of 16 keys and values.
 //
 // A block of one kv head: keys [C / step][16][step], so that 16 scores are one vector; values [16 / step][C][step],
-// where step is 2 (pairs) in bfloat16 and 1 in float32. A row adds up its own keys in order, 16 sums side by side, from
-// its window's first block on; masked keys weigh exactly 0 wherever the tile needs them: batch invariance.
+// where step is 2 (pairs) in bfloat16 and 1 in float32. A row adds up its own keys in order, in 16 parallel sums, from
+// its window's first block on; masked keys get a weight of exactly 0, so a tile may include them: batch invariance.
 #pragma once
 
 #include "product.h"
@@ -18,7 +18,7 @@ constexpr int kQueryRows = 2, kBlocksAtOnce = 2;
 
 struct Heads {
     int queries, kv, width, padded;  // padded: width in whole vectors
-    int window;                      // 0 is none
+    int window;                      // 0: no window
     float scale;
     long block_numbers() const { return long(kBlock) * padded; }
 };
@@ -33,28 +33,29 @@ struct Blocks {
     const typename W::Number* value(int block) const { return values + table[block] * stride; }
 };
 
-inline void keep(Floats x, float* to) { store(to, x); }
-inline void keep(Floats x, bf16* to) { store(to, to_bf16(x)); }
+inline void convert_store(Floats x, float* to) { store(to, x); }
+inline void convert_store(Floats x, bf16* to) { store(to, to_bf16(x)); }
 
 // Stores one token's key and value of one head in its slot, both padded with zeros to whole vectors.
 template <class W>
-void remember(const Heads& h, const float* k, const float* v, typename W::Number* keys, typename W::Number* values,
+void store_kv(const Heads& h, const float* k, const float* v, typename W::Number* keys, typename W::Number* values,
               int slot) {
-    typename W::Number held[kLanes];
+    typename W::Number converted[kLanes];
     for (int c = 0; c < h.padded; c += kLanes) {
-        keep(load<Floats>(k + c), held);
+        convert_store(load<Floats>(k + c), converted);
         for (int i = 0; i < kLanes; i += W::kStep)
-            std::memcpy(keys + ((c + i) / W::kStep * kBlock + slot) * W::kStep, held + i, W::kStep * sizeof *held);
-        keep(load<Floats>(v + c), held);
+            std::memcpy(keys + ((c + i) / W::kStep * kBlock + slot) * W::kStep, converted + i,
+                        W::kStep * sizeof *converted);
+        convert_store(load<Floats>(v + c), converted);
         typename W::Number* column = values + (slot / W::kStep * h.padded + c) * W::kStep + slot % W::kStep;
-        for (int i = 0; i < kLanes; i++) column[i * W::kStep] = held[i];
+        for (int i = 0; i < kLanes; i++) column[i * W::kStep] = converted[i];
     }
 }
 
 // scores [R][n_blocks * 16] of R query rows, from block `first` on.
 template <class W, int R>
-void score(const Heads& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first, int n_blocks,
-           float* scores, long stride) {
+void compute_scores(const Heads& h, const Blocks<W>& blocks, const typename W::Number* const* queries, int first,
+                    int n_blocks, float* scores, long stride) {
     for (int b = 0; b < n_blocks; b += kBlocksAtOnce) {
         const char *keys[kBlocksAtOnce], *next[kBlocksAtOnce];
         for (int i = 0; i < kBlocksAtOnce; i++) {
@@ -70,7 +71,7 @@ void score(const Heads& h, const Blocks<W>& blocks, const typename W::Number* co
             }
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                const typename W::Vector q = W::spread(queries[r] + s * W::kStep);
+                const typename W::Vector q = W::broadcast(queries[r] + s * W::kStep);
 #pragma GCC unroll 4
                 for (int i = 0; i < kBlocksAtOnce; i++) sums[r][i] = W::add(k[i], q, sums[r][i]);
             }
@@ -81,37 +82,39 @@ void score(const Heads& h, const Blocks<W>& blocks, const typename W::Number* co
     }
 }
 
-// Scores of one row to weights that are not divided yet; returns their sum. Keys are numbered from `start`.
+// Turns the scores of one row into softmax weights without the division, and returns their sum. The first key is
+// `start`.
 template <class Number>
-float soften(float* scores, int length, int start, int position, int window, Number* weights) {
+float softmax(float* scores, int length, int start, int position, int window, Number* weights) {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int oldest = window ? position - window + 1 : 0;
-    const Floats nothing = all(-__builtin_inff());
-    Floats best = nothing;
+    const Floats neg_inf = splat(-__builtin_inff());
+    Floats best = neg_inf;
     for (int i = 0; i < length; i += kLanes) {
         const Ints key = lanes + (start + i);
         Floats s = load<Floats>(scores + i);
         if (start + i + kLanes > position + 1 || start + i < oldest) {
-            s = key <= position ? s : nothing;
-            s = key >= oldest ? s : nothing;
+            s = key <= position ? s : neg_inf;
+            s = key >= oldest ? s : neg_inf;
             store(scores + i, s);
         }
         best = larger(best, s);
     }
-    const Floats top = all(largest(best));
+    const Floats row_max = splat(largest(best));
     Floats total = {};
     for (int i = 0; i < length; i += kLanes) {
-        const Floats weight = exp(load<Floats>(scores + i) - top);
+        const Floats weight = exp(load<Floats>(scores + i) - row_max);
         total += weight;
-        keep(weight, weights + i);
+        convert_store(weight, weights + i);
     }
     return sum(total);
 }
 
 // outputs += weights [R][length] times values, P vectors of the head from `column` on.
 template <class W, int R, int P>
-void mix(const Heads& h, const Blocks<W>& blocks, const typename W::Number* weights, long stride, int first,
-         int n_blocks, int column, const float* totals, typename W::Number* const* outputs) {
+void accumulate_values(const Heads& h, const Blocks<W>& blocks, const typename W::Number* weights, long stride,
+                       int first, int n_blocks, int column, const float* totals,
+                       typename W::Number* const* outputs) {
     Floats sums[R][P] = {};
     for (int b = 0; b < n_blocks; b++) {
         const auto at = [&](int block) {
@@ -127,7 +130,7 @@ void mix(const Heads& h, const Blocks<W>& blocks, const typename W::Number* weig
             }
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                const typename W::Vector p = W::spread(weights + r * stride + b * kBlock + s * W::kStep);
+                const typename W::Vector p = W::broadcast(weights + r * stride + b * kBlock + s * W::kStep);
 #pragma GCC unroll 4
                 for (int i = 0; i < P; i++) sums[r][i] = W::add(v[i], p, sums[r][i]);
             }
@@ -137,7 +140,7 @@ void mix(const Heads& h, const Blocks<W>& blocks, const typename W::Number* weig
         for (int i = 0; i < P; i++) {
             const int at = column + i * kLanes, left = std::min(kLanes, h.width - at);
             typename W::Number out[kLanes];
-            keep(sums[r][i] / totals[r], out);
+            convert_store(sums[r][i] / totals[r], out);
             if (left > 0) std::memcpy(outputs[r] + at, out, left * sizeof *out);
         }
 }
@@ -152,15 +155,15 @@ void attend(const Heads& h, const Blocks<W>& blocks, const typename W::Number* c
     const int n_blocks = last / kBlock + 1 - first, length = n_blocks * kBlock;
     float totals[R];
     Number* weights = reinterpret_cast<Number*>(scratch + long(R) * length);
-    score<W, R>(h, blocks, queries, first, n_blocks, scratch, length);
+    compute_scores<W, R>(h, blocks, queries, first, n_blocks, scratch, length);
     for (int r = 0; r < R; r++)
-        totals[r] = soften(scratch + long(r) * length, length, first * kBlock, positions[r], h.window,
+        totals[r] = softmax(scratch + long(r) * length, length, first * kBlock, positions[r], h.window,
                            weights + long(r) * length);
     int column = 0;
     for (; column + 4 * kLanes <= h.padded; column += 4 * kLanes)
-        mix<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
+        accumulate_values<W, R, 4>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
     for (; column < h.padded; column += kLanes)
-        mix<W, R, 1>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
+        accumulate_values<W, R, 1>(h, blocks, weights, length, first, n_blocks, column, totals, outputs);
 }
 
 template <class W, int R = kQueryRows>

@@ -1,4 +1,4 @@
-// Samples a token for each row of logits: app/engine/sampling/sampler.py in C++, in the order of docs/sampling.md.
+// C++ implementation of app/engine/sampling/sampler.py: samples a token for each row of logits (docs/sampling.md).
 //
 // One thread samples a row, and the order of its sums depends on that row alone. The caller owns all memory.
 #pragma once
@@ -10,62 +10,63 @@
 
 extern "C" {
 
-// Room for the most likely tokens of each row.
+// Most likely tokens reported for a row, at most.
 constexpr int64_t INK_TOP = 20;
 
-// Where the answers go, one after the other; INK_TOP places for each row in the last two.
-struct InkDrawn {
-    int64_t* tokens;   // -1: the logits are not finite, or the guide allows nothing
-    double* logprobs;  // the chosen token's, by the raw logits; written where asked for, as are these:
+// Output arrays, one entry for each row; the last two have INK_TOP entries for each row.
+struct InkSamples {
+    int64_t* tokens;   // -1: the logits are not finite, or the grammar allows no token
+    double* logprobs;  // of the sampled token, from the raw logits; these three are written only if requested
     int64_t* top_ids;
     double* top_logprobs;
 };
 }
 
-namespace draw {
+namespace sampling {
 
-inline void draw_row(Room& room, const float* raw, const InkRow& row, const InkDrawn& out, int64_t place) {
+inline void sample_row(Scratch& scratch, const float* raw, const InkRow& row, const InkSamples& out, int64_t index) {
     const InkParams& p = *row.params;
-    out.tokens[place] = -1;
-    if (!room.take_in(raw)) return;
+    out.tokens[index] = -1;
+    if (!scratch.load_row(raw)) return;
     LogSoftmax softmax{};
     if (p.logprobs >= 0) {
-        softmax = log_softmax(room);
-        const int64_t count = std::min({p.logprobs, INK_TOP, room.vocab});
-        most_likely(room, softmax, count, out.top_ids + place * INK_TOP, out.top_logprobs + place * INK_TOP);
+        softmax = log_softmax_of_row(scratch);
+        const int64_t count = std::min({p.logprobs, INK_TOP, scratch.vocab});
+        write_top_logprobs(scratch, softmax, count, out.top_ids + index * INK_TOP, out.top_logprobs + index * INK_TOP);
     }
-    if (is_adjusted(row)) adjust(room, row);
-    const float best = room.best();
-    if (best == NOTHING) return;
-    const int64_t token = choose(room, p, best, uniform(p.seed, p.choice, row.length));
-    out.tokens[place] = token;
-    if (p.logprobs >= 0) out.logprobs[place] = softmax.of(raw[token]);
+    if (needs_adjustment(row)) adjust_logits(scratch, row);
+    const float best = scratch.best();
+    if (best == NEG_INF) return;
+    const int64_t token = sample_token(scratch, p, best, uniform(p.seed, p.choice, row.length));
+    out.tokens[index] = token;
+    if (p.logprobs >= 0) out.logprobs[index] = softmax.of(raw[token]);
 }
 
-inline int64_t room_bytes(int64_t vocab) {
+inline int64_t scratch_bytes(int64_t vocab) {
     uintptr_t end = 0;
-    Room::at(0, vocab, end);
+    Scratch::at(0, vocab, end);
     return static_cast<int64_t>(end) + 64;
 }
 
-// Runs work(row, room) for each row, with a room for each thread. A few rows are not worth waking threads.
+// Runs work(row, scratch) for each row, with a scratch buffer for each thread. Few logits are not worth waking threads.
 template <class Work>
-inline void each_row(ink::Pool* pool, char* rooms, int64_t rows, int64_t vocab, const Work& work) {
-    const int64_t size = room_bytes(vocab);
-    const auto one = [&](int row, int thread) {
+inline void for_each_row(ink::Pool* pool, char* memory, int64_t rows, int64_t vocab, const Work& work) {
+    const int64_t size = scratch_bytes(vocab);
+    const auto run_row = [&](int row, int thread) {
         uintptr_t end;
-        Room room = Room::at(reinterpret_cast<uintptr_t>(rooms) + static_cast<uintptr_t>(thread * size), vocab, end);
-        work(row, room);
+        const uintptr_t base = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(thread * size);
+        Scratch scratch = Scratch::at(base, vocab, end);
+        work(row, scratch);
     };
-    constexpr int64_t WORTH_WAKING = 16384;
-    if (pool && rows > 1 && rows * vocab >= WORTH_WAKING) {
-        pool->run(static_cast<int>(rows), one);
+    constexpr int64_t MIN_PARALLEL_LOGITS = 16384;
+    if (pool && rows > 1 && rows * vocab >= MIN_PARALLEL_LOGITS) {
+        pool->run(static_cast<int>(rows), run_row);
     } else {
-        for (int row = 0; row < rows; row++) one(row, 0);
+        for (int row = 0; row < rows; row++) run_row(row, 0);
     }
 }
 
-}  // namespace draw
+}  // namespace sampling
 
 extern "C" {
 
@@ -73,31 +74,34 @@ extern "C" {
 int64_t ink_params_bytes() { return sizeof(InkParams); }
 int64_t ink_row_bytes() { return sizeof(InkRow); }
 
-// Memory that ink_draw() needs for as many threads, all zero at first, and then left alone between calls.
-int64_t ink_draw_room(int64_t threads, int64_t vocab) { return threads * draw::room_bytes(vocab); }
+// Bytes of memory that ink_sample() needs for so many threads: all zero at first, not written by the caller afterwards.
+int64_t ink_scratch_bytes(int64_t threads, int64_t vocab) { return threads * sampling::scratch_bytes(vocab); }
 
-// One token for each row of float32 logits, `stride` numbers apart. pool: null draws in this thread.
-void ink_draw(void* pool, void* rooms, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
-              const InkRow* rows, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
-    const InkDrawn out{tokens, logprobs, top_ids, top_logprobs};
-    draw::each_row(static_cast<ink::Pool*>(pool), static_cast<char*>(rooms), n_rows, vocab,
-                   [&](int row, draw::Room& room) { draw::draw_row(room, logits + row * stride, rows[row], out, row); });
+// Samples one token for each row of float32 logits, `stride` numbers apart. pool: null samples in the calling thread.
+void ink_sample(void* pool, void* memory, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
+                const InkRow* rows, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
+    const InkSamples out{tokens, logprobs, top_ids, top_logprobs};
+    const auto sample = [&](int row, sampling::Scratch& scratch) {
+        sampling::sample_row(scratch, logits + row * stride, rows[row], out, row);
+    };
+    sampling::for_each_row(static_cast<ink::Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, sample);
 }
 
-// Log-probabilities of given tokens, a row of logits each, and of the `count` (at most INK_TOP and the vocabulary) most
-// likely in their places. A row that is not finite gets none, and token -1.
-void ink_score(void* pool, void* rooms, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
-               int64_t count, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
-    draw::each_row(static_cast<ink::Pool*>(pool), static_cast<char*>(rooms), n_rows, vocab, [&](int row, draw::Room& room) {
+// Log-probabilities of given tokens, one for each row of logits, and of the `count` most likely tokens of the row (at
+// most INK_TOP and the vocabulary size). A row with logits that are not finite gets no log-probabilities and token -1.
+void ink_logprobs(void* pool, void* memory, const float* logits, int64_t stride, int64_t vocab, int64_t n_rows,
+                  int64_t count, int64_t* tokens, double* logprobs, int64_t* top_ids, double* top_logprobs) {
+    const auto score = [&](int row, sampling::Scratch& scratch) {
         const float* raw = logits + row * stride;
         const bool is_token = tokens[row] >= 0 && tokens[row] < vocab;
-        if (!room.take_in(raw) || !is_token) {
+        if (!scratch.load_row(raw) || !is_token) {
             tokens[row] = -1;
             return;
         }
-        const draw::LogSoftmax softmax = draw::log_softmax(room);
+        const sampling::LogSoftmax softmax = sampling::log_softmax_of_row(scratch);
         logprobs[row] = softmax.of(raw[tokens[row]]);
-        draw::most_likely(room, softmax, count, top_ids + row * INK_TOP, top_logprobs + row * INK_TOP);
-    });
+        sampling::write_top_logprobs(scratch, softmax, count, top_ids + row * INK_TOP, top_logprobs + row * INK_TOP);
+    };
+    sampling::for_each_row(static_cast<ink::Pool*>(pool), static_cast<char*>(memory), n_rows, vocab, score);
 }
 }

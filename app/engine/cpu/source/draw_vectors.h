@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-namespace draw {
+namespace sampling {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -28,20 +28,20 @@ using Ints = Vector<int32_t, LANES>::type;
 using Doubles = Vector<double, LANES / 2>::type;
 using HalfFloats = Vector<float, LANES / 2>::type;
 
-#define DRAW_INLINE inline __attribute__((always_inline))
+#define INK_INLINE inline __attribute__((always_inline))
 
-DRAW_INLINE Floats load(const float* from) {
+INK_INLINE Floats load(const float* from) {
     Floats value;
     memcpy(&value, from, sizeof value);
     return value;
 }
 
-DRAW_INLINE void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }
+INK_INLINE void store(float* to, Floats value) { memcpy(to, &value, sizeof value); }
 
-DRAW_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+INK_INLINE Floats elementwise_max(Floats a, Floats b) { return a > b ? a : b; }
 
 template <class To, class From>
-DRAW_INLINE To bits(From value) {
+INK_INLINE To bits(From value) {
     static_assert(sizeof(To) == sizeof(From));
     To same;
     memcpy(&same, &value, sizeof same);
@@ -50,26 +50,26 @@ DRAW_INLINE To bits(From value) {
 
 // The largest of N numbers.
 template <int N>
-DRAW_INLINE float best_of(typename Vector<float, N>::type value) {
+INK_INLINE float horizontal_max(typename Vector<float, N>::type value) {
     if constexpr (N == 1) {
         return value[0];
     } else {
         typename Vector<float, N / 2>::type low, high;
         memcpy(&low, &value, sizeof low);
         memcpy(&high, reinterpret_cast<const char*>(&value) + sizeof low, sizeof high);
-        return best_of<N / 2>(low > high ? low : high);
+        return horizontal_max<N / 2>(low > high ? low : high);
     }
 }
 
-// exp(x) for x <= 0: within 2 ulp of float32, 1 at 0, 0 below CUT, where float32 would soon lose its digits.
-constexpr float CUT = -86.0f;
+// exp(x) for x <= 0: within 2 ulp of float32, 1 at 0, 0 below EXP_CUTOFF, near which float32 loses precision.
+constexpr float EXP_CUTOFF = -86.0f;
 
-// x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts, the first with room for n; exp(r) by its Taylor series, which
-// ends where its rest is below a tenth of an ulp.
+// x = n ln 2 + r with |r| <= ln 2 / 2. ln 2 is split in two parts, so that n times the first part is exact. exp(r) is a
+// Taylor series that ends where the remainder is below a tenth of an ulp.
 constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
 
-// a b + c, rounded once where the processor can.
-DRAW_INLINE Floats fused(Floats a, Floats b, Floats c) {
+// a * b + c, rounded once where the CPU has the instruction.
+INK_INLINE Floats fused_multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -79,37 +79,37 @@ DRAW_INLINE Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-DRAW_INLINE Floats exp_of_rest(Floats r) {
+INK_INLINE Floats exp_taylor(Floats r) {
     const Floats one = Floats{} + 1.0f;
-    Floats e = fused(r, one / 5040, one / 720);
-    e = fused(e, r, one / 120);
-    e = fused(e, r, one / 24);
-    e = fused(e, r, one / 6);
-    e = fused(e, r, one / 2);
-    e = fused(e, r, one);
-    return fused(e, r, one);
+    Floats e = fused_multiply_add(r, one / 5040, one / 720);
+    e = fused_multiply_add(e, r, one / 120);
+    e = fused_multiply_add(e, r, one / 24);
+    e = fused_multiply_add(e, r, one / 6);
+    e = fused_multiply_add(e, r, one / 2);
+    e = fused_multiply_add(e, r, one);
+    return fused_multiply_add(e, r, one);
 }
 
-DRAW_INLINE Floats exp_of(Floats x) {
-    const Floats held = x < CUT ? Floats{} + CUT : x;
+INK_INLINE Floats exp_nonpositive(Floats x) {
+    const Floats clamped = x < EXP_CUTOFF ? Floats{} + EXP_CUTOFF : x;
 #if defined(__AVX512F__)
-    const __mmask16 all = 0xFFFF, kept = _mm512_cmp_ps_mask(x, Floats{} + CUT, _CMP_GE_OQ);
-    const Floats n = _mm512_maskz_roundscale_ps(all, held * LOG2_E, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const Floats r = fused(n, Floats{} - LN2_LOW, fused(n, Floats{} - LN2_HIGH, held));
-    return _mm512_maskz_scalef_ps(kept, exp_of_rest(r), n);
+    const __mmask16 all = 0xFFFF, kept = _mm512_cmp_ps_mask(x, Floats{} + EXP_CUTOFF, _CMP_GE_OQ);
+    const Floats n = _mm512_maskz_roundscale_ps(all, clamped * LOG2_E, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats r = fused_multiply_add(n, Floats{} - LN2_LOW, fused_multiply_add(n, Floats{} - LN2_HIGH, clamped));
+    return _mm512_maskz_scalef_ps(kept, exp_taylor(r), n);
 #else
     constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
-    const Floats shifted = held * LOG2_E + ROUNDING;
+    const Floats shifted = clamped * LOG2_E + ROUNDING;
     const Floats n = shifted - ROUNDING;
-    const Floats r = fused(n, Floats{} - LN2_LOW, fused(n, Floats{} - LN2_HIGH, held));
+    const Floats r = fused_multiply_add(n, Floats{} - LN2_LOW, fused_multiply_add(n, Floats{} - LN2_HIGH, clamped));
     const Ints power = (bits<Ints>(shifted) - bits<int32_t>(ROUNDING)) << 23;
-    return x < CUT ? Floats{} : bits<Floats>(bits<Ints>(exp_of_rest(r)) + power);
+    return x < EXP_CUTOFF ? Floats{} : bits<Floats>(bits<Ints>(exp_taylor(r)) + power);
 #endif
 }
 
-// Writes the values that are at least `least`, and the numbers that belong to them, one after the other; how many there
-// are. Room for LANES is written over. The places may be those that are read.
-DRAW_INLINE int pick(const float* values, Ints numbers, float least, float* to, uint32_t* to_numbers) {
+// Stores the values that are at least `least`, and their `numbers`, contiguously, and returns how many there are. It
+// always writes LANES entries. The output may overlap the input.
+INK_INLINE int compress(const float* values, Ints numbers, float least, float* to, uint32_t* to_numbers) {
 #if defined(__AVX512F__)
     const Floats value = load(values);
     const __mmask16 kept = _mm512_cmp_ps_mask(value, Floats{} + least, _CMP_GE_OQ);
@@ -128,13 +128,13 @@ DRAW_INLINE int pick(const float* values, Ints numbers, float least, float* to, 
 #endif
 }
 
-// A sum of floats in float64, in sixteen lanes at every width of the vectors, so that its bits are the same.
+// A sum of floats in float64, in sixteen lanes at every vector width, so that its bits are the same.
 struct Sum16 {
     Doubles part[2 * 16 / LANES] = {};
 
-    // The lower or the upper half of a vector. GCC 12 makes a detour through memory of the portable form.
+    // The lower or the upper half of a vector. GCC 12 compiles the portable form to a detour through memory.
     template <int UPPER>
-    DRAW_INLINE static Doubles half(Floats value) {
+    INK_INLINE static Doubles half(Floats value) {
 #if defined(__AVX512DQ__)
         return _mm512_maskz_cvtps_pd(0xFF, _mm512_maskz_extractf32x8_ps(0xFF, value, UPPER));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -147,17 +147,17 @@ struct Sum16 {
     }
 
     // value: the k-th vector of sixteen numbers.
-    DRAW_INLINE void add(int k, Floats value) {
+    INK_INLINE void add(int k, Floats value) {
         part[2 * k] += half<0>(value);
         part[2 * k + 1] += half<1>(value);
     }
 
-    DRAW_INLINE void add_product(int k, Floats a, Floats b) {
+    INK_INLINE void add_product(int k, Floats a, Floats b) {
         part[2 * k] += half<0>(a) * half<0>(b);
         part[2 * k + 1] += half<1>(a) * half<1>(b);
     }
 
-    DRAW_INLINE double total() const {
+    INK_INLINE double total() const {
         double lane[16];
         memcpy(lane, part, sizeof lane);
         for (int width = 8; width; width /= 2)
@@ -166,4 +166,4 @@ struct Sum16 {
     }
 };
 
-}  // namespace draw
+}  // namespace sampling

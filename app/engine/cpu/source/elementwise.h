@@ -12,9 +12,9 @@ enum Activation : int32_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
 // 1 - erfc by Abramowitz and Stegun 7.1.26, error below 1.5e-7.
 inline Floats erf(Floats x) {
     const Floats size = x < 0.0f ? -x : x;
-    const Floats t = 1.0f / fma(size, all(0.3275911f), all(1.0f));
-    Floats p = all(1.061405429f);
-    for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, all(c));
+    const Floats t = 1.0f / fma(size, splat(0.3275911f), splat(1.0f));
+    Floats p = splat(1.061405429f);
+    for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, splat(c));
     const Floats y = 1.0f - p * t * exp(-size * size);
     return x < 0.0f ? -y : y;
 }
@@ -23,7 +23,7 @@ inline Floats activate(int32_t kind, Floats x) {
     switch (kind) {
         case kRelu: return x < 0.0f ? Floats{} : x;
         case kGelu: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
-        case kGeluTanh: return x / (1.0f + exp(x * -1.59576912f * fma(x * x, all(0.044715f), all(1.0f))));
+        case kGeluTanh: return x / (1.0f + exp(x * -1.59576912f * fma(x * x, splat(0.044715f), splat(1.0f))));
         case kSilu: return x / (1.0f + exp(-x));
         default: return x;
     }
@@ -31,9 +31,10 @@ inline Floats activate(int32_t kind, Floats x) {
 
 enum Norm : int32_t { kCopy, kRms, kLayer };
 
-// done(column, 16 numbers) for the normed row. Rows are padded with zeros to whole vectors, and so is the weight.
-template <class Done>
-void norm(int32_t kind, const float* x, int width, const float* weight, const float* bias, float eps, Done&& done) {
+// Calls store_vector(column, 16 numbers) for the normed row. Rows and weights are padded with zeros to whole vectors.
+template <class Store>
+void norm(int32_t kind, const float* x, int width, const float* weight, const float* bias, float eps,
+          Store&& store_vector) {
     const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float mean = 0, factor = 1;
     if (kind == kLayer) {
@@ -44,8 +45,8 @@ void norm(int32_t kind, const float* x, int width, const float* weight, const fl
     if (kind != kCopy) {
         Floats squares = {};
         for (int c = 0; c < width; c += kLanes) {
-            const Floats centred = lanes + c < width ? load<Floats>(x + c) - mean : Floats{};
-            squares = fma(centred, centred, squares);
+            const Floats centered = lanes + c < width ? load<Floats>(x + c) - mean : Floats{};
+            squares = fma(centered, centered, squares);
         }
         factor = 1.0f / std::sqrt(sum(squares) / width + eps);
     }
@@ -53,11 +54,11 @@ void norm(int32_t kind, const float* x, int width, const float* weight, const fl
         Floats y = load<Floats>(x + c);
         if (kind != kCopy) y = (y - mean) * factor * load<Floats>(weight + c);
         if (bias) y += load<Floats>(bias + c);
-        done(c, y);
+        store_vector(c, y);
     }
 }
 
-// Turns pairs (i, i + half) of one head; angles: half cosines, then half sines.
+// Rotates the pairs (i, i + half) of one head. angles: `half` cosines, then `half` sines.
 inline void rotate(float* head, const float* angles, int half) {
     int i = 0;
     for (; i + kLanes <= half; i += kLanes) {

@@ -1,5 +1,5 @@
-// The C interface that Python calls through ctypes. An exception (no memory, no thread) ends the process, since Python
-// could not recover from half a step.
+// The C interface that Python calls through ctypes. An exception (out of memory, no thread) ends the process, since
+// Python could not recover from half a step.
 #include "draw.h"
 #include "steps.h"
 
@@ -22,12 +22,12 @@ void pack_as(const void* from, int n_rows, int k, int gate_rows, int panels, voi
 
 extern "C" {
 
-int ink_abi() { return 2; }
+int ink_abi() { return 3; }
 
-// So that Python can tell whether it means the same structures.
+// Lets Python check that its structures have the same layout.
 int ink_sizes() { return int(sizeof(InkMatrix) + sizeof(InkOperation) * 1000 + sizeof(InkShape) * 1000000); }
 
-// Null where the system gives no more threads.
+// Null if the system has no more threads.
 void* ink_open_pool(int threads, int spins) try { return new Pool(threads, spins); } catch (...) { return nullptr; }
 void ink_close_pool(void* pool) { delete static_cast<Pool*>(pool); }
 
@@ -45,16 +45,16 @@ void ink_pack(const void* from, int n_rows, int k, int gate_rows, int panels, in
 
 void* ink_open(const InkShape* shape, void* pool) {
     Pool& threads = *static_cast<Pool*>(pool);
-    Machine* machine = shape->is_bf16 ? static_cast<Machine*>(new ink::Decoder<BF16, I8>(*shape, threads))
+    Executor* executor = shape->is_bf16 ? static_cast<Executor*>(new ink::Decoder<BF16, I8>(*shape, threads))
                                       : new ink::Decoder<F32, I8F32>(*shape, threads);
-    return machine;
+    return executor;
 }
-void ink_close(void* machine) { delete static_cast<Machine*>(machine); }
+void ink_close(void* executor) { delete static_cast<Executor*>(executor); }
 
-void ink_run(void* machine, const InkStep* step) { static_cast<Machine*>(machine)->run(*step); }
+void ink_run(void* executor, const InkStep* step) { static_cast<Executor*>(executor)->run(*step); }
 
-// logits [n_rows, stride] of rows of the last step.
-void ink_head(void* machine, const int32_t* rows, int n_rows, float* logits, long stride) {
-    static_cast<Machine*>(machine)->head(rows, n_rows, logits, stride);
+// Writes the logits [n_rows, stride] of rows of the last step.
+void ink_head(void* executor, const int32_t* rows, int n_rows, float* logits, long stride) {
+    static_cast<Executor*>(executor)->head(rows, n_rows, logits, stride);
 }
 }

@@ -7,7 +7,7 @@
 
 extern "C" {
 
-// One matrix, packed; bias and scale (of int8) have as many numbers as outputs, or are null.
+// A packed matrix. bias and scale (for int8) have one number for each output, or are null.
 struct InkMatrix {
     const void* packed;
     const float *bias, *scale;
@@ -15,9 +15,9 @@ struct InkMatrix {
     int32_t is_int8, unused;
 };
 
-enum InkKind : int32_t { kNorm, kLinear, kRemember, kAttend, kAdd };
+enum InkKind : int32_t { kNorm, kLinear, kRopeCache, kAttention, kAdd };
 
-// in, out: registers. flag: a norm's kind, an activation.
+// in, out: registers. flag: the kind of a norm, or an activation.
 struct InkOperation {
     int32_t kind, in, out, flag;
     int32_t layer, columns;
@@ -30,11 +30,11 @@ struct InkOperation {
 struct InkShape {
     int32_t is_bf16, n_registers;
     int32_t query_heads, kv_heads, head_width, window;
-    int32_t turned, width;            // turned: half of the numbers of a head that turn, 0 for none
+    int32_t rotary_half, width;       // rotary_half: half of the numbers of a head that are rotated, 0 for none
     int32_t n_operations, n_blocks;
     int32_t final_norm, unused;
     float attention_scale, embedding_scale, soft_cap, eps;
-    const float *angles, *places;     // [context, 2 * turned]; [context, width] or null
+    const float *rope_table, *position_embeddings;  // [context, 2 * rotary_half]; [context, width] or null
     const InkMatrix *embedding, *head;
     const float *final_weight, *final_bias;
     void* cache;                      // [layer, 2, block, kv head, 16 * padded head]
@@ -42,10 +42,10 @@ struct InkShape {
     const InkOperation* operations;
 };
 
-// One step. chunks: [n_chunks, 3]: rows, position of the first one, where its blocks begin in `tables`.
+// One step. chunks: [n_chunks, 3]: number of rows, position of the first row, index of its first block in `tables`.
 struct InkStep {
     int32_t n_rows, n_chunks;
     const int32_t *tokens, *chunks, *tables;
-    double* seconds;  // null, or where each operation adds the time it took
+    double* seconds;  // null, or one entry for each operation, which adds its duration
 };
 }

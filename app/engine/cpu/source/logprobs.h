@@ -4,44 +4,46 @@
 #include "threshold_search.h"
 #include "inverse_cdf.h"
 
-namespace draw {
+namespace sampling {
 
-struct Scored {
+struct TokenLogprob {
     float logprob;
     uint32_t id;
 };
 
-// What turns a logit of the row into its log-probability.
+// Converts a logit of the row to its log-probability.
 struct LogSoftmax {
     double best, log_total;
 
-    // Held above -inf, which a finite logit far below the others may come to. Never falls where the logit rises.
-    DRAW_INLINE float of(float logit) const { return within_float((logit - best) - log_total); }
+    // Clamped above -inf, which rounding may give a finite logit far below the others. Monotonic in the logit.
+    INK_INLINE float of(float logit) const { return clamp_to_float((logit - best) - log_total); }
 
-    // A logit that is at most the least whose log-probability is this one.
-    float least_logit(float logprob) const {
+    // A lower bound for the logits whose log-probability is this one.
+    float lowest_logit(float logprob) const {
         const double slack = 1e-6 * std::fabs(logprob) + 1e-12 * (std::fabs(best) + log_total) + 1e-40;
-        const float logit = within_float(best + log_total + logprob - slack);
-        return std::max(-LARGEST, std::nextafter(logit, -LARGEST));
+        const float logit = clamp_to_float(best + log_total + logprob - slack);
+        return std::max(-FLOAT_MAX, std::nextafter(logit, -FLOAT_MAX));
     }
 };
 
-inline LogSoftmax log_softmax(Room& room) {
-    const float best = room.best();
-    return {best, std::log(weigh_row<false>(room, Scale{best, 1}).total)};
+inline LogSoftmax log_softmax_of_row(Scratch& scratch) {
+    const float best = scratch.best();
+    return {best, std::log(compute_row_weights<false>(scratch, Scale{best, 1}).total)};
 }
 
 // Writes the `count` most likely tokens, the lower id among equals; count is at most the vocabulary.
-inline void most_likely(Room& room, const LogSoftmax& softmax, int64_t count, int64_t* ids, double* logprobs) {
+inline void write_top_logprobs(Scratch& scratch, const LogSoftmax& softmax, int64_t count, int64_t* ids,
+                               double* logprobs) {
     if (!count) return;
-    const float edge = kth_best(room, room.block_best, room.blocks, count);
-    // What is as likely to the last digit may have a lower logit, and a lower id.
-    collect(room, room.x, room.block_best, softmax.least_logit(softmax.of(edge)), room.list.x);
-    Scored* found = reinterpret_cast<Scored*>(room.key);
-    static_assert(sizeof(Scored) == sizeof(uint64_t));
-    const List& list = room.list;
-    for (int64_t i = 0; i < list.n; i++) found[i] = {softmax.of(list.x[i]), list.id[i]};
-    std::partial_sort(found, found + count, found + list.n, [](const Scored& a, const Scored& b) {
+    const float kth = kth_largest(scratch, scratch.block_max, scratch.blocks, count);
+    // Tokens whose log-probability rounds to the same number may have a lower logit and a lower id.
+    const float least = softmax.lowest_logit(softmax.of(kth));
+    collect_candidates(scratch, scratch.x, scratch.block_max, least, scratch.candidates.x);
+    TokenLogprob* found = reinterpret_cast<TokenLogprob*>(scratch.key);
+    static_assert(sizeof(TokenLogprob) == sizeof(uint64_t));
+    const Candidates& candidates = scratch.candidates;
+    for (int64_t i = 0; i < candidates.n; i++) found[i] = {softmax.of(candidates.x[i]), candidates.id[i]};
+    std::partial_sort(found, found + count, found + candidates.n, [](const TokenLogprob& a, const TokenLogprob& b) {
         return a.logprob > b.logprob || (a.logprob == b.logprob && a.id < b.id);
     });
     for (int64_t i = 0; i < count; i++) {
@@ -50,4 +52,4 @@ inline void most_likely(Room& room, const LogSoftmax& softmax, int64_t count, in
     }
 }
 
-}  // namespace draw
+}  // namespace sampling

@@ -1,10 +1,10 @@
-// Random numbers that are a function of (seed, choice, position): Philox 4x32-10 (Salmon et al., SC 2011). No state.
+// Counter-based random numbers from (seed, choice, position): Philox 4x32-10 (Salmon et al., SC 2011). No state.
 #pragma once
 
 #include <array>
 #include <cstdint>
 
-namespace draw {
+namespace sampling {
 
 using Words4 = std::array<uint32_t, 4>;
 
@@ -27,4 +27,4 @@ inline double uniform(int64_t seed, int64_t choice, int64_t position) {
     return (static_cast<double>(words[0] >> 5) * 67108864.0 + static_cast<double>(words[1] >> 6)) * 0x1p-53;
 }
 
-}  // namespace draw
+}  // namespace sampling

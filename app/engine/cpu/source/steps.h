@@ -1,8 +1,8 @@
 // A decoder as a list of operations over one step's rows, run in one call.
 //
-// Rows of a step stand behind one another, chunk by chunk: a chunk is a piece of one sequence. Registers hold one row of
-// numbers for each of them: the residual stream and projections in float32, what goes into a product in the numbers of
-// the weights. app/engine/cpu/program.py writes the list.
+// The rows of a step are concatenated, chunk by chunk: a chunk is a piece of one sequence. Registers hold one row of
+// numbers for each of them: the residual stream and projections in float32, the inputs of products in the number format
+// of the weights. app/engine/cpu/program.py writes the list.
 #pragma once
 
 #include <chrono>
@@ -14,13 +14,13 @@
 
 namespace ink {
 
-// Registers that hold float32; the others hold the numbers of products.
-enum Register : int32_t { kStream, kWide, kNormed, kHidden, kQueries, kBeside };
-inline bool is_float(int32_t id) { return id == kStream || id == kWide; }
+// kResidual and kQkv hold float32; the others hold the number format of products.
+enum Register : int32_t { kResidual, kQkv, kNormed, kHidden, kQueries, kParallelNormed };
+inline bool is_float(int32_t id) { return id == kResidual || id == kQkv; }
 
-class Machine {
+class Executor {
   public:
-    virtual ~Machine() = default;
+    virtual ~Executor() = default;
     virtual void run(const InkStep& step) = 0;
     virtual void head(const int32_t* rows, int n_rows, float* logits, long stride) = 0;
 };
@@ -32,13 +32,13 @@ struct Row {
 
 // W: float32 or bfloat16; Q: its weight-only int8.
 template <class W, class Q>
-class Decoder : public Machine {
+class Decoder : public Executor {
     using Number = typename W::Number;
     static constexpr int kRowsPerTask = 8;
     static constexpr int kRowsPerBlock = 192;
 
   public:
-    Decoder(const InkShape& shape, Pool& pool) : s_(shape), pool_(pool), scratch_(pool.size()) {
+    Decoder(const InkShape& shape, Pool& pool) : shape_(shape), pool_(pool), scratch_(pool.size()) {
         heads_ = {shape.query_heads, shape.kv_heads, shape.head_width, 0, shape.window, shape.attention_scale};
         heads_.padded = (shape.head_width + kLanes - 1) / kLanes * kLanes;
         registers_.resize(shape.n_registers);
@@ -46,25 +46,26 @@ class Decoder : public Machine {
     }
 
     void run(const InkStep& step) override {
-        number_rows(step);
+        index_rows(step);
         reserve(step.n_rows);
-        each_row([&](int row, int) { embed(step.tokens[row], row); });
-        for (int i = 0; i < s_.n_operations; i++) {
-            const auto began = std::chrono::steady_clock::now();
-            operate(s_.operations[i], step);
-            if (step.seconds) step.seconds[i] += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+        for_each_row([&](int row, int) { embed(step.tokens[row], row); });
+        for (int i = 0; i < shape_.n_operations; i++) {
+            const auto start = std::chrono::steady_clock::now();
+            run_operation(shape_.operations[i], step);
+            const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+            if (step.seconds) step.seconds[i] += elapsed.count();
         }
     }
 
     void head(const int32_t* rows, int n_rows, float* logits, long stride) override {
-        const int columns = s_.register_columns[kNormed];
+        const int columns = shape_.register_columns[kNormed];
         head_.resize(std::max(head_.size(), size_t(n_rows) * columns));
         for (int i = 0; i < n_rows; i++)
-            norm(s_.final_norm, floats(kStream, rows[i]), s_.width, s_.final_weight, s_.final_bias, s_.eps,
-                 [&](int c, Floats y) { keep(y, head_.data() + long(i) * columns + c); });
-        multiply(*s_.head, head_.data(), columns, n_rows, [&](int row, int output, Floats a, Floats b) {
+            norm(shape_.final_norm, floats(kResidual, rows[i]), shape_.width, shape_.final_weight, shape_.final_bias,
+                 shape_.eps, [&](int c, Floats y) { convert_store(y, head_.data() + long(i) * columns + c); });
+        multiply(*shape_.head, head_.data(), columns, n_rows, [&](int row, int output, Floats a, Floats b) {
             float* to = logits + row * stride;
-            keep_logits(to, output, a), keep_logits(to, output + kLanes, b);
+            store_logits(to, output, a), store_logits(to, output + kLanes, b);
         });
     }
 
@@ -72,10 +73,10 @@ class Decoder : public Machine {
     float* floats(int id, int row) { return reinterpret_cast<float*>(at(id, row)); }
     Number* numbers(int id, int row) { return reinterpret_cast<Number*>(at(id, row)); }
     char* at(int id, int row) {
-        return registers_[id].data() + long(row) * s_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number));
+        return registers_[id].data() + long(row) * shape_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number));
     }
 
-    void number_rows(const InkStep& step) {
+    void index_rows(const InkStep& step) {
         rows_.clear();
         longest_ = 0;
         for (int c = 0; c < step.n_chunks; c++) {
@@ -86,8 +87,8 @@ class Decoder : public Machine {
     }
 
     void reserve(int n_rows) {
-        for (int id = 0; id < s_.n_registers; id++) {
-            const size_t size = size_t(n_rows) * s_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number)) + 64;
+        for (int id = 0; id < shape_.n_registers; id++) {
+            const size_t size = size_t(n_rows) * shape_.register_columns[id] * (is_float(id) ? 4 : sizeof(Number)) + 64;
             if (registers_[id].size() < size) registers_[id].assign(size, 0);
         }
         const size_t most = 2L * kQueryRows * (longest_ / kBlock + 1) * kBlock;
@@ -96,26 +97,27 @@ class Decoder : public Machine {
     }
 
     template <class F>
-    void each_row(F&& f) {
+    void for_each_row(F&& f) {
         const int n_rows = int(rows_.size());
         pool_.run((n_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task, int thread) {
-            for (int row = task * kRowsPerTask; row < std::min(n_rows, (task + 1) * kRowsPerTask); row++) f(row, thread);
+            const int end = std::min(n_rows, (task + 1) * kRowsPerTask);
+            for (int row = task * kRowsPerTask; row < end; row++) f(row, thread);
         });
     }
 
-    void operate(const InkOperation& op, const InkStep& step) {
+    void run_operation(const InkOperation& op, const InkStep& step) {
         switch (op.kind) {
-            case kNorm: return each_row([&](int row, int) { normalise(op, row); });
+            case kNorm: return for_each_row([&](int row, int) { normalize(op, row); });
             case kLinear: return linear(op);
-            case kRemember: return each_row([&](int row, int thread) { remember_row(op, row, thread); });
-            case kAttend: return attend_all(op, step);
-            case kAdd: return each_row([&](int row, int) { add(op, row); });
+            case kRopeCache: return for_each_row([&](int row, int thread) { rotate_and_cache_row(op, row, thread); });
+            case kAttention: return run_attention(op, step);
+            case kAdd: return for_each_row([&](int row, int) { add(op, row); });
         }
     }
 
-    // Rows of the embedding are read out of its panels: no second copy of a tied head.
+    // Reads rows of the embedding from the packed panels, so that a tied LM head needs no second copy.
     void embed(int token, int row) {
-        const InkMatrix& m = *s_.embedding;
+        const InkMatrix& m = *shape_.embedding;
         if (m.is_int8) return embed_from<Q>(m, token, row);
         embed_from<W>(m, token, row);
     }
@@ -125,16 +127,17 @@ class Decoder : public Machine {
         const int lane = token % kLanes;
         const char* column = static_cast<const char*>(m.packed) +
                              (2L * (token / kPanel) * m.steps + token % kPanel / kLanes) * P::kBytes;
-        const float scale = s_.embedding_scale * (m.scale ? m.scale[token] : 1.0f);
-        const float* places = s_.places ? s_.places + long(rows_[row].position) * s_.width : nullptr;
-        float* to = floats(kStream, row);
-        for (int i = 0; i < s_.width; i++) {
+        const float scale = shape_.embedding_scale * (m.scale ? m.scale[token] : 1.0f);
+        const float* table = shape_.position_embeddings;
+        const float* position_embedding = table ? table + long(rows_[row].position) * shape_.width : nullptr;
+        float* to = floats(kResidual, row);
+        for (int i = 0; i < shape_.width; i++) {
             float parts[P::kStep];
             unpack<P>(column + 2L * (i / P::kStep) * P::kBytes, lane, parts);
-            to[i] = parts[i % P::kStep] * scale + (places ? places[i] : 0.0f);
+            to[i] = parts[i % P::kStep] * scale + (position_embedding ? position_embedding[i] : 0.0f);
         }
-        // What lies behind the numbers is read with them, and the row before may have left NaN there: 0 * inf.
-        std::fill(to + s_.width, to + s_.register_columns[kStream], 0.0f);
+        // Products also read the padding, where an earlier step may have left NaN (0 * inf).
+        std::fill(to + shape_.width, to + shape_.register_columns[kResidual], 0.0f);
     }
 
     template <class P>
@@ -147,49 +150,49 @@ class Decoder : public Machine {
         }
     }
 
-    void normalise(const InkOperation& op, int row) {
+    void normalize(const InkOperation& op, int row) {
         const float* x = floats(op.in, row);
         norm(op.flag, x, op.columns, op.weight, op.bias, op.eps, [&](int c, Floats y) {
-            if (is_float(op.out)) keep(y, floats(op.out, row) + c);
-            else keep(y, numbers(op.out, row) + c);
+            if (is_float(op.out)) convert_store(y, floats(op.out, row) + c);
+            else convert_store(y, numbers(op.out, row) + c);
         });
     }
 
-    template <class Done>
-    void multiply(const InkMatrix& m, const Number* x, long stride, int n_rows, Done&& done) {
-        if (m.is_int8) multiply_as<Q>(m, x, stride, n_rows, done);
-        else multiply_as<W>(m, x, stride, n_rows, done);
+    template <class Epilogue>
+    void multiply(const InkMatrix& m, const Number* x, long stride, int n_rows, Epilogue&& epilogue) {
+        if (m.is_int8) multiply_as<Q>(m, x, stride, n_rows, epilogue);
+        else multiply_as<W>(m, x, stride, n_rows, epilogue);
     }
 
-    // Few rows: tasks are pairs of panels. Many: also blocks of rows, which stay in the second-level cache.
-    template <class P, class Done>
-    void multiply_as(const InkMatrix& m, const Number* x, long stride, int n_rows, Done&& done) {
+    // A task is a pair of panels, and with many rows a block of rows that fits the L2 cache.
+    template <class P, class Epilogue>
+    void multiply_as(const InkMatrix& m, const Number* x, long stride, int n_rows, Epilogue&& epilogue) {
         const Matrix matrix = {static_cast<const char*>(m.packed), m.outputs, m.steps};
         const int panels = m.outputs / kPanel, pairs = (panels + 1) / 2;
         const int blocks = (n_rows + kRowsPerBlock - 1) / kRowsPerBlock;
-        const auto finish = [&](int row, int output, Floats a, Floats b) {
+        const auto finish_product = [&](int row, int output, Floats a, Floats b) {
             if (m.scale) a *= load<Floats>(m.scale + output), b *= load<Floats>(m.scale + output + kLanes);
             if (m.bias) a += load<Floats>(m.bias + output), b += load<Floats>(m.bias + output + kLanes);
-            done(row, output, a, b);
+            epilogue(row, output, a, b);
         };
         pool_.run(blocks * pairs, [&](int task, int) {
             const int block = task / pairs, panel = task % pairs * 2;
             product<P>(x, stride, n_rows * block / blocks, n_rows * (block + 1) / blocks, matrix, panel,
-                       std::min(panel + 2, panels), finish);
+                       std::min(panel + 2, panels), finish_product);
         });
     }
 
     void linear(const InkOperation& op) {
         const Number* x = numbers(op.in, 0);
-        const long stride = s_.register_columns[op.in];
+        const long stride = shape_.register_columns[op.in];
         const int n_rows = int(rows_.size());
         if (op.gated)
             return multiply(*op.matrix, x, stride, n_rows, [&](int row, int output, Floats gate, Floats up) {
-                keep(activate(op.flag, gate) * up, numbers(op.out, row) + output / 2);
+                convert_store(activate(op.flag, gate) * up, numbers(op.out, row) + output / 2);
             });
-        if (op.out == kStream)
+        if (op.out == kResidual)
             return multiply(*op.matrix, x, stride, n_rows, [&](int row, int output, Floats a, Floats b) {
-                float* to = floats(kStream, row) + output;
+                float* to = floats(kResidual, row) + output;
                 store(to, load<Floats>(to) + a), store(to + kLanes, load<Floats>(to + kLanes) + b);
             });
         multiply(*op.matrix, x, stride, n_rows, [&](int row, int output, Floats a, Floats b) {
@@ -198,54 +201,57 @@ class Decoder : public Machine {
                 store(to, a), store(to + kLanes, b);
             } else {
                 Number* to = numbers(op.out, row) + output;
-                keep(activate(op.flag, a), to), keep(activate(op.flag, b), to + kLanes);
+                convert_store(activate(op.flag, a), to), convert_store(activate(op.flag, b), to + kLanes);
             }
         });
     }
 
     Number* cache(int layer, int kind, int block, int head) {
-        const long place = ((long(layer) * 2 + kind) * s_.n_blocks + block) * s_.kv_heads + head;
-        return static_cast<Number*>(s_.cache) + place * heads_.block_numbers();
+        const long index = ((long(layer) * 2 + kind) * shape_.n_blocks + block) * shape_.kv_heads + head;
+        return static_cast<Number*>(shape_.cache) + index * heads_.block_numbers();
     }
 
-    // Queries to their register, keys and values to the cache.
-    void remember_row(const InkOperation& op, int row, int thread) {
+    // Norms and rotates the heads; writes queries to their register, keys and values to the cache.
+    void rotate_and_cache_row(const InkOperation& op, int row, int thread) {
         float* q = floats(op.in, row);
-        const int width = s_.head_width, n_turned = s_.query_heads + s_.kv_heads;
+        const int width = shape_.head_width, n_rotated = shape_.query_heads + shape_.kv_heads;
         const auto [position, table] = rows_[row];
-        for (int head = 0; head < n_turned; head++) {
+        for (int head = 0; head < n_rotated; head++) {
             float* x = q + head * width;
-            const bool is_query = head < s_.query_heads;
+            const bool is_query = head < shape_.query_heads;
             if (op.weight) norm_head(x, width, is_query ? op.weight : op.bias, op.eps);
-            if (s_.turned) rotate(x, s_.angles + 2L * position * s_.turned, s_.turned);
+            const int half = shape_.rotary_half;
+            if (half) rotate(x, shape_.rope_table + 2L * position * half, half);
         }
-        std::vector<float>& room = padded_[thread];
-        for (int head = 0; head < s_.query_heads; head++)
+        std::vector<float>& buffer = padded_[thread];
+        for (int head = 0; head < shape_.query_heads; head++)
             for (int c = 0; c < heads_.padded; c += kLanes)
-                keep(load<Floats>(padded(q + head * width, room, 0) + c), numbers(kQueries, row) + head * heads_.padded + c);
-        const float* k = q + s_.query_heads * width;
+                convert_store(load<Floats>(padded(q + head * width, buffer, 0) + c),
+                              numbers(kQueries, row) + head * heads_.padded + c);
+        const float* k = q + shape_.query_heads * width;
         const int block = table[position / kBlock];
-        for (int head = 0; head < s_.kv_heads; head++)
-            remember<W>(heads_, padded(k + head * width, room, 0), padded(k + (s_.kv_heads + head) * width, room, 1),
+        for (int head = 0; head < shape_.kv_heads; head++)
+            store_kv<W>(heads_, padded(k + head * width, buffer, 0),
+                        padded(k + (shape_.kv_heads + head) * width, buffer, 1),
                         cache(op.layer, 0, block, head), cache(op.layer, 1, block, head), position % kBlock);
     }
 
-    // The numbers of one head with zeros behind them up to whole vectors.
-    const float* padded(const float* head, std::vector<float>& room, int place) {
-        if (heads_.padded == s_.head_width) return head;
-        float* to = room.data() + place * heads_.padded;
-        return std::copy(head, head + s_.head_width, to), to;
+    // The numbers of one head, padded with zeros to whole vectors.
+    const float* padded(const float* head, std::vector<float>& buffer, int index) {
+        if (heads_.padded == shape_.head_width) return head;
+        float* to = buffer.data() + index * heads_.padded;
+        return std::copy(head, head + shape_.head_width, to), to;
     }
 
     // Tasks: up to 6 rows (queries of one kv head) of one chunk.
-    void attend_all(const InkOperation& op, const InkStep& step) {
-        const int group = s_.query_heads / s_.kv_heads;
+    void run_attention(const InkOperation& op, const InkStep& step) {
+        const int group = shape_.query_heads / shape_.kv_heads;
         tasks_.clear();
         for (int c = 0, row = 0; c < step.n_chunks; row += step.chunks[3 * c++])
-            for (int first = 0, all = step.chunks[3 * c] * group; first < all; first += kQueryRows)
-                tasks_.push_back({row, first, std::min(kQueryRows, all - first)});
-        pool_.run(int(tasks_.size()) * s_.kv_heads, [&](int task, int thread) {
-            attend_task(op, tasks_[task / s_.kv_heads], task % s_.kv_heads, group, scratch_[thread].data());
+            for (int first = 0, n_queries = step.chunks[3 * c] * group; first < n_queries; first += kQueryRows)
+                tasks_.push_back({row, first, std::min(kQueryRows, n_queries - first)});
+        pool_.run(int(tasks_.size()) * shape_.kv_heads, [&](int task, int thread) {
+            attend_task(op, tasks_[task / shape_.kv_heads], task % shape_.kv_heads, group, scratch_[thread].data());
         });
     }
 
@@ -260,10 +266,10 @@ class Decoder : public Machine {
         for (int i = 0; i < task.count; i++) {
             const int row = task.row + (task.first + i) / group, query = head * group + (task.first + i) % group;
             queries[i] = numbers(kQueries, row) + long(query) * heads_.padded;
-            outputs[i] = numbers(op.out, row) + long(query) * s_.head_width;
+            outputs[i] = numbers(op.out, row) + long(query) * shape_.head_width;
             positions[i] = rows_[row].position;
         }
-        const long stride = s_.kv_heads * heads_.block_numbers();
+        const long stride = shape_.kv_heads * heads_.block_numbers();
         const Blocks<W> blocks = {cache(op.layer, 0, 0, head), cache(op.layer, 1, 0, head), rows_[task.row].table, stride};
         attend_rows<W>(task.count, heads_, blocks, queries, positions, outputs, scratch);
     }
@@ -277,13 +283,13 @@ class Decoder : public Machine {
     static float as_float(float x) { return x; }
     static float as_float(bf16 x) { return to_float(x); }
 
-    void keep_logits(float* to, int output, Floats x) {
-        if (s_.soft_cap > 0)
-            for (int i = 0; i < kLanes; i++) x[i] = s_.soft_cap * std::tanh(x[i] / s_.soft_cap);
+    void store_logits(float* to, int output, Floats x) {
+        if (shape_.soft_cap > 0)
+            for (int i = 0; i < kLanes; i++) x[i] = shape_.soft_cap * std::tanh(x[i] / shape_.soft_cap);
         store(to + output, x);
     }
 
-    const InkShape s_;
+    const InkShape shape_;
     Pool& pool_;
     Heads heads_;
     int longest_ = 0;

@@ -1,9 +1,9 @@
 // Thread pool that runs the tasks of one operation after another.
 //
-// On a busy machine a thread may lose its core to another process at any time. So threads take tasks one by one, an
-// operation waits only for threads that have joined it, and no thread joins once all tasks are taken: a sleeping thread
-// delays no operation, and a descheduled one delays the others by at most one task. Between operations threads spin
-// briefly, then sleep.
+// On a busy machine a thread may lose its core to another process at any time. So threads claim tasks one by one, an
+// operation waits only for threads that have joined it, and no thread joins once all tasks are claimed: a sleeping
+// thread delays no operation, and a descheduled one delays the others by at most one task. Between operations threads
+// spin briefly, then sleep.
 #pragma once
 
 #include <atomic>
@@ -26,14 +26,14 @@ class Pool {
   public:
     explicit Pool(int threads, int spins) : spins_(spins), threads_(threads > 1 ? threads : 1), shares_(new Share[threads_]) {
         try {
-            for (int i = 1; i < threads_; i++) helpers_.emplace_back([this, i] { help(i); });
-        } catch (...) {  // the system gives no more threads: those there are must not outlive us
-            end();
+            for (int i = 1; i < threads_; i++) workers_.emplace_back([this, i] { work(i); });
+        } catch (...) {  // no more threads available: stop those that were started
+            shut_down();
             throw;
         }
     }
 
-    ~Pool() { end(); }
+    ~Pool() { shut_down(); }
 
     int size() const { return threads_; }
 
@@ -48,26 +48,26 @@ class Pool {
         argument_ = const_cast<void*>(static_cast<const void*>(&f));
         n_tasks_ = n_tasks;
         for (int i = 0; i < threads_; i++) shares_[i].next.store(share(i), std::memory_order_relaxed);
-        inside_.store(0, std::memory_order_release);
+        active_.store(0, std::memory_order_release);
         wake();
-        take(0);
-        inside_.fetch_add(kClosed, std::memory_order_acq_rel);
-        for (int i = 0; inside_.load(std::memory_order_acquire) != kClosed; i++)
-            if (i < kPatience) pause();
-            else return wait_for_the_last();
+        run_tasks(0);
+        active_.fetch_add(kClosed, std::memory_order_acq_rel);
+        for (int i = 0; active_.load(std::memory_order_acquire) != kClosed; i++)
+            if (i < kWaitSpins) pause();
+            else return wait_for_workers();
     }
 
   private:
-    static constexpr int kPatience = 800, kClosed = -(1 << 20);
+    static constexpr int kWaitSpins = 800, kClosed = -(1 << 20);
 
     struct alignas(64) Share {
         std::atomic<int> next{0};
     };
 
-    void end() {
+    void shut_down() {
         stop_ = true;
         wake();
-        for (auto& helper : helpers_) helper.join();
+        for (auto& worker : workers_) worker.join();
     }
 
     void wake() {
@@ -77,61 +77,61 @@ class Pool {
 
     int share(int thread) const { return int(long(n_tasks_) * thread / threads_); }
 
-    // First the thread's own share, whose cache line is uncontended; then what other threads have left.
-    void take(int thread) {
+    // Runs the thread's own share first, whose cache line is uncontended; then the remaining tasks of other threads.
+    void run_tasks(int thread) {
         for (int i = 0; i < threads_; i++) {
-            const int whose = (thread + i) % threads_, end = share(whose + 1);
-            std::atomic<int>& next = shares_[whose].next;
+            const int owner = (thread + i) % threads_, end = share(owner + 1);
+            std::atomic<int>& next = shares_[owner].next;
             while (next.load(std::memory_order_relaxed) < end)
                 if (const int task = next.fetch_add(1, std::memory_order_relaxed); task < end) call_(argument_, task, thread);
         }
     }
 
-    void help(int thread) {
-        uint32_t seen = 0;
+    void work(int thread) {
+        uint32_t last_round = 0;
         for (;;) {
-            for (int i = 0; round_.load(std::memory_order_acquire) == seen && i < spins_; i++) pause();
-            if (round_.load(std::memory_order_acquire) == seen) {
+            for (int i = 0; round_.load(std::memory_order_acquire) == last_round && i < spins_; i++) pause();
+            if (round_.load(std::memory_order_acquire) == last_round) {
                 sleeping_.fetch_add(1, std::memory_order_seq_cst);
-                round_.wait(seen, std::memory_order_seq_cst);
+                round_.wait(last_round, std::memory_order_seq_cst);
                 sleeping_.fetch_sub(1, std::memory_order_relaxed);
             }
             if (stop_) return;
-            const uint32_t refused = round_.load(std::memory_order_acquire);
-            if (!come_in()) {
-                seen = refused;  // and not a round that has begun since
+            const uint32_t missed_round = round_.load(std::memory_order_acquire);
+            if (!try_join()) {
+                last_round = missed_round;  // not a round that started in the meantime
                 continue;
             }
-            seen = round_.load(std::memory_order_acquire);  // unchanged until all threads have left
-            take(thread);
-            inside_.fetch_sub(1, std::memory_order_seq_cst);
-            if (is_waiting_.load(std::memory_order_seq_cst)) inside_.notify_all();
+            last_round = round_.load(std::memory_order_acquire);  // unchanged until all threads have left
+            run_tasks(thread);
+            active_.fetch_sub(1, std::memory_order_seq_cst);
+            if (is_waiting_.load(std::memory_order_seq_cst)) active_.notify_all();
         }
     }
 
-    // A thread is late, most likely because another process has its core. Sleeping instead of spinning frees this core.
-    void wait_for_the_last() {
+    // A worker is late, most likely because another process has its core. Sleeping instead of spinning frees this core.
+    void wait_for_workers() {
         is_waiting_.store(true, std::memory_order_seq_cst);
-        for (int count; (count = inside_.load(std::memory_order_seq_cst)) != kClosed;) inside_.wait(count);
+        for (int count; (count = active_.load(std::memory_order_seq_cst)) != kClosed;) active_.wait(count);
         is_waiting_.store(false, std::memory_order_relaxed);
     }
 
-    bool come_in() {
-        int count = inside_.load(std::memory_order_acquire);
+    bool try_join() {
+        int count = active_.load(std::memory_order_acquire);
         while (count >= 0)
-            if (inside_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel)) return true;
+            if (active_.compare_exchange_weak(count, count + 1, std::memory_order_acq_rel)) return true;
         return false;
     }
 
     const int spins_, threads_;
-    std::vector<std::thread> helpers_;
+    std::vector<std::thread> workers_;
     std::unique_ptr<Share[]> shares_;
     void (*call_)(void*, int, int) = nullptr;
     void* argument_ = nullptr;
     int n_tasks_ = 0;
     std::atomic<bool> stop_{false}, is_waiting_{false};
     alignas(64) std::atomic<uint32_t> round_{0};
-    alignas(64) std::atomic<int> inside_{kClosed};  // threads at work; far below 0 while closed
+    alignas(64) std::atomic<int> active_{kClosed};  // threads that joined the round; far below 0 while it is closed
     alignas(64) std::atomic<int> sleeping_{0};
 };
 

@@ -1,6 +1,6 @@
 // Vector types: sixteen float32 lanes, and pairs of bfloat16 in each lane.
 //
-// Written with the vector extensions of GCC and Clang, which every machine has; where one instruction does it, that one.
+// Uses the vector extensions of GCC and Clang, which every machine has, and intrinsics where one instruction does it.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,13 @@ inline void store(void* to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats splat(float x) { return Floats{} + x; }
 
 inline Words bits(Floats x) { return (Words)x; }
 
 inline Floats floats(Words x) { return (Floats)x; }
 
-// a * b + c, rounded once where the machine can: every path of one library does the same.
+// a * b + c, rounded once if the CPU has the instruction: every path of one library does the same.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -92,7 +92,7 @@ inline Halves to_bf16(Floats x) {
 #endif
 }
 
-// Sixteen whole numbers of eight bits. (GCC 12 takes the last form apart, number by number.)
+// Converts sixteen int8 numbers to float32. (GCC 12 compiles the last form number by number.)
 inline Floats widen(const char* at) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(at)));
@@ -123,15 +123,15 @@ inline float largest(Floats x) {
 
 // e^x to 2 units in the last place: 2^n times a polynomial over [-ln 2 / 2, ln 2 / 2]; 0 below -87.
 inline Floats exp(Floats x) {
-    const Floats magic = all(12582912.0f);  // adding it rounds to a whole number
-    const Floats high = all(88.0f), low = all(-87.0f);
-    Floats held = x > high ? high : x;
-    held = held < low ? low : held;
-    const Floats n = fma(held, all(1.44269504f), magic) - magic;
-    Floats r = fma(n, all(-0.693145752f), held);
-    r = fma(n, all(-1.42860677e-6f), r);
-    Floats p = all(1.0f / 720);
-    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, all(c));
+    const Floats magic = splat(12582912.0f);  // adding it rounds to an integer
+    const Floats high = splat(88.0f), low = splat(-87.0f);
+    Floats clamped = x > high ? high : x;
+    clamped = clamped < low ? low : clamped;
+    const Floats n = fma(clamped, splat(1.44269504f), magic) - magic;
+    Floats r = fma(n, splat(-0.693145752f), clamped);
+    r = fma(n, splat(-1.42860677e-6f), r);
+    Floats p = splat(1.0f / 720);
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = fma(p, r, splat(c));
     const Floats power = (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
     const Floats y = p * power;
     const Floats kept = x < low ? Floats{} : y;

@@ -19,120 +19,127 @@ from pathlib import Path
 from app.engine.cpu.toolchain.cpu_target import (
     X86_LEVELS,
     BuildError,
-    NoCompiler,
+    CompilerNotFound,
+    KernelsUnavailable,
     UnsupportedCpu,
-    Unusable,
     runs_here,
     this_level,
 )
-from app.engine.cpu.toolchain.guarded_subprocess import leashed
+from app.engine.cpu.toolchain.guarded_subprocess import guarded_command
 from app.engine.cpu.toolchain.library_cache import (
     ABI,
     PACKAGED,
     UNIT,
     BuildRecipe,
+    build_directory,
     cache_directory,
     find_library,
-    put_library,
-    tidy,
-    workplace,
+    remove_old_libraries,
+    store_library,
 )
 
-_NAMES = ("g++", "clang++", "c++")
-_HOW_TO_GET_ONE = "install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
-_MOST_CHARACTERS = 300
+_COMPILERS = ("g++", "clang++", "c++")
+_HOW_TO_INSTALL = "install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+_MAX_MESSAGE_LENGTH = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """A compiler that answers."""
+    """A compiler that reports its version."""
 
     command: tuple[str, ...]
     version: str
 
 
 def compiler_commands(environment: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """What $CXX names, else every compiler on the PATH, best first. Raises NoCompiler."""
+    """The compiler that $CXX names, else every compiler on the PATH, best first. Raises CompilerNotFound."""
     path = environment.get("PATH")
-    if asked := environment.get("CXX", "").strip():
+    if requested := environment.get("CXX", "").strip():
         try:
-            words = shlex.split(asked)
+            arguments = shlex.split(requested)
         except ValueError:
-            words = []
-        if not words or shutil.which(words[0], path=path) is None:
-            raise NoCompiler(f"CXX names {asked!r}, which is not there: unset CXX, or name a C++ compiler")
-        return [tuple(words)]
-    found: list[tuple[str, ...]] = [(place,) for name in _NAMES if (place := shutil.which(name, path=path))]
+            arguments = []
+        if not arguments or shutil.which(arguments[0], path=path) is None:
+            raise CompilerNotFound(
+                f"CXX names {requested!r}, which does not exist: unset CXX, or set it to a C++ compiler"
+            )
+        return [tuple(arguments)]
+    found: list[tuple[str, ...]] = [
+        (path_to_compiler,) for name in _COMPILERS if (path_to_compiler := shutil.which(name, path=path))
+    ]
     if not found:
-        raise NoCompiler(f"there is no C++ compiler on this machine: {_HOW_TO_GET_ONE}")
+        raise CompilerNotFound(f"there is no C++ compiler on this machine: {_HOW_TO_INSTALL}")
     return found
 
 
 def find_compiler(environment: Mapping[str, str] | None = None) -> Compiler:
-    """The first compiler that tells its version. Raises NoCompiler."""
+    """The first compiler that reports its version. Raises CompilerNotFound."""
     commands = compiler_commands(os.environ if environment is None else environment)
     for command in commands:
-        # macOS has a c++ that only says that there is none.
+        # macOS has a c++ stub that only reports that no compiler is installed.
         with contextlib.suppress(BuildError):
             lines = [line for line in run((*command, "--version"), Path.cwd(), 20.0).splitlines() if line.strip()]
-            return Compiler(command=command, version=_tidy(lines[0]) if lines else "unknown")
-    raise NoCompiler(f"{shlex.join(commands[0])} is no compiler that works: {_HOW_TO_GET_ONE}")
+            return Compiler(command=command, version=_one_line(lines[0]) if lines else "unknown")
+    raise CompilerNotFound(f"{shlex.join(commands[0])} does not work as a compiler: {_HOW_TO_INSTALL}")
 
 
 def run(command: Sequence[str], folder: Path, seconds: float) -> str:
-    """What the command prints; its temporary files go to `folder`. It does not outlive us. Raises BuildError."""
-    end, leash = os.pipe()
+    """Runs a command and returns its output. Its temporary files go to `folder`; it is killed if this process ends.
+
+    Raises BuildError.
+    """
+    read_end, guard = os.pipe()
     try:
         process = subprocess.Popen(
-            leashed(command),
-            stdin=end,
+            guarded_command(command),
+            stdin=read_end,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
         )
     except OSError as error:
-        os.close(leash)
+        os.close(guard)
         raise BuildError(f"{command[0]} cannot be run ({error.strerror})") from None
     finally:
-        os.close(end)
+        os.close(read_end)
     try:
         out, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        more = "inkstream compile --time-limit gives it more"
-        raise BuildError(f"{command[0]} took more than {seconds:g} seconds; {more}") from None
+        remedy = "inkstream compile --time-limit gives it more"
+        raise BuildError(f"{command[0]} took more than {seconds:g} seconds; {remedy}") from None
     finally:
-        os.close(leash)
+        os.close(guard)
         process.communicate()
     if process.returncode:
-        raise BuildError(_complaint(command[0], errors.decode("utf-8", "replace"), process.returncode))
+        raise BuildError(_failure_message(command[0], errors.decode("utf-8", "replace"), process.returncode))
     return out.decode("utf-8", "replace")
 
 
-def _complaint(name: str, text: str, code: int) -> str:
+def _failure_message(name: str, text: str, code: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = next((line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), lines[-1] if lines else "")
     if not first and code > 128:
-        first = f"it was killed by signal {code - 128}; is there enough memory?"
-    return f"{name} failed: {_tidy(first or f'exit code {code}')}"
+        first = f"killed by signal {code - 128}; is there enough memory?"
+    return f"{name} failed: {_one_line(first or f'exit code {code}')}"
 
 
-def _tidy(line: str) -> str:
-    """One line of printable ASCII, and not a long one."""
+def _one_line(line: str) -> str:
+    """One line of printable ASCII, truncated to _MAX_MESSAGE_LENGTH."""
     text = " ".join(re.sub(r"[^ -~]+", " ", line).split())
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    return text if len(text) <= _MAX_MESSAGE_LENGTH else f"{text[:_MAX_MESSAGE_LENGTH]}..."
 
 
 TIMEOUT_SECONDS = 600.0
-_TRY_SECONDS = 60.0
-_TRY = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).ink_abi())"
+_CHECK_SECONDS = 60.0
+_CHECK_SCRIPT = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).ink_abi())"
 
 
-def _announce_nothing(compiler: Compiler) -> None:
+def _ignore_compiler(compiler: Compiler) -> None:
     del compiler
 
 
 def find(cache_dir: Path | None = None) -> Path | None:
-    """A library for this machine and these sources: in the cache, or one that came with the installation."""
+    """A library for this machine and these sources, from the cache or from the installation."""
     try:
         name = BuildRecipe(level=this_level()).name
     except UnsupportedCpu:
@@ -141,29 +148,29 @@ def find(cache_dir: Path | None = None) -> Path | None:
     return find_library(name, [*([cache] if cache else []), PACKAGED])
 
 
-def find_or_build(cache_dir: Path | None = None, announce: Callable[[Compiler], None] = _announce_nothing) -> Path:
-    """The library that find() finds, which is built where there is none. Raises BuildError, UnsupportedCpu."""
+def find_or_build(cache_dir: Path | None = None, announce: Callable[[Compiler], None] = _ignore_compiler) -> Path:
+    """The library that find() returns, or a new build if there is none. Raises BuildError, UnsupportedCpu."""
     level = this_level()
     if found := find(cache_dir):
         return found
     return build(BuildRecipe(level=level), need_cache_directory(cache_dir), announce=announce)
 
 
-def need_cache_directory(asked: Path | None) -> Path:
-    """Where libraries are to be kept. Raises BuildError."""
-    if directory := cache_directory(asked):
+def need_cache_directory(requested: Path | None) -> Path:
+    """The directory that libraries are stored in. Raises BuildError."""
+    if directory := cache_directory(requested):
         return directory
-    raise BuildError("there is no home directory to keep native kernels in: give a directory with --cache-dir")
+    raise BuildError("there is no home directory to store native kernels in: give a directory with --cache-dir")
 
 
 def check_loads(library: Path) -> None:
-    """Raises Unusable for a file that cannot be loaded here, or has another interface."""
+    """Raises KernelsUnavailable if the file cannot be loaded, or has another interface version."""
     try:
         abi = ctypes.CDLL(str(library)).ink_abi()
     except (OSError, AttributeError) as error:
-        raise Unusable(f"{library} does not load ({' '.join(str(error).split())})") from None
+        raise KernelsUnavailable(f"{library} does not load ({' '.join(str(error).split())})") from None
     if abi != ABI:
-        raise Unusable(f"{library} has the interface {abi}, not {ABI}")
+        raise KernelsUnavailable(f"{library} has interface version {abi}, not {ABI}")
 
 
 def build(
@@ -171,47 +178,50 @@ def build(
     directory: Path,
     *,
     seconds: float = TIMEOUT_SECONDS,
-    announce: Callable[[Compiler], None] = _announce_nothing,
+    announce: Callable[[Compiler], None] = _ignore_compiler,
 ) -> Path:
-    """The library of `recipe` in `directory`, compiled if it is not there. Leaves nothing else. Raises BuildError.
+    """Returns the library of `recipe` in `directory`; compiles it if it is missing. Raises BuildError.
 
-    `announce` is called before the compiler runs. `seconds` bound the compiler, not the wait for another build.
+    `announce` is called before the compiler runs. `seconds` limits the compiler, not the wait for another build.
     """
     library = directory / recipe.name
     if find_library(library.name, [directory]):
         return library
     compiler = find_compiler()
-    with workplace(directory) as folder:
-        if find_library(library.name, [directory]):  # the build that we waited for has made it
+    with build_directory(directory) as folder:
+        if find_library(library.name, [directory]):  # a concurrent build finished while this one waited for the lock
             return library
         announce(compiler)
-        built, began = folder / library.name, time.monotonic()
+        built, start = folder / library.name, time.monotonic()
         run((*compiler.command, *recipe.flags, str(recipe.source / UNIT), "-o", str(built)), folder, seconds)
-        _check(built, recipe, folder)
-        facts = {
+        _check_library(built, recipe, folder)
+        details = {
             "compiler": compiler.version,
             "flags": recipe.flags,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(time.monotonic() - start, 1),
             "built": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        put_library(built, library, facts)
-        tidy(directory, {library.name, *(BuildRecipe(level=level, source=recipe.source).name for level in X86_LEVELS)})
+        store_library(built, library, details)
+        remove_old_libraries(
+            directory, {library.name, *(BuildRecipe(level=level, source=recipe.source).name for level in X86_LEVELS)}
+        )
     return library
 
 
-def _check(built: Path, recipe: BuildRecipe, folder: Path) -> None:
-    """That it loads, in a process that may fail, where this machine can run it. Raises BuildError."""
+def _check_library(built: Path, recipe: BuildRecipe, folder: Path) -> None:
+    """Loads the library in a subprocess, which may crash, if this machine can run it. Raises BuildError."""
     if not built.is_file():
         raise BuildError("the compiler wrote no library")
     if not runs_here(recipe.level):
         return
     try:
-        abi = run((sys.executable, "-I", "-S", "-c", _TRY, str(built)), folder, _TRY_SECONDS).strip()
+        abi = run((sys.executable, "-I", "-S", "-c", _CHECK_SCRIPT, str(built)), folder, _CHECK_SECONDS).strip()
     except BuildError as error:
         raise BuildError(
             f"the library does not load ({error}): where the disk is mounted noexec, give a directory with --cache-dir"
         ) from None
     if abi != str(ABI):
         raise BuildError(
-            f"the library has interface {abi}, not {ABI}: app/engine/cpu/toolchain/library_cache.py and {UNIT} differ"
+            f"the library has interface version {abi}, not {ABI}: "
+            f"app/engine/cpu/toolchain/library_cache.py and {UNIT} differ"
         )

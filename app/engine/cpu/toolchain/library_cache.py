@@ -1,7 +1,7 @@
-"""Cache of built kernel libraries: their cache key, lookup, storing, cleanup.
+"""Cache of built kernel libraries: cache key, lookup, storing, cleanup.
 
-A library is a file NAME.so next to a metadata file NAME.so.json, which holds its SHA-256 and its build recipe. A loaded
-library runs with all our privileges, so a library that is incomplete or that another user could write is ignored.
+A library is a file NAME.so next to a metadata file NAME.so.json, which holds its SHA-256 and build recipe. A loaded
+library has all privileges of this process, so the cache ignores files that are incomplete or writable by others.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 
 from app.engine.cpu.toolchain.cpu_target import BuildError, CpuTarget
 
-# The name holds a key of everything that the library depends on, but not of the compiler: a machine that has none (the
-# last stage of a container) must be able to tell whether a library is the right one.
+# The file name includes a hash of everything that the library depends on except the compiler: a machine without one
+# (the last stage of a container build) must be able to find the right library.
 
-ABI = 2
-"""What ink_abi() of the library must answer; raised whenever an exported function changes."""
+ABI = 3
+"""Interface version, which ink_abi() must return; incremented whenever an exported function changes."""
 SOURCE = Path(__file__).parents[1] / "source"
 UNIT = "inkstream.cpp"
-"""The one file that is compiled; it includes those next to it."""
+"""The one file that is compiled; it includes all others."""
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 _KEY_DIGITS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRecipe:
-    """One library: these files, compiled with these flags for this level."""
+    """Build recipe of one library: source files, compiler flags and level."""
 
     level: CpuTarget
     source: Path = SOURCE
@@ -49,7 +49,7 @@ class BuildRecipe:
 
     @property
     def name(self) -> str:
-        """Of the library's file. Reads the sources."""
+        """File name of the library. Reads the sources."""
         parts = [str(ABI), self.level.machine, self.level.name, self.level.cpu, *self.flags]
         for path in sorted(self.source.iterdir()):
             if path.suffix in (".cpp", ".h"):
@@ -59,20 +59,21 @@ class BuildRecipe:
 
 
 PACKAGED = Path(__file__).parents[1] / "built"
-"""Libraries that came with the installation, or the container image."""
+"""Libraries that are part of the installation or the container image."""
 CACHE_VARIABLE = "INKSTREAM_CACHE_DIR"
-KEPT = 4
-"""Libraries of other versions that are kept when a new one is stored."""
+MAX_OLD_LIBRARIES = 4
+"""Libraries of other versions that remove_old_libraries() keeps."""
 _STALE_SECONDS = 3600.0
 
 
-def cache_directory(asked: Path | None, environment: Mapping[str, str] | None = None) -> Path | None:
-    """The one that was asked for, else of the environment, else of the user; None where the user has no home."""
+def cache_directory(requested: Path | None, environment: Mapping[str, str] | None = None) -> Path | None:
+    """The requested directory, else that of the environment, else the user's; None if there is no home directory."""
     environment = os.environ if environment is None else environment
-    if asked or (named := environment.get(CACHE_VARIABLE)):
-        return asked or Path(named or "")
-    if Path(shared := environment.get("XDG_CACHE_HOME", "")).is_absolute():  # its specification says: ignore others
-        return Path(shared) / "inkstream"
+    if requested or (configured := environment.get(CACHE_VARIABLE)):
+        return requested or Path(configured or "")
+    # The XDG specification ignores relative paths.
+    if Path(xdg_cache := environment.get("XDG_CACHE_HOME", "")).is_absolute():
+        return Path(xdg_cache) / "inkstream"
     try:
         return Path.home() / ".cache" / "inkstream"
     except RuntimeError:
@@ -80,96 +81,100 @@ def cache_directory(asked: Path | None, environment: Mapping[str, str] | None = 
 
 
 def find_library(name: str, directories: Sequence[Path]) -> Path | None:
-    """The first library of this name that is complete and that no other user could have written."""
+    """The first library of this name that is complete and not writable by other users."""
     paths = (directory / name for directory in directories)
-    return next((path for path in paths if is_sound(path)), None)
+    return next((path for path in paths if is_valid_library(path)), None)
 
 
-def is_sound(library: Path) -> bool:
-    """Whether the library exists, is complete, and was written by this user or by root."""
-    return _is_ours(library.parent) and (note := read_note(library)) is not None and _digest(library) == note["sha256"]
+def is_valid_library(library: Path) -> bool:
+    """Whether the library exists, is complete, and is owned by this user or root and not writable by others."""
+    return (
+        _is_trusted_directory(library.parent)
+        and (metadata := read_metadata(library)) is not None
+        and _digest(library) == metadata["sha256"]
+    )
 
 
-def read_note(library: Path) -> dict[str, Any] | None:
-    """Metadata of a library; None if it is missing or invalid, or another user could have written it."""
+def read_metadata(library: Path) -> dict[str, Any] | None:
+    """Metadata of a library; None if it is missing, invalid or writable by other users."""
     try:
-        note = json.loads(_read(_note_path(library)))
+        metadata = json.loads(_read_trusted(_metadata_path(library)))
     except (OSError, ValueError):
         return None
-    return note if isinstance(note, dict) and isinstance(note.get("sha256"), str) else None
+    return metadata if isinstance(metadata, dict) and isinstance(metadata.get("sha256"), str) else None
 
 
-def put_library(built: Path, library: Path, facts: Mapping[str, Any]) -> None:
-    """Moves `built`, on the same file system, to `library`; concurrent readers see no library or a complete one."""
-    note = built.with_suffix(".json")
+def store_library(built: Path, library: Path, details: Mapping[str, Any]) -> None:
+    """Moves `built` to `library` on the same file system; concurrent readers see no library or a complete one."""
+    metadata = built.with_suffix(".json")
     content = built.read_bytes()
-    note.write_text(json.dumps({"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), **facts}))
-    for path in (built, note):
+    metadata.write_text(json.dumps({"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), **details}))
+    for path in (built, metadata):
         path.chmod(0o644)
         _sync(path)
-    # The metadata last: until it exists, the library is ignored.
+    # Write the metadata last: readers ignore a library without it.
     built.replace(library)
-    note.replace(_note_path(library))
+    metadata.replace(_metadata_path(library))
     _sync(library.parent)
 
 
 @contextlib.contextmanager
-def workplace(directory: Path) -> Iterator[Path]:
+def build_directory(directory: Path) -> Iterator[Path]:
     """A temporary folder inside `directory` for one build; concurrent builds wait. Raises BuildError."""
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if not _is_ours(directory):
+        if not _is_trusted_directory(directory):
             raise BuildError(
-                f"{directory} belongs to another user, or can be written by others (chmod go-w helps): "
+                f"{directory} belongs to another user or is writable by others: run chmod go-w on it, or "
                 "give another directory with --cache-dir"
             )
-        with _lock(directory / ".lock") as is_alone:
-            _sweep(directory, 0.0 if is_alone else _STALE_SECONDS)
+        with _lock(directory / ".lock") as is_locked:
+            _remove_stale_builds(directory, 0.0 if is_locked else _STALE_SECONDS)
             with tempfile.TemporaryDirectory(prefix=".building-", dir=directory, ignore_cleanup_errors=True) as folder:
                 yield Path(folder)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise BuildError(
-            f"native kernels cannot be kept in {directory} ({reason}): give another directory with --cache-dir"
+            f"native kernels cannot be stored in {directory} ({reason}): give another directory with --cache-dir"
         ) from None
 
 
-def tidy(directory: Path, needed: Collection[str]) -> None:
-    """Removes libraries of other versions but for the newest; those of the names in `needed` stay."""
-    others = [path for path in directory.glob("inkstream-*.so") if path.name not in needed]
-    for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
+def remove_old_libraries(directory: Path, required: Collection[str]) -> None:
+    """Removes all but the newest libraries of other versions; keeps those in `required`."""
+    others = [path for path in directory.glob("inkstream-*.so") if path.name not in required]
+    for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)[MAX_OLD_LIBRARIES:]:
         path.unlink(missing_ok=True)
-        _note_path(path).unlink(missing_ok=True)
+        _metadata_path(path).unlink(missing_ok=True)
 
 
-def _note_path(library: Path) -> Path:
+def _metadata_path(library: Path) -> Path:
     return library.with_name(f"{library.name}.json")
 
 
-def _read(path: Path) -> bytes:
-    """A plain file that is ours, no link. Raises OSError."""
+def _read_trusted(path: Path) -> bytes:
+    """Content of a regular file, not a link, that only this user or root can write. Raises OSError."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or not _is_trusted(status):
-            raise PermissionError(errno.EPERM, "others could have written it", str(path))
+        if not stat.S_ISREG(status.st_mode) or not _is_trusted_owner(status):
+            raise PermissionError(errno.EPERM, "writable by other users", str(path))
         return file.read()
 
 
 def _digest(path: Path) -> str | None:
     try:
-        return hashlib.sha256(_read(path)).hexdigest()
+        return hashlib.sha256(_read_trusted(path)).hexdigest()
     except OSError:
         return None
 
 
-def _is_ours(directory: Path) -> bool:
+def _is_trusted_directory(directory: Path) -> bool:
     try:
-        return _is_trusted(directory.stat())
+        return _is_trusted_owner(directory.stat())
     except OSError:
         return False
 
 
-def _is_trusted(status: os.stat_result) -> bool:
+def _is_trusted_owner(status: os.stat_result) -> bool:
     return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -183,23 +188,23 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Waits for the lock. False if the file system does not support locks, as some network file systems."""
+    """Waits for the lock. Yields False if the file system has no locks, as some network file systems."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            is_alone = True
+            is_locked = True
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            is_alone = False
-        yield is_alone
+            is_locked = False
+        yield is_locked
     finally:
         os.close(descriptor)
 
 
-def _sweep(directory: Path, least_age: float) -> None:
-    """Removes what builds left that were killed."""
+def _remove_stale_builds(directory: Path, least_age: float) -> None:
+    """Removes the folders of builds that were killed."""
     for folder in directory.glob(".building-*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime >= least_age:

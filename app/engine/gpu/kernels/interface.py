@@ -1,17 +1,17 @@
-"""Interface of a step's operations on the device, their shapes, and their launch configurations.
+"""Interface of a step's operations on the device, with their shapes and launch configurations.
 
 Shape legend: T tokens of the step (padded), D width, H query heads, K kv heads, C head_dim, F mlp width, P positions of
 the rotary table, R rows of resident state, B blocks of a row's table, X query tiles (or any flat axis), S sampled rows,
 V vocabulary.
 
-Every operation is safe inside a captured graph: it reads nothing on the host, and the shapes of what it makes follow
-from the shapes of what it is given. The bits of a row depend on its own numbers only: not on T, not on the other rows,
-and in attention not on how a sequence was cut into steps.
+Every operation can be captured in a CUDA graph: it reads nothing on the host, and the shapes of its results depend on
+the shapes of its inputs only. The bits of a row depend on its own numbers only: not on T, not on other rows, and in
+attention not on how a sequence was divided into steps.
 
-A launch configuration holds every number that may be tuned on a real device. Batch invariance relies on this: attention
-takes the same rows, positions, warps and stages for prefill and for decode (matrix units of other shapes add in another
-order), and no multiplication is fused with an addition, since where that happens is up to the compiler of each variant.
-Attention's stages were measured on an H100 (PERFORMANCE.md); the other numbers are reasoned.
+A launch configuration holds every number that can be tuned on a real device. Batch invariance relies on it: attention
+uses the same rows, positions, warps and stages for prefill and decode (tensor cores of other shapes add in another
+order), and no multiplication is fused with an addition, since the compiler decides that for each variant separately.
+The stages of attention were measured on an H100 (PERFORMANCE.md); the other numbers are estimates.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from app.engine.gpu.kernels.sampling_state import SampleOut, SamplingTable
 from model.config import Activation, Norm
 
 SPLIT = 512
-"""Positions of a sequence that attention reduces for themselves before they are merged, in order."""
+"""Positions of a sequence that attention reduces separately; the splits are then merged in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NormSpec:
-    """A norm over the width; statistics and scaling in float32, rounded once. kind none: the numbers as they are."""
+    """A norm over the width; statistics and scaling in float32, rounded once. kind none: the identity."""
 
     kind: Norm
     weight: Tensor | None = None
@@ -40,13 +40,13 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadsSpec:
-    """What happens to q and k between the matrix product and attention, in this order; each result is rounded."""
+    """Operations on q and k between the matrix product and attention, in this order; each result is rounded."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
     turned_dim: int
-    """Numbers of each head that rotary positions turn; without a rotary table it means nothing."""
+    """Numbers of each head that rotary positions rotate; unused without a rotary table."""
     q_norm: Tensor | None = None
     """[C] weights of an RMSNorm over each query head."""
     k_norm: Tensor | None = None
@@ -56,22 +56,22 @@ class HeadsSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How scores are hidden and bent; they are always divided by the root of head_dim first."""
+    """Masking and soft cap of attention scores, which are always divided by sqrt(head_dim) first."""
 
     window: int | None = None
-    """A token sees itself and this many - 1 before it."""
+    """A token attends to itself and the window - 1 tokens before it."""
     soft_cap: float | None = None
     """Scores become cap * tanh(scores / cap)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBatch:
-    """Which query tokens stand where, in tiles of neighbours of one sequence. All tensors int32, on the device."""
+    """Query tokens of a step, in tiles of consecutive tokens of one sequence. All tensors are int32, on the device."""
 
     block_table_RB: Tensor
-    """Blocks of each resident row, in order; entries behind its last position are not read."""
+    """Blocks of each resident row, in order; entries after its last position are not read."""
     tile_row_X: Tensor
-    """Resident row of each tile; -1 is a dead tile, which does nothing."""
+    """Resident row of each tile; -1 for padding tiles, which do nothing."""
     tile_start_X: Tensor
     """Index in T of the tile's first token."""
     tile_position_X: Tensor
@@ -79,13 +79,13 @@ class AttentionBatch:
     tile_length_X: Tensor
     """Tokens in the tile, 1 to tile_tokens."""
     tile_tokens: int
-    """Tokens of a whole tile: 1 in steps of decodes only, 16 to 64 else."""
+    """Tokens of a full tile: 1 in decode steps, else 16 to 64."""
     max_splits: int
-    """At least as many pieces of SPLIT positions as the longest sequence has."""
+    """At least the number of splits (of SPLIT positions) of the longest sequence."""
 
 
 class RowState(NamedTuple):
-    """State of resident rows between two steps, int32 on the device; the last row is padding, and stays 0."""
+    """State of resident rows between two steps, int32 on the device; the last row is padding and stays 0."""
 
     block_table_RB: Tensor
     kv_length_R: Tensor
@@ -94,32 +94,32 @@ class RowState(NamedTuple):
     block_size: int
 
 
-class Places(NamedTuple):
-    """Where the rows of a decode step stand; [S] int32 each."""
+class RowLookup(NamedTuple):
+    """Inputs of a decode step for each of its rows; [S] int32 each."""
 
     tokens_S: Tensor
-    """The last of each row."""
+    """Last token of each row."""
     positions_S: Tensor
-    """Where that stands in its sequence."""
+    """Position of that token in its sequence."""
     slots_S: Tensor
-    """Where its keys and values go, block * block_size + offset."""
+    """Cache slot of its key and value: block * block_size + offset."""
     tile_rows_S: Tensor
-    """The row again, -1 for padding."""
+    """Resident row, or -1 for padding."""
 
 
 class Kernels(Protocol):
-    """A step's operations on one device. Numbers come and go in one format; sums are taken in float32 or wider."""
+    """A step's operations on one device. Inputs and outputs have one number format; sums use float32 or wider."""
 
-    def look_up(self, rows_S: Tensor, state: RowState, /) -> Places:
-        """The beginning of a decode step: all that it needs to know of its rows."""
+    def look_up(self, rows_S: Tensor, state: RowState, /) -> RowLookup:
+        """First operation of a decode step: looks up token, position and cache slot of its rows."""
         ...
 
     def advance(self, rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState, /) -> None:
-        """Its end: rows have this length and this last token now. Where none could be drawn (-1), 0 stands for it."""
+        """Last operation of a decode step: sets length and last token of its rows; 0 for a failed sample (-1)."""
         ...
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec, /) -> tuple[Tensor, Tensor]:
-        """x + delta, rounded, and the norm of what was rounded; without delta x itself, and its norm."""
+        """Returns x + delta, rounded, and the norm of the rounded sum; without delta, x itself and its norm."""
         ...
 
     def split_heads(
@@ -132,98 +132,98 @@ class Kernels(Protocol):
         slots_T: Tensor,
         /,
     ) -> Tensor:
-        """q [T, H, C], normed, turned and scaled; k and v go into the cache.
+        """Returns q [T, H, C], normed, rotated and scaled; writes k and v to the cache.
 
-        qkv_TX [T, (H + 2 K) C]. rope_PC [P, turned_dim] float32, cosines then sines; None turns nothing. layer_cache
+        qkv_TX [T, (H + 2 K) C]. rope_PC [P, turned_dim] float32, cosines then sines; None rotates nothing. layer_cache
         [2, blocks, block, K, C]; slots_T: block * block_size + offset of each token, -1 writes nothing. Integers int32.
         """
         ...
 
     def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec, /) -> Tensor:
-        """softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself, written over q_THC.
+        """Computes softmax(q k^T / sqrt(C)) v of each token over its own sequence up to itself.
 
-        Which is what it returns; tokens that belong to no tile stay as they are.
+        Overwrites q_THC and returns it; tokens that belong to no tile stay unchanged.
         """
         ...
 
     def gate(self, hidden_TX: Tensor, activation: Activation, gated: bool, /) -> Tensor:
-        """[T, F]: activation(first half), rounded, times the second half; ungated the activation of all."""
+        """[T, F]: activation(first half), rounded, times the second half; if not gated, activation(all)."""
         ...
 
     def sample(
         self, logits_SV: Tensor, rows_S: Tensor, positions_S: Tensor, table: SamplingTable, out: SampleOut, /
     ) -> None:
-        """One token for each row of logits into `out` (SampleOut), as `table` (SamplingTable) says of its row.
+        """Samples one token for each row of logits into `out`, with the parameters of its row in `table`.
 
-        Logits of a row lie side by side; the rows may be further apart than they are long.
+        The logits of a row are contiguous; the row stride may be larger than the row.
         """
         ...
 
 
 ROWS = 64
-"""Query rows (tokens times heads that share keys) of a program: the fewest that Hopper's wgmma takes."""
+"""Query rows (tokens times heads that share keys) of a program: the minimum of Hopper's wgmma."""
 POSITIONS = 64
-"""Positions of keys and values at a time; divides SPLIT."""
+"""Positions of a tile of keys and values; divides SPLIT."""
 PARTIAL_BYTES = 128 << 20
-"""Most workspace of attention besides its output, for splits of a sequence that are computed in parallel."""
+"""Largest workspace of attention in addition to its output, for the splits that are computed in parallel."""
 SHARED_BYTES = 227 << 10
-"""Most of a multiprocessor's memory that a program may have on Hopper; 99 to 163 KiB on the kinds before it."""
+"""Largest shared memory of a program on Hopper; 99 to 163 KiB on earlier architectures."""
 HEADS = 8
-"""Heads of a token that one program prepares, or merges."""
+"""Heads of a token per program, in split_heads_kernel and merge_kernel."""
 ALIGNED = 4
-"""Numbers of four bytes in 16, at multiples of which every pointer to a kernel begins: Triton compiles a kernel anew
-for every other set of its pointers that do, and that would be a second's pause in the middle of serving."""
-STATES = 128
-"""Rows of a step that one program looks up, or advances."""
+"""Alignment of kernel pointers, in 4-byte numbers (16 bytes): Triton compiles a separate variant of a kernel for every
+set of aligned pointers, which would pause serving for about a second."""
+LOOKUP_ROWS = 128
+"""Rows of a step per program, in look_up_kernel and advance_kernel."""
 COLUMNS = 1024
-"""Numbers of a row that one program activates."""
+"""Columns of a row per program, in gate_kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Warps of a program and stages of its loads."""
+    """Launch options: warps of a program and pipeline stages of its loads."""
 
     num_warps: int
     num_stages: int
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """As a launch takes them."""
+        """Keyword arguments of a launch."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False}
 
 
 ROW_LAUNCH = Launch(num_warps=4, num_stages=1)
-"""Kernels without a loop over loads."""
+"""For kernels without a loop over loads."""
 
 
 def attention_launch(padded_dim: int, item_size: int, shared_bytes: int = SHARED_BYTES) -> Launch:
-    """With as many stages as fit into `shared_bytes`, or one. They hurry loads, and change no sum."""
+    """Launch options with as many stages as fit into `shared_bytes`, at least one. Stages do not change any sum."""
     is_narrow = item_size < 4 and padded_dim <= 128
-    most = 1 if item_size == 4 else 3 if is_narrow else 2
-    fitting = [n for n in range(1, most + 1) if attention_bytes(padded_dim, item_size, n) <= shared_bytes]
+    max_stages = 1 if item_size == 4 else 3 if is_narrow else 2
+    fitting = [n for n in range(1, max_stages + 1) if attention_bytes(padded_dim, item_size, n) <= shared_bytes]
     return Launch(num_warps=4 if is_narrow else 8, num_stages=max(fitting, default=1))
 
 
 def attention_fits(head_dim: int, item_size: int, shared_bytes: int) -> bool:
-    """Whether a program of attention has room on a device at all."""
+    """Whether an attention program fits into the shared memory of a device."""
     return attention_bytes(padded_dim(head_dim), item_size, 1) <= shared_bytes
 
 
 def attention_bytes(padded_dim: int, item_size: int, stages: int) -> int:
-    """Of a multiprocessor's memory, at most: queries, and for each stage keys and values."""
+    """Upper bound of an attention program's shared memory: queries, and keys and values of each stage."""
     return (ROWS + stages * 2 * POSITIONS) * padded_dim * item_size
 
 
 def norm_launch(width: int) -> Launch:
-    """Eight to 16 numbers of a row in a thread, up to 512 threads."""
+    """Launch options with 8 to 16 numbers of a row per thread, up to 512 threads."""
     return Launch(num_warps=min(max(power_of_two(width) // 512, 1), 16), num_stages=1)
 
 
 def power_of_two(count: int) -> int:
-    """The next one from `count` on."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def padded_dim(head_dim: int) -> int:
-    """Columns of a head in a tile: a power of two, and no less than a matrix unit takes."""
+    """Columns of a head in a tile: a power of two, and at least 16, the minimum of tensor cores."""
     return max(power_of_two(head_dim), 16)

@@ -1,8 +1,8 @@
 """Reference implementation of a step's operations in plain torch, which the Triton kernels are tested against.
 
-Sums are computed in float64 and rounded where interface.py says so: then the order of summation does not show in the
-result, and a row is the same in any batch. Nothing is read on the host, and no shape depends on a value. Shape legend:
-interface.py. Products with weights of eight bits (int8, and fp8 e4m3) have one scale for each row.
+Sums are computed in float64 and rounded where interface.py specifies it, so that the order of summation does not
+affect the result, and a row is the same in any batch. Nothing is read on the host, and no shape depends on a value.
+Shape legend: interface.py. Products with 8-bit weights (int8, and fp8 e4m3) have one scale for each row.
 """
 
 from __future__ import annotations
@@ -15,81 +15,88 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from app.engine.gpu.kernels.interface import SPLIT, AttentionBatch, AttentionSpec, HeadsSpec, NormSpec, Places, RowState
+from app.engine.gpu.kernels.interface import (
+    SPLIT,
+    AttentionBatch,
+    AttentionSpec,
+    HeadsSpec,
+    NormSpec,
+    RowLookup,
+    RowState,
+)
 from app.engine.gpu.kernels.static_sampler import sample
 from app.engine.quantization.int8_weights import Quantized
 from model.config import Activation
 from model.nn.layers import rotate
 
-# Everything is computed in float64 and rounded once, so that no order of sums shows in the result: a row comes out the
-# same alone, in any batch and in any chunk. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L
-# positions.
+# Everything is computed in float64 and rounded once, so that a row has the same bits alone, in any batch and in any
+# chunk. Shape legend: as in interface.py; N tokens of a tile, G = H / K, L positions.
 
 
 def attention(q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
     """See Kernels.attention."""
     n_kv_heads, head_dim = layer_cache.shape[3:]
-    tokens_XN, positions_XN, seen_XN = _tile_tokens(batch, len(q_THC))
-    k_XLKC, v_XLKC, known_XL = _keys_and_values(layer_cache, batch, spec.window)
+    tokens_XN, positions_XN, valid_XN = _tile_tokens(batch, len(q_THC))
+    k_XLKC, v_XLKC, visible_XL = _keys_and_values(layer_cache, batch, spec.window)
     q_XNKGC = q_THC.double()[tokens_XN.clamp(max=len(q_THC) - 1)].unflatten(2, (n_kv_heads, -1))
     scores_XKGNL = torch.einsum("xnkgc,xlkc->xkgnl", q_XNKGC, k_XLKC) * head_dim**-0.5
     if spec.soft_cap is not None:
         scores_XKGNL = spec.soft_cap * torch.tanh(scores_XKGNL / spec.soft_cap)
-    looks_XNL = _looks(positions_XN, known_XL, spec.window) & seen_XN[:, :, None]
-    scores_XKGNL = scores_XKGNL.masked_fill(~looks_XNL[:, None, None], float("-inf"))
-    weights_XKGNL = scores_XKGNL.softmax(-1).nan_to_num(0.0)  # a token that is none looks at nothing
+    visible_XNL = _visible(positions_XN, visible_XL, spec.window) & valid_XN[:, :, None]
+    scores_XKGNL = scores_XKGNL.masked_fill(~visible_XNL[:, None, None], float("-inf"))
+    weights_XKGNL = scores_XKGNL.softmax(-1).nan_to_num(0.0)  # padding tokens attend to nothing
     out_XNKGC = torch.einsum("xkgnl,xlkc->xnkgc", weights_XKGNL, v_XLKC)
     return _scatter(out_XNKGC.flatten(2, 3).to(q_THC.dtype), tokens_XN, q_THC)
 
 
 def _tile_tokens(batch: AttentionBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[X, N] each: indices in T (`count` where there is no token), positions, and whether there is a token."""
-    steps_N = torch.arange(batch.tile_tokens, device=batch.tile_row_X.device)
-    there_XN = (steps_N < batch.tile_length_X[:, None]) & (batch.tile_row_X[:, None] >= 0)
-    tokens_XN = (batch.tile_start_X[:, None] + steps_N).where(there_XN, count)
-    return tokens_XN, (batch.tile_position_X[:, None] + steps_N).where(there_XN, -1), there_XN
+    """[X, N] each: indices in T (`count` for padding), positions (-1 for padding), and whether the token is real."""
+    offsets_N = torch.arange(batch.tile_tokens, device=batch.tile_row_X.device)
+    valid_XN = (offsets_N < batch.tile_length_X[:, None]) & (batch.tile_row_X[:, None] >= 0)
+    tokens_XN = (batch.tile_start_X[:, None] + offsets_N).where(valid_XN, count)
+    return tokens_XN, (batch.tile_position_X[:, None] + offsets_N).where(valid_XN, -1), valid_XN
 
 
 def _keys_and_values(layer_cache: Tensor, batch: AttentionBatch, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v [X, L, K, C] of each tile's sequence, zeros where none of its tokens looks; and [X, L] where one does."""
+    """k and v [X, L, K, C] of each tile's sequence, zeros where no token attends to them; and that mask [X, L]."""
     block_size, n_blocks = layer_cache.shape[2], batch.block_table_RB.shape[1]
     length = min(batch.max_splits * SPLIT, n_blocks * block_size)
-    places_L = torch.arange(length, device=layer_cache.device)
+    key_positions_L = torch.arange(length, device=layer_cache.device)
     stops_X1 = (batch.tile_position_X + batch.tile_length_X)[:, None]
-    known_XL = (places_L < stops_X1) & (batch.tile_row_X[:, None] >= 0)
+    visible_XL = (key_positions_L < stops_X1) & (batch.tile_row_X[:, None] >= 0)
     if window is not None:
-        known_XL = known_XL & (places_L > batch.tile_position_X[:, None] - window)
-    blocks_XL = batch.block_table_RB[batch.tile_row_X.clamp(min=0).long()][:, places_L // block_size]
-    slots_XL = (blocks_XL.long() * block_size + places_L % block_size).where(known_XL, 0)
+        visible_XL = visible_XL & (key_positions_L > batch.tile_position_X[:, None] - window)
+    blocks_XL = batch.block_table_RB[batch.tile_row_X.clamp(min=0).long()][:, key_positions_L // block_size]
+    slots_XL = (blocks_XL.long() * block_size + key_positions_L % block_size).where(visible_XL, 0)
     rows_YKC = layer_cache.flatten(1, 2)[:, slots_XL.flatten()].double()
-    k_XLKC, v_XLKC = rows_YKC.unflatten(1, slots_XL.shape).masked_fill(~known_XL[:, :, None, None], 0.0)
-    return k_XLKC, v_XLKC, known_XL
+    k_XLKC, v_XLKC = rows_YKC.unflatten(1, slots_XL.shape).masked_fill(~visible_XL[:, :, None, None], 0.0)
+    return k_XLKC, v_XLKC, visible_XL
 
 
-def _looks(positions_XN: Tensor, known_XL: Tensor, window: int | None) -> Tensor:
-    """[X, N, L]: whether a token may look at a place."""
-    places_L = torch.arange(known_XL.shape[1], device=known_XL.device)
-    looks_XNL = known_XL[:, None] & (places_L <= positions_XN[:, :, None])
-    return looks_XNL if window is None else looks_XNL & (places_L > positions_XN[:, :, None] - window)
+def _visible(positions_XN: Tensor, visible_XL: Tensor, window: int | None) -> Tensor:
+    """[X, N, L]: whether a token attends to a position."""
+    key_positions_L = torch.arange(visible_XL.shape[1], device=visible_XL.device)
+    visible_XNL = visible_XL[:, None] & (key_positions_L <= positions_XN[:, :, None])
+    return visible_XNL if window is None else visible_XNL & (key_positions_L > positions_XN[:, :, None] - window)
 
 
 def _scatter(out_XNHC: Tensor, tokens_XN: Tensor, q_THC: Tensor) -> Tensor:
-    """Each token's row to where it stands in q_THC, which is returned; what is no token falls off the end."""
+    """Writes each token's result to its row of q_THC, which it returns. Padding goes to an extra row."""
     rows_THC = torch.cat((q_THC, q_THC[:1]))
     rows_THC[tokens_XN.flatten()] = out_XNHC.flatten(0, 1)
     return q_THC.copy_(rows_THC[:-1])
 
 
-def look_up(rows_S: Tensor, state: RowState) -> Places:
+def look_up(rows_S: Tensor, state: RowState) -> RowLookup:
     """See Kernels.look_up."""
     index_S, padding_row = rows_S.long(), len(state.kv_length_R) - 1
     positions_S = state.kv_length_R[index_S]
-    slots_S = slots(rows_S, positions_S, state)
-    return Places(state.last_token_R[index_S], positions_S, slots_S, rows_S.where(rows_S != padding_row, -1))
+    slots_S = cache_slots(rows_S, positions_S, state)
+    return RowLookup(state.last_token_R[index_S], positions_S, slots_S, rows_S.where(rows_S != padding_row, -1))
 
 
-def slots(rows_T: Tensor, positions_T: Tensor, state: RowState) -> Tensor:
-    """[T] where in the cache the keys and values of a token go, at any position of a row: no kernel does this alone."""
+def cache_slots(rows_T: Tensor, positions_T: Tensor, state: RowState) -> Tensor:
+    """[T] cache slots of tokens at any position of a row. No kernel does only this."""
     blocks_T = state.block_table_RB[rows_T.long(), (positions_T // state.block_size).long()]
     return blocks_T * state.block_size + positions_T % state.block_size
 
@@ -110,7 +117,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class ReferenceKernels:
-    """`Kernels` without a kernel."""
+    """`Kernels` in plain torch."""
 
     look_up = staticmethod(look_up)
     advance = staticmethod(advance)
@@ -150,7 +157,7 @@ class ReferenceKernels:
             cos_T1F, sin_T1F = rope_PC[positions_T.long()].unsqueeze(1).chunk(2, dim=-1)
             q_THC, k_TKC = rotate(q_THC, cos_T1F, sin_T1F), rotate(k_TKC, cos_T1F, sin_T1F)
         for half_XKC, new_TKC in zip(layer_cache.flatten(1, 2), (k_TKC, v_TKC), strict=True):
-            _write(half_XKC, slots_T, new_TKC)
+            _write_cache(half_XKC, slots_T, new_TKC)
         factored_THC: Tensor = q_THC.contiguous() if spec.q_factor == 1.0 else q_THC * spec.q_factor
         return factored_THC
 
@@ -168,53 +175,53 @@ def _rms_norm(x_TX: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed_TX.to(x_TX.dtype)
 
 
-def _write(cache_XKC: Tensor, slots_T: Tensor, new_TKC: Tensor) -> None:
-    """Slot -1 writes nothing, and what is written must not depend on it in shape: it rewrites the last slot.
+def _write_cache(cache_XKC: Tensor, slots_T: Tensor, new_TKC: Tensor) -> None:
+    """Writes rows to their slots; slot -1 writes nothing.
 
-    That slot belongs to the padding block, so no other token of the step writes to it.
+    Shapes must not depend on values, so slot -1 rewrites the last slot with its own content. That slot belongs to the
+    padding block, so no other token of the step writes to it.
     """
     slots_T = slots_T.long()
-    there_T11 = (slots_T >= 0)[:, None, None]
+    valid_T11 = (slots_T >= 0)[:, None, None]
     slots_T = slots_T.where(slots_T >= 0, len(cache_XKC) - 1)
-    cache_XKC.index_copy_(0, slots_T, new_TKC.where(there_T11, cache_XKC[-1]))
+    cache_XKC.index_copy_(0, slots_T, new_TKC.where(valid_T11, cache_XKC[-1]))
 
 
-# The kernel whose twin it is: app/engine/gpu/kernels/triton/quantized_products.py. Shape legend: T tokens of the step,
+# Reference implementation of app/engine/gpu/kernels/triton/quantized_products.py. Shape legend: T tokens of the step,
 # K columns, N rows of the weight.
 
 Int8Product = Callable[[Tensor, Quantized, Tensor | None], Tensor]
 """(x [T, K], weight, bias [N] or None) -> [T, N] in x's number format, summed in float32."""
-_PIECE = 1 << 22
-"""Numbers of a weight that are widened at once."""
+_CHUNK_NUMBERS = 1 << 22
+"""Numbers of a weight that are converted to float32 at a time."""
 
 
-def dequantised_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
-    """The product with the weight widened piece by piece; the whole is never there.
+def dequantized_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
+    """The product with the weight converted to float32 in chunks, never as a whole.
 
-    The numbers are exact in bfloat16 as they stand, and scales come last: as in the kernel.
+    As in the kernel, int8 numbers are exact in bfloat16, and scales are applied last.
     """
-    rows = max(1, _PIECE // weight.numbers.shape[1])
+    rows = max(1, _CHUNK_NUMBERS // weight.numbers.shape[1])
     pieces = zip(weight.numbers.split(rows), weight.scales.split(rows), strict=True)
     parts = [F.linear(x_TK.float(), numbers.float()) * scales for numbers, scales in pieces]
     out_TN = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     return (out_TN if bias_N is None else out_TN + bias_N.float()).to(x_TK.dtype)
 
 
-# A row's largest number becomes 448 or -448, the largest that e4m3 has. A row of activations is scaled by nothing but
-# itself, so the other rows of a step do not change it. On a GPU the product is torch's scaled one; on a CPU
-# the same rounded numbers are widened again: so tests and the measurement of quality compute.
+# A row's largest number becomes 448 or -448, the largest in e4m3. The scale of a row of activations depends on that row
+# only, so other rows of a step do not change it. On a GPU the product is torch's scaled one; on a CPU the same
+# quantized numbers are converted back to float32, for tests and quality measurements.
 #
 # Shape legend: T tokens of the step, K columns, N rows of the weight.
 
 FP8_DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0
+FP8_MAX = 448.0
 FP8_MULTIPLE = 16
-"""The GPU's product takes matrices whose rows and columns are multiples of it."""
-"""Numbers of a weight in float32 at once."""
+"""Rows and columns of a matrix must be multiples of it for the GPU's product."""
 
 
-class Rounded(NamedTuple):
-    """Rows [rows, K]: numbers x scales."""
+class Fp8Matrix(NamedTuple):
+    """A matrix [rows, K] quantized row by row: numbers * scales."""
 
     numbers: Tensor
     """e4m3."""
@@ -222,36 +229,36 @@ class Rounded(NamedTuple):
     """float32 [rows, 1], above 0."""
 
 
-Fp8Rows = Callable[[Tensor], Rounded]
-"""x [T, K] -> its rows, each with a scale of its own."""
+Fp8RowQuantizer = Callable[[Tensor], Fp8Matrix]
+"""x [T, K] -> quantized rows, each with its own scale."""
 
 
-def round_rows(x_TK: Tensor) -> Rounded:
-    """The nearest numbers; a row of zeros stays one, and a row that is not finite is nowhere finite afterwards."""
+def quantize_fp8_rows(x_TK: Tensor) -> Fp8Matrix:
+    """Rounds to nearest. A row of zeros stays zero; a row that is not finite has no finite numbers afterwards."""
     wide_TK = x_TK.float()
-    # By a tensor: by a number of the host a GPU multiplies with its rounded inverse, and the last bit is another.
-    scales_T1 = wide_TK.abs().amax(dim=-1, keepdim=True) / wide_TK.new_full((), LARGEST)
+    # Divide by a tensor: by a Python number, a GPU multiplies with the rounded inverse, which changes the last bit.
+    scales_T1 = wide_TK.abs().amax(dim=-1, keepdim=True) / wide_TK.new_full((), FP8_MAX)
     scales_T1 = scales_T1.where(scales_T1 != 0, 1.0)
-    return Rounded((wide_TK / scales_T1).to(FP8_DTYPE), scales_T1)
+    return Fp8Matrix((wide_TK / scales_T1).to(FP8_DTYPE), scales_T1)
 
 
-def round_weight(weight_NK: Tensor) -> Rounded:
-    """round_rows() in pieces: a copy of the whole in float32 may be more than there is memory for."""
-    rows = max(1, _PIECE // weight_NK.shape[1])
-    parts = [round_rows(part) for part in weight_NK.detach().split(rows)]
-    return Rounded(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+def quantize_fp8_weight(weight_NK: Tensor) -> Fp8Matrix:
+    """quantize_fp8_rows() in chunks: a float32 copy of the whole weight may not fit into memory."""
+    rows = max(1, _CHUNK_NUMBERS // weight_NK.shape[1])
+    parts = [quantize_fp8_rows(part) for part in weight_NK.detach().split(rows)]
+    return Fp8Matrix(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
-def fp8_product(x: Rounded, weight: Rounded, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+def fp8_product(x: Fp8Matrix, weight: Fp8Matrix, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b [T, N] in `dtype`, summed in float32; on a GPU `dtype` is bfloat16."""
     if x.numbers.is_cuda:
         return scaled_product(x, weight, bias_N, dtype)
-    out_TN = F.linear(_widened(x), _widened(weight), None if bias_N is None else bias_N.float())
+    out_TN = F.linear(_dequantize(x), _dequantize(weight), None if bias_N is None else bias_N.float())
     return out_TN.to(dtype)
 
 
-def scaled_product(x: Rounded, weight: Rounded, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """product() as torch offers it: by its public name where it has one, else by the one before that."""
+def scaled_product(x: Fp8Matrix, weight: Fp8Matrix, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """torch's scaled product: the public function if this version has it, else the private one before it."""
     numbers_KN, scales_1N = weight.numbers.t(), weight.scales_X1.t()
     if not hasattr(F, "scaled_mm"):
         return torch._scaled_mm(x.numbers, numbers_KN, x.scales_X1, scales_1N, bias=bias_N, out_dtype=dtype)
@@ -259,5 +266,5 @@ def scaled_product(x: Rounded, weight: Rounded, bias_N: Tensor | None, dtype: to
     return F.scaled_mm(x.numbers, numbers_KN, x.scales_X1, by_row, scales_1N, by_row, bias=bias_N, output_dtype=dtype)
 
 
-def _widened(rounded: Rounded) -> Tensor:
-    return rounded.numbers.float() * rounded.scales_X1
+def _dequantize(quantized: Fp8Matrix) -> Tensor:
+    return quantized.numbers.float() * quantized.scales_X1

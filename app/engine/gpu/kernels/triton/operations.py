@@ -1,7 +1,4 @@
-"""Triton kernels around the matrix products: norms, activations, rotary positions with the cache write, row lookup.
-
-Uses the functions of the other files of this folder.
-"""
+"""Triton kernels around the matrix products: norms, activations, rotary positions with the cache write, row lookup."""
 
 from __future__ import annotations
 
@@ -14,15 +11,15 @@ from app.engine.gpu.kernels.interface import (
     ALIGNED,
     COLUMNS,
     HEADS,
+    LOOKUP_ROWS,
     PARTIAL_BYTES,
     ROW_LAUNCH,
     SHARED_BYTES,
-    STATES,
     AttentionBatch,
     AttentionSpec,
     HeadsSpec,
     NormSpec,
-    Places,
+    RowLookup,
     RowState,
     norm_launch,
     padded_dim,
@@ -32,7 +29,7 @@ from app.engine.gpu.kernels.triton.attention import attention
 from app.engine.gpu.kernels.triton.sampler import sample
 from model.config import Activation
 
-# One program does a whole row, so that its bits depend on nothing else. Shape legend: T tokens, D width, W the next
+# One program computes a whole row, so that its bits depend on nothing else. Shape legend: T tokens, D width, W the next
 # power of two.
 
 
@@ -52,25 +49,25 @@ def norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """One row: x + delta to sum_ptr where there is a delta, its norm to normed_ptr where KIND is not none."""
+    """One row: writes x + delta to sum_ptr if there is a delta, and its norm to normed_ptr if KIND is not none."""
     column_W = tl.arange(0, PADDED)
-    there_W = column_W < WIDTH
-    place_W = tl.program_id(0).to(tl.int64) * WIDTH + column_W
-    x_W = tl.load(x_ptr + place_W, mask=there_W, other=0.0)
+    valid_W = column_W < WIDTH
+    offset_W = tl.program_id(0).to(tl.int64) * WIDTH + column_W
+    x_W = tl.load(x_ptr + offset_W, mask=valid_W, other=0.0)
     if HAS_DELTA:
-        delta_W = tl.load(delta_ptr + place_W, mask=there_W, other=0.0)
+        delta_W = tl.load(delta_ptr + offset_W, mask=valid_W, other=0.0)
         x_W = (x_W.to(tl.float32) + delta_W.to(tl.float32)).to(x_W.dtype)  # rounded, as torch rounds it
-        tl.store(sum_ptr + place_W, x_W, mask=there_W)
+        tl.store(sum_ptr + offset_W, x_W, mask=valid_W)
     if KIND != "none":
         wide_W = x_W.to(tl.float32)
         if KIND == "layernorm":
-            wide_W = tl.where(there_W, wide_W - tl.sum(wide_W, axis=0) / WIDTH, 0.0)
+            wide_W = tl.where(valid_W, wide_W - tl.sum(wide_W, axis=0) / WIDTH, 0.0)
         wide_W = wide_W * tl.rsqrt(tl.sum(wide_W * wide_W, axis=0) / WIDTH + eps)
         if HAS_WEIGHT:
-            wide_W = wide_W * tl.load(weight_ptr + column_W, mask=there_W, other=0.0).to(tl.float32)
+            wide_W = wide_W * tl.load(weight_ptr + column_W, mask=valid_W, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            wide_W = wide_W + tl.load(bias_ptr + column_W, mask=there_W, other=0.0).to(tl.float32)
-        tl.store(normed_ptr + place_W, wide_W.to(x_W.dtype), mask=there_W)
+            wide_W = wide_W + tl.load(bias_ptr + column_W, mask=valid_W, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + offset_W, wide_W.to(x_W.dtype), mask=valid_W)
 
 
 def add_norm(x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Tensor, Tensor]:
@@ -104,10 +101,10 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, norm: NormSpec) -> tuple[Ten
 
 
 @triton.jit
-def _activated(x_X, KIND: tl.constexpr):
-    """In float32; 0.5 (1 + tanh u) is sigmoid(2 u)."""
+def _activate(x_X, KIND: tl.constexpr):
+    """Activation in float32; 0.5 (1 + tanh u) is sigmoid(2 u)."""
     if KIND == "relu":
-        return tl.where(x_X < 0, 0.0, x_X)  # a number that is none stays none, as in torch
+        return tl.where(x_X < 0, 0.0, x_X)  # NaN stays NaN, as in torch
     if KIND == "gelu":
         return 0.5 * x_X * (1.0 + tl.erf(x_X * 0.7071067811865476))
     if KIND == "gelu_tanh":
@@ -119,17 +116,17 @@ def _activated(x_X, KIND: tl.constexpr):
 def gate_kernel(
     hidden_ptr, out_ptr, WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Some columns of one row."""
+    """Activates some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column_X = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there_X = column_X < WIDTH
+    valid_X = column_X < WIDTH
     first_ptr = hidden_ptr + row * (2 * WIDTH if GATED else WIDTH)
-    gate_X = tl.load(first_ptr + column_X, mask=there_X, other=0.0)
-    out_X = _activated(gate_X.to(tl.float32), KIND).to(gate_X.dtype)
+    gate_X = tl.load(first_ptr + column_X, mask=valid_X, other=0.0)
+    out_X = _activate(gate_X.to(tl.float32), KIND).to(gate_X.dtype)
     if GATED:
-        up_X = tl.load(first_ptr + WIDTH + column_X, mask=there_X, other=0.0)
+        up_X = tl.load(first_ptr + WIDTH + column_X, mask=valid_X, other=0.0)
         out_X = (out_X.to(tl.float32) * up_X.to(tl.float32)).to(gate_X.dtype)
-    tl.store(out_ptr + row * WIDTH + column_X, out_X, mask=there_X)
+    tl.store(out_ptr + row * WIDTH + column_X, out_X, mask=valid_X)
 
 
 def gate(hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
@@ -151,24 +148,24 @@ def gate(hidden_TX: Tensor, activation: Activation, gated: bool) -> Tensor:
 
 
 @triton.jit
-def _normed(x_NX, scale_N, weight_NX, has_norm_N):
-    """x times its head's scale and weights, rounded; heads without a norm as they are."""
+def _apply_norm(x_NX, scale_N, weight_NX, has_norm_N):
+    """x times its head's scale and weights, rounded; heads without a norm stay unchanged."""
     wide_NX = x_NX.to(tl.float32)
     wide_NX = tl.where(has_norm_N[:, None], wide_NX * scale_N[:, None] * weight_NX, wide_NX)
     return wide_NX.to(x_NX.dtype).to(tl.float32)
 
 
 @triton.jit
-def _weights(q_norm_ptr, k_norm_ptr, column_X, there_X, is_q_N, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
-    """[N, X]: of the norm of queries for those, of the norm of keys for all others."""
-    q_X = tl.load(q_norm_ptr + column_X, mask=there_X & HAS_Q, other=0.0).to(tl.float32)
-    k_X = tl.load(k_norm_ptr + column_X, mask=there_X & HAS_K, other=0.0).to(tl.float32)
+def _norm_weights(q_norm_ptr, k_norm_ptr, column_X, valid_X, is_q_N, HAS_Q: tl.constexpr, HAS_K: tl.constexpr):
+    """[N, X] norm weights: those of queries for query heads, those of keys for all others."""
+    q_X = tl.load(q_norm_ptr + column_X, mask=valid_X & HAS_Q, other=0.0).to(tl.float32)
+    k_X = tl.load(k_norm_ptr + column_X, mask=valid_X & HAS_K, other=0.0).to(tl.float32)
     return tl.where(is_q_N[:, None], q_X[None, :], k_X[None, :])
 
 
 @triton.jit
-def _angles(rope_ptr, position, column_X, HALF: tl.constexpr):
-    """Cosine of each column, and its sine with the sign that the other number of the pair comes with."""
+def _rope(rope_ptr, position, column_X, HALF: tl.constexpr):
+    """Cosine of each column, and its sine with the sign of the other number of the pair."""
     angle_ptr = rope_ptr + position.to(tl.int64) * (2 * HALF) + column_X % HALF
     cos_X = tl.load(angle_ptr, mask=column_X < 2 * HALF, other=1.0)
     sin_X = tl.load(angle_ptr + HALF, mask=column_X < 2 * HALF, other=0.0)
@@ -176,19 +173,27 @@ def _angles(rope_ptr, position, column_X, HALF: tl.constexpr):
 
 
 @triton.jit
-def _keep(
-    cache_ptr, value_offset, slot, head_N, column_X, x_NX, kept_NX, N_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+def _store_kv(
+    cache_ptr,
+    value_offset,
+    slot,
+    head_N,
+    column_X,
+    x_NX,
+    store_mask_NX,
+    N_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    """Keys, and behind them values, into the cache; a slot below 0 is none."""
+    """Writes keys and values to the cache; a negative slot writes nothing."""
     is_k_N = head_N < N_KV_HEADS
     kv_head_N = tl.where(is_k_N, head_N, head_N - N_KV_HEADS)
-    place_N = (slot * N_KV_HEADS + kv_head_N) * HEAD_DIM + tl.where(is_k_N, 0, value_offset)
-    kept_NX = kept_NX & (slot >= 0)
-    tl.store(cache_ptr + place_N[:, None] + column_X[None, :], x_NX.to(cache_ptr.dtype.element_ty), mask=kept_NX)
+    offset_N = (slot * N_KV_HEADS + kv_head_N) * HEAD_DIM + tl.where(is_k_N, 0, value_offset)
+    store_mask_NX = store_mask_NX & (slot >= 0)
+    tl.store(cache_ptr + offset_N[:, None] + column_X[None, :], x_NX.to(cache_ptr.dtype.element_ty), mask=store_mask_NX)
 
 
 @triton.jit
-def heads_kernel(
+def split_heads_kernel(
     qkv_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -209,35 +214,35 @@ def heads_kernel(
     HAS_K_NORM: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """HALF: half of the numbers that turn, 0 for none. value_offset: numbers from the keys to the values of a layer."""
+    """HALF: half of the rotated numbers, 0 for none. value_offset: numbers from a layer's keys to its values."""
     token = tl.program_id(0).to(tl.int64)
     head_N = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     column_X = tl.arange(0, PADDED)
     is_q_N, is_k_N = head_N < N_HEADS, (head_N >= N_HEADS) & (head_N < N_HEADS + N_KV_HEADS)
-    there_X = column_X < HEAD_DIM
-    there_NX = (head_N < N_HEADS + 2 * N_KV_HEADS)[:, None] & there_X[None, :]
+    valid_X = column_X < HEAD_DIM
+    valid_NX = (head_N < N_HEADS + 2 * N_KV_HEADS)[:, None] & valid_X[None, :]
     from_ptr = qkv_ptr + (token * (N_HEADS + 2 * N_KV_HEADS) + head_N[:, None]) * HEAD_DIM
-    raw_NX = tl.load(from_ptr + column_X[None, :], mask=there_NX, other=0.0)
+    raw_NX = tl.load(from_ptr + column_X[None, :], mask=valid_NX, other=0.0)
     x_NX = raw_NX.to(tl.float32)
     scale_N = tl.rsqrt(tl.sum(x_NX * x_NX, axis=1) / HEAD_DIM + eps)
     has_norm_N = (is_q_N & HAS_Q_NORM) | (is_k_N & HAS_K_NORM)
-    weight_NX = _weights(q_norm_ptr, k_norm_ptr, column_X, there_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
-    x_NX = _normed(raw_NX, scale_N, weight_NX, has_norm_N)
+    weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, column_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
+    x_NX = _apply_norm(raw_NX, scale_N, weight_NX, has_norm_N)
     if HALF:
-        # Number i turns with number i + HALF: the other one of each pair is read and normed a second time.
+        # Number i is rotated with number i + HALF: the other number of each pair is loaded and normed again.
         other_X = tl.where(column_X < HALF, column_X + HALF, tl.where(column_X < 2 * HALF, column_X - HALF, column_X))
-        other_NX = tl.load(from_ptr + other_X[None, :], mask=there_NX, other=0.0)
-        weight_NX = _weights(q_norm_ptr, k_norm_ptr, other_X, there_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
-        other_NX = _normed(other_NX, scale_N, weight_NX, has_norm_N)
-        cos_X, sin_X = _angles(rope_ptr, tl.load(position_ptr + token), column_X, HALF)
-        turned_NX = (x_NX * cos_X[None, :] + other_NX * sin_X[None, :]).to(raw_NX.dtype).to(tl.float32)
-        x_NX = tl.where((is_q_N | is_k_N)[:, None] & (column_X < 2 * HALF)[None, :], turned_NX, x_NX)
-    q_place_N = (token * N_HEADS + head_N) * HEAD_DIM
+        other_NX = tl.load(from_ptr + other_X[None, :], mask=valid_NX, other=0.0)
+        weight_NX = _norm_weights(q_norm_ptr, k_norm_ptr, other_X, valid_X, is_q_N, HAS_Q_NORM, HAS_K_NORM)
+        other_NX = _apply_norm(other_NX, scale_N, weight_NX, has_norm_N)
+        cos_X, sin_X = _rope(rope_ptr, tl.load(position_ptr + token), column_X, HALF)
+        rotated_NX = (x_NX * cos_X[None, :] + other_NX * sin_X[None, :]).to(raw_NX.dtype).to(tl.float32)
+        x_NX = tl.where((is_q_N | is_k_N)[:, None] & (column_X < 2 * HALF)[None, :], rotated_NX, x_NX)
+    q_offset_N = (token * N_HEADS + head_N) * HEAD_DIM
     q_NX = (x_NX * q_factor).to(raw_NX.dtype)
-    tl.store(q_ptr + q_place_N[:, None] + column_X[None, :], q_NX, mask=there_NX & is_q_N[:, None])
-    kept_NX = there_NX & (head_N >= N_HEADS)[:, None]
+    tl.store(q_ptr + q_offset_N[:, None] + column_X[None, :], q_NX, mask=valid_NX & is_q_N[:, None])
+    store_mask_NX = valid_NX & (head_N >= N_HEADS)[:, None]
     slot = tl.load(slot_ptr + token).to(tl.int64)
-    _keep(cache_ptr, value_offset, slot, head_N - N_HEADS, column_X, x_NX, kept_NX, N_KV_HEADS, HEAD_DIM)
+    _store_kv(cache_ptr, value_offset, slot, head_N - N_HEADS, column_X, x_NX, store_mask_NX, N_KV_HEADS, HEAD_DIM)
 
 
 def split_heads(
@@ -253,7 +258,7 @@ def split_heads(
     assert rope_PC is None or rope_PC.shape[1] == spec.turned_dim
     n_tokens, n_heads = len(qkv_TX), spec.n_heads + 2 * spec.n_kv_heads
     q_THC = torch.empty(n_tokens, spec.n_heads, spec.head_dim, dtype=qkv_TX.dtype, device=qkv_TX.device)
-    heads_kernel[(n_tokens, triton.cdiv(n_heads, HEADS))](
+    split_heads_kernel[(n_tokens, triton.cdiv(n_heads, HEADS))](
         qkv_TX,
         qkv_TX if spec.q_norm is None else spec.q_norm,
         qkv_TX if spec.k_norm is None else spec.k_norm,
@@ -284,57 +289,64 @@ def split_heads(
 @triton.jit(do_not_specialize=["n_rows", "stride"])
 def look_up_kernel(
     rows_ptr, table_ptr, length_ptr, token_ptr, out_ptr, n_rows, stride,
-    PADDING_ROW: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
+    PADDING_ROW: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, LOOKUP_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows; token, position, slot and tile's row of each lie `stride` apart."""
-    place_S = tl.program_id(0) * STATES + tl.arange(0, STATES)
-    there_S = place_S < n_rows
-    row_S = tl.load(rows_ptr + place_S, mask=there_S, other=PADDING_ROW)
+    """Some rows. Writes token, position, slot and tile row of each, `stride` numbers apart."""
+    index_S = tl.program_id(0) * LOOKUP_ROWS + tl.arange(0, LOOKUP_ROWS)
+    valid_S = index_S < n_rows
+    row_S = tl.load(rows_ptr + index_S, mask=valid_S, other=PADDING_ROW)
     position_S = tl.load(length_ptr + row_S)
     block_S = tl.load(table_ptr + row_S.to(tl.int64) * TABLE + position_S // BLOCK)
-    tl.store(out_ptr + place_S, tl.load(token_ptr + row_S), mask=there_S)
-    tl.store(out_ptr + stride + place_S, position_S, mask=there_S)
-    tl.store(out_ptr + 2 * stride + place_S, block_S * BLOCK + position_S % BLOCK, mask=there_S)
-    tl.store(out_ptr + 3 * stride + place_S, tl.where(row_S == PADDING_ROW, -1, row_S), mask=there_S)
+    tl.store(out_ptr + index_S, tl.load(token_ptr + row_S), mask=valid_S)
+    tl.store(out_ptr + stride + index_S, position_S, mask=valid_S)
+    tl.store(out_ptr + 2 * stride + index_S, block_S * BLOCK + position_S % BLOCK, mask=valid_S)
+    tl.store(out_ptr + 3 * stride + index_S, tl.where(row_S == PADDING_ROW, -1, row_S), mask=valid_S)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def advance_kernel(
-    rows_ptr, lengths_ptr, tokens_ptr, length_ptr, token_ptr, n_rows, PADDING_ROW: tl.constexpr, STATES: tl.constexpr
+    rows_ptr,
+    lengths_ptr,
+    tokens_ptr,
+    length_ptr,
+    token_ptr,
+    n_rows,
+    PADDING_ROW: tl.constexpr,
+    LOOKUP_ROWS: tl.constexpr,
 ):
     """Several rows per program; the padding row is not written."""
-    place_S = tl.program_id(0) * STATES + tl.arange(0, STATES)
-    row_S = tl.load(rows_ptr + place_S, mask=place_S < n_rows, other=PADDING_ROW)
-    there_S = row_S != PADDING_ROW
-    token_S = tl.load(tokens_ptr + place_S, mask=there_S, other=0)
-    tl.store(length_ptr + row_S, tl.load(lengths_ptr + place_S, mask=there_S, other=0), mask=there_S)
-    tl.store(token_ptr + row_S, tl.maximum(token_S, 0), mask=there_S)
+    index_S = tl.program_id(0) * LOOKUP_ROWS + tl.arange(0, LOOKUP_ROWS)
+    row_S = tl.load(rows_ptr + index_S, mask=index_S < n_rows, other=PADDING_ROW)
+    valid_S = row_S != PADDING_ROW
+    token_S = tl.load(tokens_ptr + index_S, mask=valid_S, other=0)
+    tl.store(length_ptr + row_S, tl.load(lengths_ptr + index_S, mask=valid_S, other=0), mask=valid_S)
+    tl.store(token_ptr + row_S, tl.maximum(token_S, 0), mask=valid_S)
 
 
-def look_up(rows_S: Tensor, state: RowState) -> Places:
+def look_up(rows_S: Tensor, state: RowState) -> RowLookup:
     """See Kernels.look_up."""
     assert state.block_table_RB.is_contiguous()
     n_rows = len(rows_S)
-    out_XS = rows_S.new_empty(len(Places._fields), -(-n_rows // ALIGNED) * ALIGNED)
-    look_up_kernel[(triton.cdiv(n_rows, STATES),)](
+    out_XS = rows_S.new_empty(len(RowLookup._fields), -(-n_rows // ALIGNED) * ALIGNED)
+    look_up_kernel[(triton.cdiv(n_rows, LOOKUP_ROWS),)](
         rows_S, state.block_table_RB, state.kv_length_R, state.last_token_R, out_XS, n_rows, out_XS.stride(0),
         PADDING_ROW=len(state.kv_length_R) - 1, TABLE=state.block_table_RB.shape[1], BLOCK=state.block_size,
-        STATES=STATES, **ROW_LAUNCH.options,
+        LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH.options,
     )  # fmt: skip
-    return Places(*out_XS[:, :n_rows].unbind())
+    return RowLookup(*out_XS[:, :n_rows].unbind())
 
 
 def advance(rows_S: Tensor, lengths_S: Tensor, tokens_S: Tensor, state: RowState) -> None:
     """See Kernels.advance."""
     n_rows = len(rows_S)
-    advance_kernel[(triton.cdiv(n_rows, STATES),)](
+    advance_kernel[(triton.cdiv(n_rows, LOOKUP_ROWS),)](
         rows_S, lengths_S, tokens_S, state.kv_length_R, state.last_token_R, n_rows,
-        PADDING_ROW=len(state.kv_length_R) - 1, STATES=STATES, **ROW_LAUNCH.options,
+        PADDING_ROW=len(state.kv_length_R) - 1, LOOKUP_ROWS=LOOKUP_ROWS, **ROW_LAUNCH.options,
     )  # fmt: skip
 
 
 class TritonKernels:
-    """`Kernels` on a GPU. Launches and returns; nothing waits for the device."""
+    """`Kernels` in Triton. Every call launches and returns without waiting for the device."""
 
     look_up = staticmethod(look_up)
     advance = staticmethod(advance)
@@ -345,9 +357,9 @@ class TritonKernels:
 
     def __init__(self, partial_bytes: int = PARTIAL_BYTES, shared_bytes: int = SHARED_BYTES) -> None:
         self._partial_bytes = partial_bytes
-        """Most workspace of attention besides its result; if splits need more, one program computes them in turn."""
+        """Workspace limit of attention; if the splits need more, one program computes them sequentially."""
         self._shared_bytes = shared_bytes
-        """What a program may have of a multiprocessor's memory."""
+        """Shared memory limit of a program."""
 
     def attention(self, q_THC: Tensor, layer_cache: Tensor, batch: AttentionBatch, spec: AttentionSpec) -> Tensor:
         """See Kernels.attention."""

@@ -1,4 +1,4 @@
-"""Products with weights of eight bits in Triton: whole numbers (int8), and rounding of rows to e4m3 (fp8)."""
+"""Triton kernels for 8-bit weights: products with int8 weights, and quantization of rows to e4m3 (fp8)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from app.engine.gpu.kernels.reference_operations import FP8_DTYPE, LARGEST, Rounded
+from app.engine.gpu.kernels.reference_operations import FP8_DTYPE, FP8_MAX, Fp8Matrix
 from app.engine.quantization.int8_weights import Quantized
 
 # t: tokens, 16 or 64 of a tile
@@ -18,9 +18,9 @@ from app.engine.quantization.int8_weights import Quantized
 # n |  W | x |  sums, float32|  x scale of row n, + bias of row n, rounded as x is
 #   +----+   +---------------+
 #
-# With few tokens reading W is what takes time: half of what it is in bfloat16. W is the left operand, so that 64 of its
-# rows fill the tensor cores however few tokens there are, and both tiles sum in the same order with the same kind of
-# instruction: how many tokens there are should not change the bits of one (said of no GPU until it was tried on one).
+# With few tokens, reading W dominates the time, half of that in bfloat16. W is the left operand, so that 64 of its rows
+# fill the tensor cores however few tokens there are. Both tile sizes sum in the same order with the same kind of
+# instruction, so the number of tokens should not change the bits of a token (to be verified on each GPU model).
 #
 # The reference is in reference_operations.py. Shape legend: T tokens of the step, K columns, N rows of the weight.
 
@@ -28,18 +28,18 @@ BLOCK_N = 64
 BLOCK_K = 128
 WARPS = 4
 _TILES = ((16, 16, 4), (1 << 62, 64, 3))
-"""(most tokens of a step, tokens of a tile, tiles on their way from memory at once)."""
+"""(most tokens of a step, tokens of a tile, pipeline stages)."""
 
 
-def product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
-    """An Int8Product; x may be a view whose rows are apart."""
+def int8_product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
+    """An Int8Product; x may be a view with a larger row stride."""
     n_tokens, n_columns = x_TK.shape
     n_rows = len(weight.numbers)
     out_TN = torch.empty(n_tokens, n_rows, dtype=x_TK.dtype, device=x_TK.device)
     block_t, stages = tile(n_tokens)
     grid = (triton.cdiv(n_rows, BLOCK_N), triton.cdiv(n_tokens, block_t))
-    bias = weight.scales if bias_N is None else bias_N  # a pointer that is not read
-    multiply[grid](
+    bias = weight.scales if bias_N is None else bias_N  # placeholder; the kernel does not read it
+    int8_product_kernel[grid](
         *(x_TK, weight.numbers, weight.scales, bias, out_TN),
         *(n_tokens, n_rows, x_TK.stride(0)),
         N_COLUMNS=n_columns,
@@ -49,18 +49,18 @@ def product(x_TK: Tensor, weight: Quantized, bias_N: Tensor | None) -> Tensor:
         BLOCK_K=BLOCK_K,
         num_warps=WARPS,
         num_stages=stages,
-        enable_fp_fusion=False,  # where a product and a sum become one is up to the compiler of each variant
+        enable_fp_fusion=False,  # the compiler would decide for each variant where to fuse
     )
     return out_TN
 
 
 def tile(n_tokens: int) -> tuple[int, int]:
-    """Tokens of a tile, and how many tiles are on their way from memory at once."""
+    """Tokens of a tile, and pipeline stages, for a step of `n_tokens` tokens."""
     return next((block, stages) for most, block, stages in _TILES if n_tokens <= most)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
-def multiply(
+def int8_product_kernel(
     x_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -75,7 +75,7 @@ def multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One tile [BLOCK_N, BLOCK_T] of the product, turned as it is written."""
+    """One tile [BLOCK_N, BLOCK_T] of the product, transposed when it is stored."""
     rows_N = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens_T = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     is_row_N, is_token_T = rows_N < n_rows, tokens_T < n_tokens
@@ -95,54 +95,54 @@ def multiply(
     tl.store(out_pointers, out_NT.to(out_ptr.dtype.element_ty), mask=is_row_N[:, None] & is_token_T[None, :])
 
 
-# One program does a whole row, so that its bits depend on nothing else, and they are those of round_rows() in
+# One program quantizes a whole row, so that its bits depend on nothing else; they equal those of quantize_fp8_rows() in
 # reference_operations.py. Shape legend: T tokens of the step, K columns, W the next power of two.
 
-_COLUMNS_OF_A_WARP = 1024
-_MOST_WARPS = 16
-_SCALES_READ = 256
+_COLUMNS_PER_WARP = 1024
+_MAX_WARPS = 16
+_SCALES_MULTIPLE = 256
 
 
-def round_rows(x_TK: Tensor) -> Rounded:
-    """An Fp8Rows; x may be a view whose rows are apart."""
+def quantize_fp8_rows(x_TK: Tensor) -> Fp8Matrix:
+    """An Fp8RowQuantizer; x may be a view with a larger row stride."""
     n_tokens, n_columns = x_TK.shape
     numbers_TK = torch.empty(n_tokens, n_columns, dtype=FP8_DTYPE, device=x_TK.device)
-    # torch's product read scales behind the last row, up to a multiple of 256 (pytorch issue 133334): room for that.
-    room = triton.cdiv(n_tokens, _SCALES_READ) * _SCALES_READ
-    scales_T1 = torch.empty(room, 1, dtype=torch.float32, device=x_TK.device)[:n_tokens]
+    # torch's product reads scales beyond the last row, up to a multiple of 256 (pytorch issue 133334).
+    padded_rows = triton.cdiv(n_tokens, _SCALES_MULTIPLE) * _SCALES_MULTIPLE
+    scales_T1 = torch.empty(padded_rows, 1, dtype=torch.float32, device=x_TK.device)[:n_tokens]
     padded = triton.next_power_of_2(n_columns)
-    round_row[(n_tokens,)](
+    quantize_row_kernel[(n_tokens,)](
         *(x_TK, numbers_TK, scales_T1, x_TK.stride(0)),
         N_COLUMNS=n_columns,
         PADDED=padded,
-        LARGEST=LARGEST,
+        FP8_MAX=FP8_MAX,
         num_warps=warps(n_columns),
     )
-    return Rounded(numbers_TK, scales_T1)
+    return Fp8Matrix(numbers_TK, scales_T1)
 
 
 def warps(n_columns: int) -> int:
-    """Of a program, for rows of so many numbers."""
+    """Warps of a program for rows of `n_columns` numbers."""
     padded: int = triton.next_power_of_2(n_columns)
-    return min(max(1, padded // _COLUMNS_OF_A_WARP), _MOST_WARPS)
+    return min(max(1, padded // _COLUMNS_PER_WARP), _MAX_WARPS)
 
 
 @triton.jit
-def round_row(
+def quantize_row_kernel(
     x_ptr: tl.tensor,
     numbers_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     x_stride: tl.tensor,
     N_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
-    LARGEST: tl.constexpr,
+    FP8_MAX: tl.constexpr,
 ) -> None:
-    """One row."""
+    """Quantizes one row."""
     row = tl.program_id(0).to(tl.int64)
     columns_W = tl.arange(0, PADDED)
     is_column_W = columns_W < N_COLUMNS
     x_W = tl.load(x_ptr + row * x_stride + columns_W, mask=is_column_W, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(x_W), axis=0), LARGEST)
+    scale = tl.div_rn(tl.max(tl.abs(x_W), axis=0), FP8_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
     numbers_W = tl.div_rn(x_W, scale).to(numbers_ptr.dtype.element_ty)
     tl.store(numbers_ptr + row * N_COLUMNS + columns_W, numbers_W, mask=is_column_W)

@@ -1,8 +1,8 @@
-"""Triton sampler: penalties, the draw, and log-probabilities, three kernels a step. Nothing waits for the device.
+"""Triton sampler: penalties, sampling, and log-probabilities, three kernels per step. Nothing waits for the device.
 
-It samples the same tokens as ../static_sampler.py; docs/sampling.md specifies both. They may differ where rounding
-decides: weights are exact to 2 units in the last place of float32, and a GPU adds in another order. The bits of a row
-depend on that row alone.
+It samples the same tokens as ../static_sampler.py; docs/sampling.md specifies both. Rounding may make them differ:
+weights are exact to 2 units in the last place of float32, and a GPU adds in another order. The bits of a row depend on
+that row alone.
 
 Shape legend: S sampled rows, V vocabulary.
 """
@@ -20,23 +20,23 @@ from app.engine.gpu.kernels import sampling_state as layout
 from app.engine.gpu.kernels.sampling_state import TOP, SampleOut, SamplingTable
 from app.engine.gpu.kernels.triton.filters import (
     BY_LOGPROB,
+    NEG_INF,
     NO_KEY,
-    NOTHING,
     TOP_P,
-    edge,
-    keep_best,
-    least_of_groups,
+    apply_top_k,
+    compute_weights,
+    exp_nonpositive,
+    find_threshold,
+    load_keys,
     logprob,
-    look,
-    ordered,
-    power,
-    weigh,
+    lower_bound_from_groups,
+    ordered_bits,
 )
 
-# A row's tiles are programs of their own, so that a single row still keeps a GPU busy.
+# Each tile of a row is a separate program, so that a single row still uses the whole GPU.
 #
-# Shape legend: S sampled rows, V vocabulary, B tokens of a tile, G groups of a tile's tokens: the k-th best of the
-# groups' maxima is at most the k-th best logit, where a search for it may begin.
+# Shape legend: S sampled rows, V vocabulary, B tokens of a tile, G groups of a tile's tokens. The k-th largest of the
+# groups' maxima is at most the k-th largest logit: a lower bound where the search for it starts.
 
 FLAGS = tl.constexpr(layout.FLAGS)
 GREEDY = tl.constexpr(layout.GREEDY)
@@ -53,12 +53,12 @@ _N_STOPS = tl.constexpr(layout.N_STOPS)
 _PRESENCE = tl.constexpr(layout.PRESENCE)
 _REPETITION = tl.constexpr(layout.REPETITION)
 _STOPS = tl.constexpr(layout.STOPS)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-_NOTHING = tl.constexpr(float("-inf"))
+_FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+_NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def adjust(
+def adjust_kernel(
     logits_ptr,
     stride,
     rows_ptr,
@@ -79,29 +79,29 @@ def adjust(
     B: tl.constexpr,
     G: tl.constexpr,
 ):
-    """x [S, tiles B] the adjusted logits; of each tile the best, its lowest id (-1: not all finite), and of the groups.
+    """Writes adjusted logits x [S, tiles B], and per tile the maximum, its lowest id (-1: not finite) and group maxima.
 
-    Of the raw logits, where log-probabilities are asked for, the best, the sum of e^(x - best), and the groups' best.
-    COUNTED is the flag of rows with penalties; 0 where there are no counts.
+    For rows with log-probabilities also of the raw logits: the maximum, the sum of e^(x - best), and the group maxima.
+    COUNTED is the flag of rows with penalties; 0 if there are no counts.
     """
     s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + s).to(tl.int64)
     words_ptr, numbers_ptr = words_ptr + row * WORDS, numbers_ptr + row * (WORDS // 2)
     flags = tl.load(words_ptr + FLAGS)
     ids = tile * B + tl.arange(0, B)
-    inside = ids < V
-    raw = tl.load(logits_ptr + s * stride + ids, mask=inside, other=0.0).to(tl.float32)
-    is_bad = tl.max((inside & ~(tl.abs(raw) <= _LARGEST)).to(tl.int32), 0) > 0
+    valid = ids < V
+    raw = tl.load(logits_ptr + s * stride + ids, mask=valid, other=0.0).to(tl.float32)
+    is_bad = tl.max((valid & ~(tl.abs(raw) <= _FLOAT_MAX)).to(tl.int32), 0) > 0
     at = s * tiles + tile
     groups = at * G + tl.arange(0, G)
     if tl.load(words_ptr + LOGPROBS) >= 0:
-        _sum_up(raw, inside, raw_best_ptr + at, raw_sum_ptr + at, raw_groups_ptr + groups, B, G)
+        _summarize_raw(raw, valid, raw_best_ptr + at, raw_sum_ptr + at, raw_groups_ptr + groups, B, G)
     x = _biased(raw, ids, words_ptr, numbers_ptr)
     if (flags & COUNTED) > 0:
-        x = _penalised(x, tl.load(counts_ptr + row * V + ids, mask=inside, other=0), numbers_ptr)
-    x = tl.where(inside, x, _NOTHING)
+        x = _penalized(x, tl.load(counts_ptr + row * V + ids, mask=valid, other=0), numbers_ptr)
+    x = tl.where(valid, x, _NEG_INF)
     if tl.load(positions_ptr + s) - tl.load(words_ptr + _N_PROMPT) < tl.load(words_ptr + _MIN_TOKENS):
-        x = _endless(x, ids, words_ptr, V)
+        x = _ban_stop_tokens(x, ids, words_ptr, V)
     best = tl.max(x, 0)
     tl.store(best_ptr + at, best)
     tl.store(best_id_ptr + at, tl.where(is_bad, -1, tl.min(tl.where(x == best, ids, V), 0)))
@@ -111,59 +111,59 @@ def adjust(
 
 
 @triton.jit
-def _sum_up(raw, inside, best_ptr, sum_ptr, groups_ptr, B: tl.constexpr, G: tl.constexpr):
-    """For log-probabilities. Where a logit is not finite they are not told, so it may count as anything."""
-    raw = tl.where(inside, tl.where(tl.abs(raw) <= _LARGEST, raw, 0.0), _NOTHING)
+def _summarize_raw(raw, valid, best_ptr, sum_ptr, groups_ptr, B: tl.constexpr, G: tl.constexpr):
+    """Maximum and sum for log-probabilities. A row that is not finite reports none, so any substitute value will do."""
+    raw = tl.where(valid, tl.where(tl.abs(raw) <= _FLOAT_MAX, raw, 0.0), _NEG_INF)
     best = tl.max(raw, 0)
     tl.store(best_ptr, best)
-    tl.store(sum_ptr, tl.sum(power(raw - best).to(tl.float64), 0))
+    tl.store(sum_ptr, tl.sum(exp_nonpositive(raw - best).to(tl.float64), 0))
     tl.store(groups_ptr, tl.max(tl.reshape(raw, [B // G, G]), 0))
 
 
 @triton.jit
-def _held(x):
-    """float32, without infinities."""
-    return tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST).to(tl.float32)
+def _clamped(x):
+    """float32, clamped to finite numbers."""
+    return tl.minimum(tl.maximum(x, -_FLOAT_MAX), _FLOAT_MAX).to(tl.float32)
 
 
 @triton.jit
 def _biased(x, ids, words_ptr, numbers_ptr):
     for i in range(tl.load(words_ptr + _N_BIASES)):
         bias = tl.load(numbers_ptr + _BIASES // 2 + i)
-        x = tl.where(ids == tl.load(words_ptr + _BIAS_IDS + i), _held(x.to(tl.float64) + bias), x)
+        x = tl.where(ids == tl.load(words_ptr + _BIAS_IDS + i), _clamped(x.to(tl.float64) + bias), x)
     return x
 
 
 @triton.jit
-def _penalised(x, counts, numbers_ptr):
+def _penalized(x, counts, numbers_ptr):
     r = tl.load(numbers_ptr + _REPETITION)
     wide = x.to(tl.float64)
-    x = tl.where(counts > 0, _held(tl.where(x > 0, wide / r, wide * r)), x)
+    x = tl.where(counts > 0, _clamped(tl.where(x > 0, wide / r, wide * r)), x)
     generated = counts >> 1
     penalty = tl.load(numbers_ptr + _FREQUENCY) * generated.to(tl.float64) + tl.load(numbers_ptr + _PRESENCE)
-    return tl.where(generated > 0, _held(x.to(tl.float64) - penalty), x)
+    return tl.where(generated > 0, _clamped(x.to(tl.float64) - penalty), x)
 
 
 @triton.jit
-def _endless(x, ids, words_ptr, V):
-    """Without the tokens that end the text; where nothing else is left they stay (such a row is a single tile)."""
+def _ban_stop_tokens(x, ids, words_ptr, V):
+    """Bans the stop tokens, unless no other token is left (such a row is a single tile)."""
     is_end = ids < 0
     for i in range(tl.load(words_ptr + _N_STOPS)):
         is_end |= ids == tl.load(words_ptr + _STOPS + i)
     has_more = (V > _MAX_STOPS) | (tl.max(((ids < V) & ~is_end).to(tl.int32), 0) > 0)
-    return tl.where(is_end & has_more, _NOTHING, x)
+    return tl.where(is_end & has_more, _NEG_INF, x)
 
 
 # Computed from the model's raw logits, before filters. Shape legend: S sampled rows, T tiles of a row, B tokens of a
-# tile, G groups of a tile, C tokens of the room, K tokens to report, L listed ones.
+# tile, G groups of a tile, C tokens of the scratch buffers, K tokens to report, L listed ones.
 
-_LIST = tl.constexpr(32)
-"""Room for the tokens to report, and as much again for those that tie with the last of them."""
-_FAR = tl.constexpr(2**31 - 1)
+_LIST_SIZE = tl.constexpr(32)
+"""Entries for the tokens above the threshold; a second list of this size holds those that tie with it."""
+_INT32_MAX = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def score(
+def logprobs_kernel(
     logits_ptr,
     stride,
     rows_ptr,
@@ -172,8 +172,8 @@ def score(
     raw_best_ptr,
     raw_sum_ptr,
     groups_ptr,
-    room_ptr,
-    room_w_ptr,
+    scratch_ptr,
+    scratch_w_ptr,
     logprob_ptr,
     top_ids_ptr,
     top_logprobs_ptr,
@@ -185,28 +185,34 @@ def score(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """logprob [S], and top_ids and top_logprobs [S, K] of rows that want more than the token's own."""
+    """Writes logprob [S], and top_ids and top_logprobs [S, K] for rows that request more than the token's own."""
     s = tl.program_id(0).to(tl.int64)
-    asked = tl.load(words_ptr + tl.load(rows_ptr + s).to(tl.int64) * WORDS + LOGPROBS)
+    requested = tl.load(words_ptr + tl.load(rows_ptr + s).to(tl.int64) * WORDS + LOGPROBS)
     token = tl.load(tokens_ptr + s)
-    if (asked >= 0) & (token >= 0):
+    if (requested >= 0) & (token >= 0):
         at_T = tl.arange(0, T)
-        best_T = tl.load(raw_best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NOTHING)
+        best_T = tl.load(raw_best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NEG_INF)
         sum_T = tl.load(raw_sum_ptr + s * tiles + at_T, mask=at_T < tiles, other=0.0)
         best = tl.max(best_T, 0).to(tl.float64)
         log_sum = tl.log(tl.sum(sum_T * tl.exp(tl.maximum(best_T.to(tl.float64) - best, -1000.0)), 0))
         logits_ptr += s * stride
         tl.store(logprob_ptr + s, logprob(tl.load(logits_ptr + token).to(tl.float32), best, log_sum))
-        if asked > 0:
-            room_ptr, room_w_ptr, groups_ptr = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, groups_ptr + s * tiles * G
+        if requested > 0:
+            scratch_ptr, scratch_w_ptr, groups_ptr = (
+                scratch_ptr + 2 * s * C,
+                scratch_w_ptr + 2 * s * C,
+                groups_ptr + s * tiles * G,
+            )
             most = tl.minimum(V, K)
-            least = _least(logits_ptr, groups_ptr, tiles * G, V, best, log_sum, most, room_ptr, room_w_ptr, B, G * T, C)
-            _list(logits_ptr, V, best, log_sum, least, room_ptr, B)
-            _report(logits_ptr, best, log_sum, most, room_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
+            least = _report_threshold(
+                logits_ptr, groups_ptr, tiles * G, V, best, log_sum, most, scratch_ptr, scratch_w_ptr, B, G * T, C
+            )
+            _list_tokens(logits_ptr, V, best, log_sum, least, scratch_ptr, B)
+            _report(logits_ptr, best, log_sum, most, scratch_ptr, top_ids_ptr + s * K, top_logprobs_ptr + s * K, K)
 
 
 @triton.jit
-def _least(
+def _report_threshold(
     x_ptr,
     groups_ptr,
     n_groups,
@@ -214,63 +220,65 @@ def _least(
     best,
     log_sum,
     most,
-    room_ptr,
-    room_w_ptr,
+    scratch_ptr,
+    scratch_w_ptr,
     B: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
 ):
     """The key of the last token to report."""
     kind: tl.constexpr = BY_LOGPROB
-    high = ordered(logprob(best, best, log_sum)).to(tl.int64) + 1
-    low = least_of_groups(kind, groups_ptr, n_groups, best, log_sum, high, most, N)
-    least = edge(kind, x_ptr, x_ptr, V, 0.0, 1.0, best, log_sum, low, high, most, room_ptr, room_w_ptr, B, C)
+    high = ordered_bits(logprob(best, best, log_sum)).to(tl.int64) + 1
+    low = lower_bound_from_groups(kind, groups_ptr, n_groups, best, log_sum, high, most, N)
+    least = find_threshold(
+        kind, x_ptr, x_ptr, V, 0.0, 1.0, best, log_sum, low, high, most, scratch_ptr, scratch_w_ptr, B, C
+    )
     tl.debug_barrier()
     return least.to(tl.int32)
 
 
 @triton.jit
-def _list(x_ptr, V, best, log_sum, least, room_ptr, B: tl.constexpr):
-    """Ids above the edge, and behind the first 32 places the first ids at the edge; -1 in unused places."""
-    places = tl.arange(0, 2 * _LIST)
-    tl.store(room_ptr + places, places * 0 - 1)
+def _list_tokens(x_ptr, V, best, log_sum, least, scratch_ptr, B: tl.constexpr):
+    """Lists the ids above the threshold, and from entry 32 on the first ids at the threshold; -1 in unused entries."""
+    slots = tl.arange(0, 2 * _LIST_SIZE)
+    tl.store(scratch_ptr + slots, slots * 0 - 1)
     tl.debug_barrier()
     above, equal = 0, 0
     for start in range(0, V, B):
         ids = start + tl.arange(0, B)
-        key, _ = look(BY_LOGPROB, x_ptr, x_ptr, ids, V, 0.0, 1.0, best, log_sum)
+        key, _ = load_keys(BY_LOGPROB, x_ptr, x_ptr, ids, V, 0.0, 1.0, best, log_sum)
         is_above, is_equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
         more, same = tl.sum(is_above, 0), tl.sum(is_equal, 0)
         if more > 0:
-            tl.store(room_ptr + above + tl.cumsum(is_above, 0) - 1, ids, mask=is_above > 0)
-        if (same > 0) & (equal < _LIST):
-            place = equal + tl.cumsum(is_equal, 0) - 1
-            tl.store(room_ptr + _LIST + place, ids, mask=(is_equal > 0) & (place < _LIST))
+            tl.store(scratch_ptr + above + tl.cumsum(is_above, 0) - 1, ids, mask=is_above > 0)
+        if (same > 0) & (equal < _LIST_SIZE):
+            index = equal + tl.cumsum(is_equal, 0) - 1
+            tl.store(scratch_ptr + _LIST_SIZE + index, ids, mask=(is_equal > 0) & (index < _LIST_SIZE))
         above += more
         equal += same
     tl.debug_barrier()
 
 
 @triton.jit
-def _report(x_ptr, best, log_sum, most, room_ptr, top_ids_ptr, top_logprobs_ptr, K: tl.constexpr):
-    """The listed in order: the most likely first, the lower id among equals; -1 and -inf behind a small vocabulary."""
-    id_L = tl.load(room_ptr + tl.arange(0, 2 * _LIST))
+def _report(x_ptr, best, log_sum, most, scratch_ptr, top_ids_ptr, top_logprobs_ptr, K: tl.constexpr):
+    """Writes the listed tokens in order: most likely first, ties by lower id; -1 and -inf beyond a small vocabulary."""
+    id_L = tl.load(scratch_ptr + tl.arange(0, 2 * _LIST_SIZE))
     value_L = logprob(tl.load(x_ptr + id_L, mask=id_L >= 0, other=0.0).to(tl.float32), best, log_sum)
-    key_L = tl.where(id_L >= 0, ordered(value_L), NO_KEY)
+    key_L = tl.where(id_L >= 0, ordered_bits(value_L), NO_KEY)
     is_before_LL = (key_L[:, None] > key_L[None, :]) | (
         (key_L[:, None] == key_L[None, :]) & (id_L[:, None] < id_L[None, :])
     )
     rank_L = tl.sum(is_before_LL.to(tl.int32), 0)
-    is_told_L = (id_L >= 0) & (rank_L < most)
-    tl.store(top_ids_ptr + rank_L, id_L, mask=is_told_L)
-    tl.store(top_logprobs_ptr + rank_L, value_L, mask=is_told_L)
-    places = tl.arange(0, _LIST)
-    tl.store(top_ids_ptr + places, places * 0 - 1, mask=(places >= most) & (places < K))
-    tl.store(top_logprobs_ptr + places, NOTHING, mask=(places >= most) & (places < K))
+    is_reported_L = (id_L >= 0) & (rank_L < most)
+    tl.store(top_ids_ptr + rank_L, id_L, mask=is_reported_L)
+    tl.store(top_logprobs_ptr + rank_L, value_L, mask=is_reported_L)
+    slots = tl.arange(0, _LIST_SIZE)
+    tl.store(top_ids_ptr + slots, slots * 0 - 1, mask=(slots >= most) & (slots < K))
+    tl.store(top_logprobs_ptr + slots, NEG_INF, mask=(slots >= most) & (slots < K))
 
 
-# Shape legend: S sampled rows, T tiles of a row, B tokens of a tile, G groups
-# of a tile, C tokens of the room.
+# Shape legend: S sampled rows, T tiles of a row, B tokens of a tile, G groups of a tile, C tokens of the scratch
+# buffers.
 
 _CHOICE = tl.constexpr(layout.CHOICE)
 _SEED = tl.constexpr(layout.SEED)
@@ -279,7 +287,7 @@ _MASK32 = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def draw(
+def sample_kernel(
     rows_ptr,
     positions_ptr,
     words_ptr,
@@ -291,8 +299,8 @@ def draw(
     best_id_ptr,
     groups_ptr,
     sums_ptr,
-    room_ptr,
-    room_w_ptr,
+    scratch_ptr,
+    scratch_w_ptr,
     tokens_ptr,
     V,
     tiles,
@@ -302,13 +310,13 @@ def draw(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """tokens [S]: -1 where the logits were not finite. Counts what was drawn for rows that ask for it."""
+    """Writes tokens [S]: -1 if the logits were not finite. Counts the sampled token of rows with penalties."""
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + s).to(tl.int64)
     words_ptr += row * WORDS
     flags = tl.load(words_ptr + FLAGS)
     at_T = tl.arange(0, T)
-    best_T = tl.load(best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NOTHING)
+    best_T = tl.load(best_ptr + s * tiles + at_T, mask=at_T < tiles, other=NEG_INF)
     id_T = tl.load(best_id_ptr + s * tiles + at_T, mask=at_T < tiles, other=V)
     best = tl.max(best_T, 0)
     is_finite = tl.min(id_T, 0) >= 0
@@ -317,10 +325,11 @@ def draw(
         number = _uniform(words_ptr, tl.load(positions_ptr + s))
         x_ptr, w_ptr, sums_ptr = x_ptr + s * tiles * B, w_ptr + s * tiles * B, sums_ptr + s * tiles
         groups_ptr, numbers_ptr = groups_ptr + s * tiles * G, numbers_ptr + row * (WORDS // 2)
-        room_ptr, room_w_ptr, k = room_ptr + 2 * s * C, room_w_ptr + 2 * s * C, tl.load(words_ptr + _TOP_K)
-        token = _drawn(
-            x_ptr, w_ptr, numbers_ptr, groups_ptr, sums_ptr, room_ptr, room_w_ptr, best, k, number, V, tiles, B, G, T, C
-        )
+        scratch_ptr, scratch_w_ptr, k = scratch_ptr + 2 * s * C, scratch_w_ptr + 2 * s * C, tl.load(words_ptr + _TOP_K)
+        token = _sample_row(
+            x_ptr, w_ptr, numbers_ptr, groups_ptr, sums_ptr, scratch_ptr, scratch_w_ptr, best, k, number, V, tiles,
+            B, G, T, C,
+        )  # fmt: skip
     if is_finite & ((flags & COUNTED) > 0):
         counts_ptr += row * V + token
         tl.store(counts_ptr, tl.load(counts_ptr) + 2)
@@ -328,14 +337,14 @@ def draw(
 
 
 @triton.jit
-def _drawn(
+def _sample_row(
     x_ptr,
     w_ptr,
     numbers_ptr,
     groups_ptr,
     sums_ptr,
-    room_ptr,
-    room_w_ptr,
+    scratch_ptr,
+    scratch_w_ptr,
     best,
     k,
     number,
@@ -346,23 +355,23 @@ def _drawn(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """One row that is not greedy; the pointers are those of the row."""
+    """Samples one row that is not greedy; the pointers are those of the row."""
     size = V
     if (k > 0) & (k < V):
-        size = keep_best(x_ptr, groups_ptr, tiles * G, best, k, V, room_ptr, room_w_ptr, B, G * T, C)
-    is_few = size < V
-    if is_few:
-        x_ptr = room_w_ptr + C
-    weigh(x_ptr, w_ptr, numbers_ptr, best, size, room_ptr, room_w_ptr, B, C)
-    # top_p 0 is the best token alone, the lowest id among equals.
+        size = apply_top_k(x_ptr, groups_ptr, tiles * G, best, k, V, scratch_ptr, scratch_w_ptr, B, G * T, C)
+    is_collected = size < V
+    if is_collected:
+        x_ptr = scratch_w_ptr + C
+    compute_weights(x_ptr, w_ptr, numbers_ptr, best, size, scratch_ptr, scratch_w_ptr, B, C)
+    # With top_p 0 only the most likely token is left: the one with the lowest id if several tie.
     number = tl.where(tl.load(numbers_ptr + TOP_P) > 0, number, 0.0)
-    place = _place(w_ptr, sums_ptr, number, size, B, T)
-    return tl.load(room_ptr + C + place, mask=is_few, other=place)
+    index = _inverse_cdf(w_ptr, sums_ptr, number, size, B, T)
+    return tl.load(scratch_ptr + C + index, mask=is_collected, other=index)
 
 
 @triton.jit
-def _place(w_ptr, sums_ptr, number, size, B: tl.constexpr, T: tl.constexpr):
-    """Where the sum of the weights first exceeds the number times the whole sum."""
+def _inverse_cdf(w_ptr, sums_ptr, number, size, B: tl.constexpr, T: tl.constexpr):
+    """First index at which the cumulative weight exceeds the number times the total."""
     tiles = tl.cdiv(size, B)
     for tile in range(tiles):
         ids = tile * B + tl.arange(0, B)
@@ -381,14 +390,14 @@ def _place(w_ptr, sums_ptr, number, size, B: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _first_above(sums, target, weights, ids):
-    """Of those with a weight. Rounding may reach the last sum; then the last that adds to it."""
-    first = tl.min(tl.where((sums > target) & (weights > 0), ids, _FAR), 0)
+    """First id with a weight whose sum exceeds the target; the last id with a weight if rounding prevents that."""
+    first = tl.min(tl.where((sums > target) & (weights > 0), ids, _INT32_MAX), 0)
     return tl.minimum(first, tl.max(tl.where(weights > 0, ids, 0), 0))
 
 
 @triton.jit
 def _uniform(words_ptr, position):
-    """The number in [0, 1) of (seed, choice, position): app/engine/sampling/sampler.py, with words that wrap."""
+    """The number in [0, 1) of (seed, choice, position), as in app/engine/sampling/sampler.py, with words that wrap."""
     k0 = tl.load(words_ptr + _SEED).to(tl.uint64) & _MASK32
     k1 = tl.load(words_ptr + _SEED + 1).to(tl.uint64) & _MASK32
     c0, c1 = position.to(tl.uint64) & _MASK32, position.to(tl.uint64) >> 32
@@ -402,25 +411,25 @@ def _uniform(words_ptr, position):
 
 
 WARPS = 8
-"""Of each program."""
+"""Warps of each program."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerTiling:
-    """How a row is cut. All are powers of two; a search's results do not depend on them."""
+    """Tile sizes of a row, all powers of two. The results of a search do not depend on them."""
 
     tile: int = 2048
-    """Tokens that a program has in its registers at once."""
+    """Tokens that a program holds in registers at a time."""
     groups: int = 16
-    """Of a tile: so many of its logits are compared to begin with."""
-    room: int = 2048
-    """Tokens that a search finishes without passing over the row again; 64 at least."""
+    """Groups of a tile, whose maxima give the lower bound of a search."""
+    scratch: int = 2048
+    """Tokens that a search can finish without another pass over the row; at least 64."""
 
     @classmethod
     def of(cls, vocab: int) -> SamplerTiling:
-        """For rows of so many logits."""
+        """Tiling for rows of `vocab` logits."""
         tile = min(2048, max(64, triton.next_power_of_2(vocab)))
-        return cls(tile, room=tile)
+        return cls(tile, scratch=tile)
 
 
 def sample(
@@ -431,37 +440,38 @@ def sample(
     out: SampleOut,
     sizes: SamplerTiling | None = None,
 ) -> None:
-    """See sampling_twin.sample(). Logits of one row lie side by side."""
+    """See static_sampler.sample(). The logits of a row must be contiguous."""
     n_rows, vocab = logits_SV.shape
     assert logits_SV.stride(1) == 1 and vocab == table.vocab_size
     if not n_rows:
         return
     sizes = sizes or SamplerTiling.of(vocab)
     tiles = triton.cdiv(vocab, sizes.tile)
-    room = _Room(n_rows, tiles, sizes, logits_SV.device)
+    scratch = _Scratch(n_rows, tiles, sizes, logits_SV.device)
     words, numbers = table.words_RW, table.words_RW.view(torch.float64)
     counts = words if table.counts_RV is None else table.counts_RV
     shape = {"B": sizes.tile, "G": sizes.groups}
     counted = {"COUNTED": 0 if table.counts_RV is None else layout.COUNTED}
-    whole = {"T": triton.next_power_of_2(tiles), "C": sizes.room}
-    adjust[(n_rows, tiles)](
-        *(logits_SV, logits_SV.stride(0), rows_S, positions_S, words, numbers, counts),
-        *(room.x, room.best, room.best_id, room.raw_best, room.raw_sum, room.groups, room.raw_groups, vocab, tiles),
+    whole = {"T": triton.next_power_of_2(tiles), "C": sizes.scratch}
+    adjust_kernel[(n_rows, tiles)](
+        *(logits_SV, logits_SV.stride(0), rows_S, positions_S, words, numbers, counts, scratch.x, scratch.best),
+        *(scratch.best_id, scratch.raw_best, scratch.raw_sum, scratch.groups, scratch.raw_groups, vocab, tiles),
         **counted,
         **shape,
         num_warps=WARPS,
     )
-    draw[(n_rows,)](
-        *(rows_S, positions_S, words, numbers, counts, room.x, room.weights, room.best, room.best_id),
-        *(room.groups, room.sums, room.taken, room.taken_weights, out.tokens_S, vocab, tiles),
+    sample_kernel[(n_rows,)](
+        *(rows_S, positions_S, words, numbers, counts, scratch.x, scratch.weights, scratch.best, scratch.best_id),
+        *(scratch.groups, scratch.sums, scratch.collected, scratch.collected_weights, out.tokens_S, vocab, tiles),
         **counted,
         **shape,
         **whole,
         num_warps=WARPS,
     )
-    score[(n_rows,)](
-        *(logits_SV, logits_SV.stride(0), rows_S, words, out.tokens_S, room.raw_best, room.raw_sum, room.raw_groups),
-        *(room.taken, room.taken_weights, out.logprob_S, out.top_ids_SN, out.top_logprobs_SN, vocab, tiles),
+    logprobs_kernel[(n_rows,)](
+        *(logits_SV, logits_SV.stride(0), rows_S, words, out.tokens_S, scratch.raw_best, scratch.raw_sum),
+        *(scratch.raw_groups, scratch.collected, scratch.collected_weights),
+        *(out.logprob_S, out.top_ids_SN, out.top_logprobs_SN, vocab, tiles),
         K=TOP,
         **shape,
         **whole,
@@ -469,16 +479,16 @@ def sample(
     )
 
 
-class _Room:
-    """Memory for a step, of sizes that follow from shapes alone; a captured graph keeps it."""
+class _Scratch:
+    """Scratch memory of a step, whose sizes depend on shapes only; a captured graph keeps it."""
 
     def __init__(self, rows: int, tiles: int, sizes: SamplerTiling, device: torch.device) -> None:
-        def room(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        def buffer(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(rows, width, dtype=dtype, device=device)
 
-        self.x, self.weights = room(tiles * sizes.tile), room(tiles * sizes.tile)
-        self.best, self.best_id, self.raw_best = room(tiles), room(tiles, torch.int32), room(tiles)
-        self.raw_sum, self.sums = room(tiles, torch.float64), room(tiles, torch.float64)
-        self.groups, self.raw_groups = room(tiles * sizes.groups), room(tiles * sizes.groups)
-        # What a search takes in, and behind it what top_k leaves.
-        self.taken, self.taken_weights = room(2 * sizes.room, torch.int32), room(2 * sizes.room)
+        self.x, self.weights = buffer(tiles * sizes.tile), buffer(tiles * sizes.tile)
+        self.best, self.best_id, self.raw_best = buffer(tiles), buffer(tiles, torch.int32), buffer(tiles)
+        self.raw_sum, self.sums = buffer(tiles, torch.float64), buffer(tiles, torch.float64)
+        self.groups, self.raw_groups = buffer(tiles * sizes.groups), buffer(tiles * sizes.groups)
+        # First the tokens that a search collects, then those that top_k keeps.
+        self.collected, self.collected_weights = buffer(2 * sizes.scratch, torch.int32), buffer(2 * sizes.scratch)
