@@ -144,7 +144,7 @@ def _heads_rows(config: ModelConfig, sizes: Sizes) -> Iterator[HeadsRow]:
 
 def _cache_rows(config: ModelConfig, sizes: Sizes) -> Iterator[CacheRow]:
     """Growing lengths, up to the context."""
-    decoder = Decoder(config).initialise(0).requires_grad_(False).eval()
+    decoder = Decoder(config).initialize(0).requires_grad_(False).eval()
     max_tokens = sizes.repeats + 2
     longest = config.context - max_tokens
     for length in [*(n for n in sizes.lengths if n < longest), longest]:

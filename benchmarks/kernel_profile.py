@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def profile(config: ModelConfig, *, steps: int, int8: bool = False, rows: Sequence[int] = (1, 8, 32)) -> list[Profile]:
     """Measures in bfloat16."""
-    decoder = Decoder(config).initialise(0).to(torch.bfloat16).requires_grad_(False)
+    decoder = Decoder(config).initialize(0).to(torch.bfloat16).requires_grad_(False)
     length = min(_CONTEXT_TOKENS, config.context - 1)
     compute = native_compute(decoder, max(rows) * (length // _BLOCK + 1), int8=int8)
     names = compute.program.names

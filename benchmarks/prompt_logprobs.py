@@ -138,7 +138,7 @@ def _decoder(model: str, dtype: torch.dtype) -> Decoder:
     if model == _MODELS[0]:
         return load(_WEIGHTS, device=torch.device("cpu"), dtype=dtype).decoder
     config = dataclasses.replace(preset("base"), vocab_size=50257)
-    return Decoder(config).initialise(0).to(dtype).requires_grad_(False).eval()
+    return Decoder(config).initialize(0).to(dtype).requires_grad_(False).eval()
 
 
 def _engine(decoder: Decoder) -> Engine:

@@ -80,5 +80,5 @@ def size_of(config: ModelConfig) -> ModelSize:
     return ModelSize(
         body=config.n_layers * (attention + mlp),
         head=config.vocab_size * config.width,
-        kv_per_token=config.kv_numbers_per_token,
+        kv_per_token=config.kv_elements_per_token,
     )

@@ -1,7 +1,7 @@
 """The service on a Ray Serve cluster: `serve run deploy.ray_serve:build replicas=2 gpus=1` (docs/ray.md).
 
-    Ray's HTTP proxies  ->  Front: app/cluster, loses no request  ->  Engine: the whole service with its engine process
-The only file that imports Ray. The service is configured by its usual settings, the INKSTREAM_ variables.
+    Ray's HTTP proxies  ->  FrontReplica: gateway of app/cluster  ->  EngineReplica: the whole service with its engine
+The only file that imports Ray. The usual INKSTREAM_ variables configure the service.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LOST = (
     exceptions.NodeDiedError,
     exceptions.WorkerCrashedError,
     exceptions.ObjectLostError,
-    exceptions.TaskCancelledError,  # cancelled by Ray, which stops a replica that drains for too long
+    exceptions.TaskCancelledError,  # Ray stops a replica that drains for too long
     DeploymentUnavailableError,
 )
-_REFUSALS = 64
-"""Requests beyond the running and queued ones: for refusals and health checks."""
+_SPARE_REQUESTS = 64
+"""Requests beyond the running and queued ones: for error responses and health checks."""
 
 
 class Placement(BaseModel):
@@ -46,22 +46,22 @@ class Placement(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    replicas: int = Field(2, ge=1, description="Copies of the service, each with weights and an engine of its own.")
-    most_replicas: int = Field(0, ge=0, description="Ray adds copies up to so many under load; 0 adds none.")
-    gpus: float = Field(0, ge=0, description="GPUs of a copy.")
-    cpus: float = Field(1, ge=0, description="CPUs that a copy asks Ray for; INKSTREAM_THREADS is what it takes.")
-    fronts: int = Field(1, ge=1, description="Copies of the front; with several, a stream resumes at its own only.")
-    resends: int = Field(2, ge=0, le=10, description="How often a request goes to another replica when one was lost.")
+    replicas: int = Field(2, ge=1, description="Replicas of the service, each with its own weights and engine.")
+    most_replicas: int = Field(0, ge=0, description="Maximum replicas with autoscaling; 0 disables autoscaling.")
+    gpus: float = Field(0, ge=0, description="GPUs per replica.")
+    cpus: float = Field(1, ge=0, description="CPUs per replica that Ray reserves; INKSTREAM_THREADS limits their use.")
+    fronts: int = Field(1, ge=1, description="Replicas of the gateway; a stream can resume only at its own gateway.")
+    resends: int = Field(2, ge=0, le=10, description="Retries of a request on another replica after one was lost.")
 
     @model_validator(mode="after")
-    def _grows(self) -> Placement:
+    def _check_replicas(self) -> Placement:
         if self.most_replicas and self.most_replicas < self.replicas:
             raise ValueError(f"most_replicas ({self.most_replicas}) is below replicas ({self.replicas})")
         return self
 
 
 class EngineReplica:
-    """One copy of the service: the application of `inkstream serve`, without its socket."""
+    """One replica of the service: the application of `inkstream serve`, without its socket."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
         """Loads the model; Ray sends requests once this returns."""
@@ -70,7 +70,7 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
-        self._gone = asyncio.ensure_future(self._app.state.service.wait_stopped())
+        self._failure = asyncio.ensure_future(self._app.state.service.wait_stopped())
         while not self._is_ready():
             self._check()
             await asyncio.sleep(0.1)
@@ -86,7 +86,7 @@ class EngineReplica:
         return await asgi_adapter.whole(self._app, call, self._name)
 
     async def check_health(self) -> None:
-        """Fails once the service has failed permanently, so that Ray replaces it; an engine restart is fine."""
+        """Raises once the service has failed permanently, so that Ray replaces it; engine restarts are not failures."""
         self._check()
 
     async def __del__(self) -> None:
@@ -94,8 +94,8 @@ class EngineReplica:
         await self._lifespan.__aexit__(None, None, None)
 
     def _check(self) -> None:
-        if self._gone.done():
-            raise RuntimeError(str(self._gone.result()))
+        if self._failure.done():
+            raise RuntimeError(str(self._failure.result()))
 
     def _is_ready(self) -> bool:
         try:
@@ -106,16 +106,16 @@ class EngineReplica:
 
 
 class FrontReplica:
-    """The ingress: an ASGI application in Ray's terms."""
+    """Ray Serve ingress: the gateway as an ASGI application."""
 
     def __init__(self, settings: Settings, engine: DeploymentHandle, resends: int) -> None:
-        self._front = Gateway(settings, _Handle(engine), resends=resends)
+        self._gateway = Gateway(settings, _RayReplicas(engine), resends=resends)
 
     def __serve_build_asgi_app__(self) -> Gateway:
-        return self._front
+        return self._gateway
 
 
-class _Handle:
+class _RayReplicas:
     """Implements the Replicas protocol of app/cluster on a Ray handle."""
 
     def __init__(self, engine: DeploymentHandle) -> None:
@@ -138,7 +138,7 @@ class _Handle:
 
     async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
         try:
-            # Ray's public API yields nothing before the last replica has answered, and nothing at all if one hangs.
+            # Ray's public API returns nothing until the last replica has responded, and nothing at all if one hangs.
             results = await self._engine.broadcast("whole", call)._fetch_replica_results_async()
         except DeploymentUnavailableError:
             return []
@@ -157,12 +157,12 @@ async def _whole(result: Any) -> Whole:
             raise
         raise ReplicaLost from None  # Ray raises this for a replica that it stops; this task was not cancelled
     except exceptions.RayError as error:
-        _log.warning("a copy did not answer: %s", error)
+        _log.warning("a replica did not respond: %s", error)
         raise ReplicaLost from None
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application of Ray Serve; `arguments` as in Placement. Raises click.UsageError, which serve prints."""
+    """Builds the Ray Serve application. arguments: fields of Placement. Raises click.UsageError, which serve prints."""
     try:
         return _application(Placement.model_validate(arguments), read_settings({}))
     except ValidationError as error:
@@ -177,7 +177,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
 def _application(placement: Placement, settings: Settings) -> serve.Application:
     if not settings.keys_file and not settings.insecure_no_auth:
         raise StartError(
-            "a cluster may be reached from other machines and no key protects the service: set INKSTREAM_KEYS_FILE, or "
+            "other machines may reach a cluster, and no API key protects the service: set INKSTREAM_KEYS_FILE, or "
             "INKSTREAM_INSECURE_NO_AUTH=true if only trusted machines can reach it"
         )
     settings = settings.model_copy(update={"weights": settings.weights.absolute()})
@@ -198,9 +198,9 @@ def _application(placement: Placement, settings: Settings) -> serve.Application:
 
 def _engine(settings: Settings, placement: Placement) -> serve.Application:
     running = settings.max_running * settings.replicas
-    many: dict[str, Any] = {"num_replicas": placement.replicas}
+    scaling: dict[str, Any] = {"num_replicas": placement.replicas}
     if placement.most_replicas:
-        many = {
+        scaling = {
             "autoscaling_config": {
                 "min_replicas": placement.replicas,
                 "max_replicas": placement.most_replicas,
@@ -212,14 +212,14 @@ def _engine(settings: Settings, placement: Placement) -> serve.Application:
         name="engine",
         ray_actor_options={"num_cpus": placement.cpus, "num_gpus": placement.gpus},
         # The service has its own queue and its own error for a full one: disable Ray's queue in front of it.
-        max_ongoing_requests=running + settings.max_waiting + _REFUSALS,
+        max_ongoing_requests=running + settings.max_waiting + _SPARE_REQUESTS,
         graceful_shutdown_timeout_s=_drain_seconds(settings),
         logging_config={"enable_access_log": False},
-        **many,
+        **scaling,
     )
     return deployment.bind(settings)
 
 
 def _drain_seconds(settings: Settings) -> float:
-    """Seconds that Ray gives open requests when it removes a replica; longer streams continue on another replica."""
+    """Timeout for open requests when Ray removes a replica; longer streams continue on another replica."""
     return settings.drain_timeout + 5

@@ -13,39 +13,39 @@ from model.presets import PRESET_NAMES
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """argparse prints its usage, a dozen lines for some verbs, before it says what is wrong."""
+    """Reports an error in one line; argparse would print the usage first, a dozen lines for some verbs."""
 
     def error(self, message: str) -> NoReturn:
-        """One line, and exit code 2."""
-        self.exit(2, one_line(f"error: {message}; {self.prog} --help tells how it is called") + "\n")
+        """Prints one line and exits with code 2."""
+        self.exit(2, one_line(f"error: {message}; see {self.prog} --help") + "\n")
 
 
 Optimizer = Literal["muon", "adamw"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 DTYPES = ("float32", "bfloat16", "float16")
-"""Of weights on disk; float16 is none to train in, its smallest numbers are too large."""
+"""Formats of weights on disk; training does not use float16, whose smallest number is too large."""
 AUTO = "auto"
-"""The preset that depends on text, device and time."""
+"""The preset chosen by text, device and time."""
 
 
 def preset_name(name: str) -> str:
-    """A preset that there is; of one that is not, the message names the nearest."""
+    """Validates a preset name; the error message suggests the closest one."""
     names = (*PRESET_NAMES, AUTO)
     if name in names:
         return name
-    near = difflib.get_close_matches(name, names, n=1)
-    meant = f", did you mean {near[0]}?" if near else ";"
-    raise argparse.ArgumentTypeError(f"no preset is called {name!r}{meant} there are {', '.join(names)}")
+    close = difflib.get_close_matches(name, names, n=1)
+    suggestion = f", did you mean {close[0]}?" if close else ";"
+    raise argparse.ArgumentTypeError(f"unknown preset {name!r}{suggestion} available: {', '.join(names)}")
 
 
 def path(text: str) -> str:
-    """Of a file or folder. An empty one, of a variable that is not set, would be the working directory, or none."""
+    """Path of a file or folder. Rejects an empty one (an unset variable), which would mean the working directory."""
     if not text:
-        raise argparse.ArgumentTypeError("is empty: name a file or folder, . for the one that you are in")
+        raise argparse.ArgumentTypeError("is empty: name a file or folder (. for the current one)")
     return text
 
 
-def _word(pattern: str, what: str) -> Callable[[str], str]:
+def _matching(pattern: str, what: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
@@ -54,8 +54,8 @@ def _word(pattern: str, what: str) -> Callable[[str], str]:
     return parse
 
 
-license_id = _word(r"[a-z0-9][a-z0-9.+-]*", "an identifier such as mit or cc0-1.0")
-language = _word(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", "a code such as en or pt-BR")
+license_id = _matching(r"[a-z0-9][a-z0-9.+-]*", "an identifier such as mit or cc0-1.0")
+language = _matching(r"[a-z]{2,3}(-[A-Za-z0-9]+)*", "a code such as en or pt-BR")
 
 
 def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what: str) -> Callable[[str], float]:
@@ -71,13 +71,13 @@ def _number(kind: Callable[[str], float], allowed: Callable[[float], bool], what
     return parse
 
 
-count = _number(int, lambda x: x >= 1, "a whole number of at least 1")
-vocabulary = _number(int, lambda x: 1 <= x <= 2**20, "a whole number from 1 to 1048576")
-"""tokenizers makes room for all of it at once, and ends the process, without a word to us, where there is none."""
+positive_int = _number(int, lambda x: x >= 1, "a whole number of at least 1")
+vocabulary_size = _number(int, lambda x: 1 <= x <= 2**20, "a whole number from 1 to 1048576")
+"""Bounded: tokenizers allocates the whole vocabulary at once and aborts the process if memory runs out."""
 windows = _number(int, lambda x: 1 <= x <= 2**16, "a whole number from 1 to 65536")
-whole = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
-positive = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
-not_negative = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
-small_share = _number(float, lambda x: 0 < x <= 0.3, "a number above 0 and up to 0.3")
+non_negative_int = _number(int, lambda x: 0 <= x < 2**63, "a whole number from 0 to 2^63 - 1")
+positive_number = _number(float, lambda x: 0 < x < float("inf"), "a number above 0")
+non_negative_number = _number(float, lambda x: 0 <= x < float("inf"), "a number of at least 0")
+small_fraction = _number(float, lambda x: 0 < x <= 0.3, "a number above 0 and up to 0.3")
 decay = _number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-share = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+fraction = _number(float, lambda x: 0 <= x <= 1, "a number from 0 to 1")

@@ -18,24 +18,25 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": get_args(Activation),
     "attention_scale": get_args(ScaleBy),
 }
-_AT_LEAST = {
+_MINIMUMS = {
     **dict.fromkeys(("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads", "head_dim", "context"), 1),
     **dict.fromkeys(("mlp_width", "n_encoder_layers"), 0),
 }
-_MOST = 2**31 - 1
-_LARGEST_INT = 2**53
+_MAX_INT = 2**31 - 1
+_MAX_EXACT_INT = 2**53
 
 
 class ConfigError(ValueError):
-    """A shape that no decoder can have; the message says which number to change."""
+    """An invalid decoder configuration; the message names the field to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Rotary wavelengths stretched for a longer context than the one trained on.
+    """Scaling of the rotary wavelengths for contexts longer than the training context.
 
-    linear: every wavelength times `factor` (arXiv:2306.15595). llama3: only those longer than original_context /
-    low_freq_factor, those shorter than original_context / high_freq_factor not at all, and between them a blend.
+    linear: multiplies every wavelength by `factor` (arXiv:2306.15595). llama3: scales wavelengths longer than
+    original_context / low_freq_factor, keeps those shorter than original_context / high_freq_factor, and interpolates
+    between them.
     """
 
     kind: Literal["linear", "llama3"]
@@ -54,7 +55,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder. The defaults make the llama layout: RMSNorm first, rotary positions, grouped queries, SwiGLU.
+    """Architecture of one decoder. Defaults: the llama layout (pre-RMSNorm, rotary positions, grouped queries, SwiGLU).
 
     Sources: RMSNorm arXiv:1910.07467, RoPE arXiv:2104.09864, GQA arXiv:2305.13245, SwiGLU arXiv:2002.05202; post-norm,
     sinusoids and cross-attention arXiv:1706.03762; parallel residual arXiv:2204.06745; soft cap arXiv:2408.00118.
@@ -73,23 +74,23 @@ class ModelConfig:
     head_dim: int
     """Size of one head."""
     mlp_width: int
-    """Hidden size of the feed-forward; 0 is none."""
+    """Hidden size of the feed-forward network; 0 means no feed-forward network."""
     context: int
-    """Longest sequence in tokens, and longest source of an encoder."""
+    """Maximum length in tokens of a sequence, and of an encoder's source."""
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
     """Added to the variance (layernorm) or mean square (rmsnorm)."""
     norm_bias: bool = False
-    """Whether a layernorm also shifts."""
+    """Whether layernorm has a bias."""
     norm_position: NormPosition = "pre"
     """pre: x + f(norm(x)); post: norm(x + f(x))."""
     final_norm: bool = True
-    """Whether a norm stands before the head."""
+    """Whether a norm precedes the head."""
     positions: Positions = "rotary"
     rope_theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     rotary_dim: int | None = None
-    """How many numbers of each head turn; None is all."""
+    """Number of dimensions of each head that are rotated; None means all."""
     rope_scaling: RopeScaling | None = None
     activation: Activation = "silu"
     gated: bool = True
@@ -99,42 +100,45 @@ class ModelConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     out_projection: bool = True
-    """Whether the heads' outputs are mixed by a matrix."""
+    """Whether attention has an output projection."""
     qk_norm: bool = False
     """RMSNorm over each query and key head (arXiv:2302.05442)."""
     parallel_residual: bool = False
-    """x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own."""
+    """x + attention(norm(x)) + mlp(norm(x)), each with its own norm."""
     sliding_window: int | None = None
-    """A token sees itself and this many - 1 before it; None is all."""
+    """Number of tokens that a token attends to, itself included; None means all."""
     attention_scale: ScaleBy = "head_dim"
-    """Scores are divided by the square root of this."""
+    """Divide the attention scores by the square root of this."""
     tied_head: bool = True
     """Whether the output projection is the token embedding."""
     embedding_scale: float = 1.0
-    """Token embeddings are multiplied by it."""
+    """Factor of the token embeddings."""
     logit_soft_cap: float | None = None
     """Logits become cap * tanh(logits / cap)."""
     n_encoder_layers: int = 0
-    """Blocks of an encoder whose output each decoder block attends to; 0 is a decoder alone."""
+    """Blocks of the encoder that each decoder block attends to; 0 means no encoder."""
 
     def __post_init__(self) -> None:
         self._check_fields()
         self._check_combinations()
 
     @property
-    def kv_numbers_per_token(self) -> int:
-        """Numbers the KV cache holds for one token, over all layers."""
+    def kv_elements_per_token(self) -> int:
+        """KV cache elements per token, over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
     @property
-    def turned_dim(self) -> int:
-        """Numbers of each head that rotary positions turn."""
+    def effective_rotary_dim(self) -> int:
+        """Number of dimensions of each head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     def _check_fields(self) -> None:
-        for name, least in _AT_LEAST.items():
+        for name, minimum in _MINIMUMS.items():
             value = getattr(self, name)
-            _require(_is_whole(value, least), f"{name} must be a whole number from {least} to {_MOST}, not {value!r}")
+            _require(
+                _is_int_from(value, minimum),
+                f"{name} must be a whole number from {minimum} to {_MAX_INT}, not {value!r}",
+            )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             _require(value in choices, f"{name} must be one of {', '.join(choices)}, not {value!r}")
@@ -144,23 +148,26 @@ class ModelConfig:
                 _require(isinstance(value, bool), f"{field.name} must be true or false, not {value!r}")
             elif field.type == "float":
                 _require(_is_positive(value), f"{field.name} must be a number above 0, not {value!r}")
-        window, cap, turned = self.sliding_window, self.logit_soft_cap, self.rotary_dim
-        _require(window is None or _is_whole(window, 1), f"sliding_window must be at least 1 or null, not {window!r}")
+        window, cap, rotary = self.sliding_window, self.logit_soft_cap, self.rotary_dim
+        _require(
+            window is None or _is_int_from(window, 1), f"sliding_window must be at least 1 or null, not {window!r}"
+        )
         _require(cap is None or _is_positive(cap), f"logit_soft_cap must be above 0 or null, not {cap!r}")
         scaling = self.rope_scaling
         _require(
             scaling is None or isinstance(scaling, RopeScaling),
             f"rope_scaling must be a RopeScaling or null, not {scaling!r}",
         )
-        _require(turned is None or _is_whole(turned, 2), f"rotary_dim must be at least 2 or null, not {turned!r}")
+        _require(rotary is None or _is_int_from(rotary, 2), f"rotary_dim must be at least 2 or null, not {rotary!r}")
 
     def _check_combinations(self) -> None:
         heads, kv_heads, head_dim = self.n_heads, self.n_kv_heads, self.head_dim
         _require(heads % kv_heads == 0, f"n_heads ({heads}) must be a multiple of n_kv_heads ({kv_heads})")
         if self.positions == "rotary":
             _require(
-                self.turned_dim % 2 == 0 and self.turned_dim <= head_dim,
-                f"rotary positions turn pairs: {self.turned_dim} of {head_dim} numbers of a head is not an even share",
+                self.effective_rotary_dim % 2 == 0 and self.effective_rotary_dim <= head_dim,
+                f"rotary positions rotate pairs: rotary_dim must be even and at most head_dim ({head_dim}), "
+                f"not {self.effective_rotary_dim}",
             )
         else:
             _require(
@@ -169,7 +176,7 @@ class ModelConfig:
             )
         _require(
             self.norm != "none" or not (self.final_norm or self.norm_position == "post"),
-            "norm none leaves nothing for final_norm or norm_position post",
+            "final_norm and norm_position post need a norm, not norm none",
         )
         _require(self.norm == "layernorm" or not self.norm_bias, f"norm_bias needs layernorm, not {self.norm}")
         _require(self.mlp_width > 0 or not self.mlp_bias, "mlp_bias needs a feed-forward (mlp_width above 0)")
@@ -179,11 +186,11 @@ class ModelConfig:
         )
         _require(
             self.out_projection or (heads * head_dim == self.width and not self.out_bias),
-            f"without out_projection {heads} heads of {head_dim} must make up the width ({self.width}), without bias",
+            f"without out_projection {heads} heads of {head_dim} must add up to the width ({self.width}), without bias",
         )
         _require(
             not self.n_encoder_layers or not (self.parallel_residual or self.sliding_window),
-            "an encoder goes with neither parallel_residual nor sliding_window",
+            "an encoder supports neither parallel_residual nor sliding_window",
         )
 
 
@@ -192,11 +199,11 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+def _is_int_from(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= _MAX_INT
 
 
 def _is_positive(value: object) -> bool:
-    """A number that torch can take: JSON has integers of any length."""
-    most = _LARGEST_INT if isinstance(value, int) else sys.float_info.max
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most
+    """Whether `value` is a positive number in torch's range: JSON integers can have any length."""
+    maximum = _MAX_EXACT_INT if isinstance(value, int) else sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= maximum

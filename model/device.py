@@ -10,21 +10,21 @@ import torch
 
 
 def choose_device(name: str) -> torch.device:
-    """auto | cpu | cuda -> a device that is there. Raises ValueError."""
+    """auto | cpu | cuda -> an available device. Raises ValueError."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device is available; use --device cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto | float32 | bfloat16; auto is bfloat16 where the device computes in it natively."""
+    """auto | float32 | bfloat16; auto means bfloat16 if the device supports it natively."""
     if name == "auto":
-        return torch.bfloat16 if _native_bfloat16(device) else torch.float32
+        return torch.bfloat16 if _has_native_bfloat16(device) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that the device has left; of a CPU those of the machine, or of the container where it has fewer."""
+    """Free memory of the device in bytes; for a CPU, that of the machine or of the container, whichever is less."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     fields = dict(line.split(":", 1) for line in _lines("/proc/meminfo"))
@@ -36,11 +36,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def describe(device: torch.device) -> str:
-    """The device's name for people."""
+    """Human-readable name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    name = next(named, platform.machine())
+    names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    name = next(names, platform.machine())
     return f"{name}, {torch.get_num_threads()} threads"
 
 
@@ -48,7 +48,7 @@ def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
-def _native_bfloat16(device: torch.device) -> bool:
+def _has_native_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()

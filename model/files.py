@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# A service has to restart its processes from the weights that it serves, even while the files are being replaced. It
-# keeps these files open (app/serving/weights_snapshot.py) and tells each process where: name -> /proc/PID/fd/N. Inside
-# reading_from(), model/files.py opens those, so every error message still names the file in the user's directory.
+# The service must be able to restart its processes with the weights it serves, even while the files are being replaced.
+# It keeps these files open (app/serving/weights_snapshot.py) and passes each process their paths: name ->
+# /proc/PID/fd/N. Inside reading_from(), this module opens those paths, so error messages still name the user's files.
 
 _log = logging.getLogger("inkstream")
 Files = Mapping[str, str]
@@ -40,9 +40,9 @@ _current: ContextVar[_Snapshot | None] = ContextVar("file_snapshot", default=Non
 
 @contextmanager
 def reading_from(directory: Path, files: Files) -> Iterator[None]:
-    """Within this context (one thread or task), `directory` holds `files` and nothing else. No files: as it is."""
+    """Within this context (one thread or task), `directory` contains exactly `files`; if empty, its actual content."""
     if unreadable := next((path for path in files.values() if path and not os.access(path, os.R_OK)), None):
-        _log.warning("%s cannot be read here: the files are read from %s itself", unreadable, directory)
+        _log.warning("cannot read %s in this process; reading the files from %s instead", unreadable, directory)
         files = {}
     token = _current.set(_Snapshot(directory, files) if files else None)
     try:
@@ -51,22 +51,22 @@ def reading_from(directory: Path, files: Files) -> Iterator[None]:
         _current.reset(token)
 
 
-def files_of(directory: Path) -> Files:
-    """What another process passes to reading_from() to read the same; empty where the directory is read as it is."""
+def snapshot_files(directory: Path) -> Files:
+    """The `files` for reading_from() in another process; empty without a snapshot of this directory."""
     snapshot = _current.get()
     return snapshot.files if snapshot and snapshot.directory == directory else {}
 
 
-def names_in(directory: Path) -> set[str] | None:
-    """The names that the snapshot of this directory holds; None where it is read as it is."""
+def snapshot_names(directory: Path) -> set[str] | None:
+    """File names in the snapshot of this directory; None without a snapshot."""
     snapshot = _current.get()
     return set(snapshot.files) if snapshot and snapshot.directory == directory else None
 
 
-def opened_path(path: Path) -> Path | None:
-    """Where the snapshot has this file open. None where the file is read at its own path.
+def snapshot_path(path: Path) -> Path | None:
+    """Path of the file that the snapshot keeps open; None if the file is read at its own path.
 
-    Raises FileNotFoundError where the directory did not have the file when the snapshot was taken.
+    Raises FileNotFoundError if the file did not exist when the snapshot was taken.
     """
     snapshot = _current.get()
     if snapshot is None or snapshot.directory != path.parent:
@@ -77,10 +77,10 @@ def opened_path(path: Path) -> Path | None:
     return Path(opened) if opened else None
 
 
-MOST_JSON_BYTES = 4 << 20
-"""Parsed, a byte of JSON may take 35 bytes of memory; a layer of a model takes about 1,000 bytes of header."""
-_MOST_LEVELS = 32
-_MOST_CHARACTERS = 1000
+MAX_JSON_BYTES = 4 << 20
+"""A byte of JSON may take 35 bytes of memory once parsed; a model layer takes about 1,000 bytes of header."""
+_MAX_DEPTH = 32
+_MAX_CHARACTERS = 1000
 
 
 class CheckpointError(ValueError):
@@ -91,65 +91,65 @@ class CheckpointError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """`text` without characters that break a line or steer a terminal, cut where it is very long."""
-    shown = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    """`text` with line breaks and control characters escaped, truncated if very long."""
+    shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
-def is_there(path: Path) -> bool:
-    """Whether the directory has an entry of this name, be it a link to nothing."""
-    if (names := names_in(path.parent)) is not None:
+def entry_exists(path: Path) -> bool:
+    """Whether the directory has an entry of this name; a broken link counts."""
+    if (names := snapshot_names(path.parent)) is not None:
         return path.name in names
     return path.is_symlink() or path.exists()
 
 
 def regular_file(path: Path) -> Path:
-    """Where to open `path`: itself, or its opened file in a snapshot (model/files.py). Raises CheckpointError.
+    """The path to open for `path`: itself, or the file that a snapshot keeps open. Raises CheckpointError.
 
-    It must be a regular file of its own directory. Links must stay inside, except those of the Hugging Face cache:
-    snapshots/REVISION/name -> ../../blobs/HASH.
+    It must be a regular file inside its directory. Links must not leave the directory, except those of the Hugging
+    Face cache: snapshots/REVISION/name -> ../../blobs/HASH.
     """
     try:
-        if opened := opened_path(path):
+        if opened := snapshot_path(path):
             return opened
-        real, home = path.resolve(strict=True), path.parent.resolve(strict=True)
+        real, directory = path.resolve(strict=True), path.parent.resolve(strict=True)
         mode = real.stat().st_mode
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except RuntimeError:  # what pathlib says of a link to itself before Python 3.13
+    except RuntimeError:  # pathlib raises it for link cycles before Python 3.13
         raise CheckpointError(f"{path}: cannot be read (links in a circle)") from None
-    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
-    if not real.is_relative_to(home) and not in_cache:
+    in_cache = directory.parent.name == "snapshots" and real.parent == directory.parent.parent / "blobs"
+    if not real.is_relative_to(directory) and not in_cache:
         raise CheckpointError(f"{path}: leads out of the directory; put the file itself there")
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path}: is not a regular file")
     return path
 
 
-def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file that is no longer than that. Raises CheckpointError."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file of at most `max_bytes`. Raises CheckpointError."""
     try:
         with regular_file(path).open("rb") as file:
-            content = file.read(most_bytes + 1)
+            content = file.read(max_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(content) > most_bytes:
-        raise CheckpointError(f"{path}: has more than {most_bytes} bytes")
-    refuse_pointer(path, content)
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path}: has more than {max_bytes} bytes")
+    reject_lfs_pointer(path, content)
     return content
 
 
-def refuse_pointer(path: Path, start: bytes) -> None:
-    """Raises CheckpointError where a file begins as the note that git-lfs leaves in a file's place."""
+def reject_lfs_pointer(path: Path, start: bytes) -> None:
+    """Raises CheckpointError if the file is a git-lfs pointer instead of the content. start: its first bytes."""
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path}: is only a pointer of git-lfs; get the file itself with git lfs pull")
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The JSON object in a regular file; empty for an optional file that is not there. Raises CheckpointError."""
-    if optional and not is_there(path):
+    """The JSON object in a regular file; empty if an optional file does not exist. Raises CheckpointError."""
+    if optional and not entry_exists(path):
         return {}
-    content = read_bytes(path, MOST_JSON_BYTES)
+    content = read_bytes(path, MAX_JSON_BYTES)
     try:
         return parse_object(content)
     except ValueError as error:
@@ -157,34 +157,36 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """A JSON object in UTF-8 that has no key twice and no NaN. Raises ValueError, with the reason alone."""
+    """Parses a UTF-8 JSON object without duplicate keys or NaN. Raises ValueError with only the reason."""
     try:
-        value = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_no_number)
+        value = json.loads(
+            content.decode(), object_pairs_hook=_object_with_unique_keys, parse_constant=_reject_constant
+        )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError("must hold a JSON object")
     if _is_deep(value):
-        raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
     return value
 
 
 def sha256(path: Path) -> str:
-    """Of the content, hexadecimal. Raises CheckpointError."""
+    """Hexadecimal SHA-256 of the content. Raises CheckpointError."""
     try:
-        with (opened_path(path) or path).open("rb") as file:
+        with (snapshot_path(path) or path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Replaces files that belong together: none before the disk has all of them. Raises CheckpointError.
+    """Replaces files that belong together, after all of them are on disk. Raises CheckpointError.
 
-    Where one cannot be replaced, those that were come back: what stood there before stands there again.
+    If one cannot be replaced, restores those that were.
     """
     staged = {directory / f".{name}.{os.getpid()}.tmp": directory / name for name in files}
-    kept = {path: temporary.with_suffix(".old") for temporary, path in staged.items()}
+    backups = {path: temporary.with_suffix(".old") for temporary, path in staged.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for temporary, path in staged.items():
@@ -193,19 +195,19 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         for path in staged.values():
-            _keep(path, kept[path])
-        _replace(staged, kept)
+            _back_up(path, backups[path])
+        _replace(staged, backups)
         sync_directory(directory)
     except OSError as error:
         raise CheckpointError(f"{directory}: {', '.join(files)} cannot be written ({error.strerror})") from None
     finally:
-        for leftover in (*staged, *kept.values()):
+        for leftover in (*staged, *backups.values()):
             with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replaces `path` at once or not at all, and only after the disk has the new content. Raises CheckpointError."""
+    """Replaces `path` atomically once the new content is on disk. Raises CheckpointError."""
     write_files(path.parent, {path.name: content})
 
 
@@ -218,15 +220,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _keep(path: Path, second_name: Path) -> None:
-    """Costs no space. Some file systems have no second names: what a rename replaces there is gone."""
+def _back_up(path: Path, backup: Path) -> None:
+    """Hard-links `path` to `backup`, which takes no space. Without hard links there is no backup."""
     with contextlib.suppress(OSError):
-        second_name.unlink(missing_ok=True)
-        os.link(path, second_name)
+        backup.unlink(missing_ok=True)
+        os.link(path, backup)
 
 
-def _replace(staged: Mapping[Path, Path], kept: Mapping[Path, Path]) -> None:
-    """All or, where a rename fails, none."""
+def _replace(staged: Mapping[Path, Path], backups: Mapping[Path, Path]) -> None:
+    """Renames all files; if one rename fails, undoes the others."""
     replaced: list[Path] = []
     try:
         for temporary, path in staged.items():
@@ -234,29 +236,29 @@ def _replace(staged: Mapping[Path, Path], kept: Mapping[Path, Path]) -> None:
             replaced.append(path)
     except OSError:
         for path in replaced:
-            if kept[path].exists():
-                kept[path].replace(path)
+            if backups[path].exists():
+                backups[path].replace(path)
             else:
                 path.unlink()
         raise
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
-    return found
+def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
+        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"duplicate key {duplicate!r}")
+    return parsed
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether repr() of it could fail, which error messages call."""
+    """Whether repr(), which error messages call, could exceed the recursion limit."""
     level = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_DEPTH):
         inner = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
         level = [child for child in inner if isinstance(child, dict | list)]
     return bool(level)
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

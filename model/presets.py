@@ -9,18 +9,18 @@ from model.config import ConfigError, ModelConfig
 
 Arch = Literal["llama", "gpt", "textbook"]
 ARCHS: tuple[Arch, ...] = get_args(Arch)
-"""Layouts that are available in every size."""
+"""Layouts available in every size."""
 
 
 def preset(name: str, arch: Arch | None = None) -> ModelConfig:
-    """The shape called `name`, or a network of its size in another layout; what each is for stands in README.md."""
+    """The preset `name`, or a network of its size in another layout; README.md describes each preset."""
     if name not in _PRESETS:
-        raise ConfigError(f"no preset is called {name!r}; there are {', '.join(PRESET_NAMES)}")
+        raise ConfigError(f"unknown preset {name!r}; available: {', '.join(PRESET_NAMES)}")
     size = _PRESETS[name]
     if arch is None or (arch == "llama" and name in SIZES):
         return size
     if name not in SIZES:
-        raise ConfigError(f"--arch {arch} is for the sizes {', '.join(SIZES)}; preset {name} has a layout of its own")
+        raise ConfigError(f"--arch {arch} needs one of the presets {', '.join(SIZES)}; {name} has its own layout")
     shape = (size.n_layers, size.width, size.n_heads, size.vocab_size, size.context)
     return _gpt(*shape) if arch == "gpt" else _textbook(*shape)
 
@@ -39,7 +39,7 @@ def _llama(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocab: 
 
 
 def _classic(layers: int, width: int, heads: int, vocab: int, context: int, **switches: Any) -> ModelConfig:
-    """Before the llama layout: as many kv heads as heads, plain feed-forward of four widths, LayerNorm, biases."""
+    """The layout before llama: one kv head per head, an ungated feed-forward of 4 x width, LayerNorm, biases."""
     shape = {"n_layers": layers, "width": width, "n_heads": heads, "n_kv_heads": heads, "head_dim": width // heads}
     biases = {"norm_bias": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
     common = {"vocab_size": vocab, "context": context, "mlp_width": 4 * width, "norm": "layernorm", "gated": False}
@@ -50,7 +50,7 @@ _POST_NORM = {"norm_position": "post", "final_norm": False, "activation": "relu"
 
 
 def _gpt(layers: int, width: int, heads: int, vocab: int, context: int) -> ModelConfig:
-    """The classroom GPT: GPT-2's layout with the exact GELU."""
+    """GPT-2's layout with the exact GELU."""
     return _classic(layers, width, heads, vocab, context, positions="learned", activation="gelu")
 
 
@@ -64,15 +64,15 @@ _PRESETS = {
     "nano": _llama(4, 128, 4, 2, 352, 1024, 256),
     "small": _llama(5, 256, 4, 2, 704, 4096, 512),
     "base": _llama(8, 384, 6, 2, 896, 8192, 1024),
-    # Depth and width of the smallest GPT-2, by which others measure themselves (124 M: three times the keys and values
-    # and three times the vocabulary, which smaller corpora than its own do not fill).
+    # Depth and width of the smallest GPT-2, a common baseline (124 M: three times the keys and values and three times
+    # the vocabulary, which corpora smaller than its own do not fill).
     "medium": _llama(12, 768, 12, 4, 2048, 16_384, 1024),
     "textbook": _textbook(6, 512, 8, 10_000, 512),
-    # A post-norm decoder block as it is often written from scratch: scores divided by the root of the whole width.
+    # A post-norm decoder block as often written from scratch: scores are divided by the square root of the width.
     "standalone": _classic(
         4, 256, 4, 4096, 256, positions="learned", qkv_bias=False, attention_scale="width", **_POST_NORM
     ),
-    # One head of two numbers over one layer, small enough to be computed by hand.
+    # One layer with one head of size 2: small enough to compute by hand.
     "toy": ModelConfig(
         n_layers=1,
         width=2,
@@ -90,14 +90,14 @@ _PRESETS = {
         head_bias=True,
     ),
     "gpt": _gpt(6, 384, 6, 4096, 256),
-    # The original decoder with its encoder.
+    # The original encoder-decoder.
     "cross": _classic(
         3, 256, 4, 4096, 128, positions="sinusoidal", embedding_scale=16.0, n_encoder_layers=3, **_POST_NORM
     ),
 }
 PRESET_NAMES = tuple(_PRESETS)
 SIZES = ("nano", "small", "base", "medium")
-"""Those of the llama layout, from small to large."""
+"""Presets of the llama layout, from small to large."""
 
 
 def reshaped(
@@ -109,17 +109,15 @@ def reshaped(
     n_kv_heads: int | None = None,
     mlp_width: int | None = None,
 ) -> ModelConfig:
-    """The same kind of network in another size; what is not given keeps its proportion. Raises ConfigError."""
+    """The same architecture in another size; dimensions not given scale in proportion. Raises ConfigError."""
     layers, new_width, heads = n_layers or config.n_layers, width or config.width, n_heads or config.n_heads
     if (width or n_heads) and new_width % heads:
-        raise ConfigError(
-            f"a width of {new_width} cannot be shared by {heads} heads; take a multiple (--width, --heads)"
-        )
+        raise ConfigError(f"width {new_width} is not divisible by {heads} heads; choose a multiple (--width, --heads)")
     group = config.n_heads // config.n_kv_heads
     kv_heads = n_kv_heads or (heads if heads % group else heads // group)
     if heads % kv_heads:
         raise ConfigError(
-            f"{heads} heads cannot share {kv_heads} key/value heads; take a divisor (--heads, --kv-heads)"
+            f"{heads} heads are not divisible by {kv_heads} key/value heads; choose a divisor (--heads, --kv-heads)"
         )
     return replace(
         config,
@@ -130,6 +128,6 @@ def reshaped(
         n_kv_heads=kv_heads,
         head_dim=new_width // heads if width or n_heads else config.head_dim,
         mlp_width=mlp_width or config.mlp_width * new_width // config.width,
-        # Embeddings that are scaled at all are scaled by the root of the width.
+        # Scaled embeddings are scaled by the square root of the width.
         embedding_scale=config.embedding_scale if config.embedding_scale == 1.0 else new_width**0.5,
     )

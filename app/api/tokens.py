@@ -217,6 +217,6 @@ def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:
 def _text(tokenizer: Tokenizer, ids: array[int]) -> Iterator[str]:
     """The text of tokens, in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for batch in _batches(tokenizer.written_parts(ids)):
+    for batch in _batches(tokenizer.iter_with_specials(ids)):
         yield decoder.decode(b"".join(batch))
     yield decoder.decode(b"", final=True)

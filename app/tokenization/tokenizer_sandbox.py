@@ -21,7 +21,7 @@ import msgspec
 
 from app.common.errors import EngineFailed
 from app.sandbox.sandbox_child import LENGTH
-from model.files import files_of
+from model.files import snapshot_files
 from model.tokenizer.token_spans import CompactSpans, Spans
 
 _ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ class TokenizerSandbox:
 
     def __init__(self, weights: Path, purpose: Literal["encode", "attack"] = "encode") -> None:
         # Children that start later still read the snapshot that is in use now (model/files.py).
-        files = json.dumps(dict(files_of(weights)))
+        files = json.dumps(dict(snapshot_files(weights)))
         self._command = [sys.executable, "-P", "-m", "app.tokenization.tokenizer_worker", str(weights), purpose, files]
         self._lock = threading.Lock()
         self._idle: list[_Child] = []

@@ -27,9 +27,9 @@ from model.device import choose_device, choose_dtype
 from model.nn.transformer import Decoder
 from model.presets import preset
 from model.train.common.thread_pool import keep_freed_memory
-from model.train.data.batch import of_windows
+from model.train.data.batch import batch_of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import computing_for
+from model.train.step.loss_backend import resolve_loss_backend
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
@@ -83,10 +83,10 @@ def _rounds(
     """Wall seconds and CPU seconds of a step of each, by round."""
     config, generator = preset(options.preset), torch.Generator().manual_seed(1)
     windows_BN = torch.randint(config.vocab_size, (options.windows, config.context + 1), generator=generator)
-    batch = of_windows(windows_BN)
-    decoder = Decoder(config).initialise(1).to(device)
+    batch = batch_of_windows(windows_BN)
+    decoder = Decoder(config).initialize(1).to(device)
     optimizer = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
-    objective = Objective(decoder, device, dtype, computing_for("auto", device.type))
+    objective = Objective(decoder, device, dtype, resolve_loss_backend("auto", device.type))
     micro_batch = options.micro_windows
     trainer = Trainer(objective, optimizer, ema=0.0, ranks=ProcessGroup(), micro_windows=micro_batch)
     plain = PlainLoop(config, device, dtype, micro_batch)

@@ -27,106 +27,109 @@ from model.families.spec import FamilySpec, Shape
 from model.files import CheckpointError, read_json, regular_file
 from model.nn.transformer import Decoder
 
-# To read an answer is to wait for the device, so it is put off until all tensors are on their way.
+# Reading a result from the device waits for it, so all results are read at the end.
 
-_IN = {
+_DTYPE_HINTS = {
     torch.bfloat16: " in bfloat16; if inkstream check accepts the weights, serve them with --dtype float32",
 }
 
 
 class FiniteCheck:
-    """Collects an answer for each tensor."""
+    """Checks that tensors are finite, and reads all results from the device at once."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[Path, str, torch.dtype]] = []
-        self._answers: list[Tensor] = []
+        self._results: list[Tensor] = []
 
-    def note(self, path: Path, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` as it is; require() reports whether it is finite."""
+    def add(self, path: Path, name: str, tensor: Tensor) -> Tensor:
+        """Returns `tensor` unchanged; require() reports whether it is finite."""
         self._tensors.append((path, name, tensor.dtype))
-        # Unlike isfinite over all of it, this makes no copy as large as the tensor.
-        self._answers.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
+        # Unlike isfinite(tensor), this allocates no copy as large as the tensor.
+        self._results.append(torch.isfinite(torch.stack(tensor.aminmax())).all())
         return tensor
 
     def require(self) -> None:
         """Raises CheckpointError with the name of the first tensor that is not finite."""
-        answers = torch.stack(self._answers).tolist() if self._answers else []
-        for (path, name, dtype), is_finite in zip(self._tensors, answers, strict=True):
+        results = torch.stack(self._results).tolist() if self._results else []
+        for (path, name, dtype), is_finite in zip(self._tensors, results, strict=True):
             if not is_finite:
-                raise CheckpointError(f"{path}: {name} holds numbers that are not finite{_IN.get(dtype, '')}")
+                raise CheckpointError(f"{path}: {name} holds numbers that are not finite{_DTYPE_HINTS.get(dtype, '')}")
 
 
-# Nothing is built from a config before the files' headers bear it out: ten characters of JSON can ask for a terabyte.
+# Check a config against the files' headers before allocating anything: ten characters of JSON can ask for a terabyte.
 
 _DTYPES = ("F32", "F16", "BF16")
-_MOST_POSITION_NUMBERS = 2**27
-_SMALL_POSITION_TABLE = 2**23
-"""As many numbers as 131,072 positions of a head of 64; a larger table than its model is a mistake."""
-_ABSURD = 16
+_MAX_POSITION_ELEMENTS = 2**27
+_SMALL_POSITION_ELEMENTS = 2**23
+"""131,072 positions of a head of size 64. A position table larger than this must not exceed the model's tensors."""
+_MAX_SIZE_RATIO = 16
 
 
-def check_sizes(path: Path, config: ModelConfig, stock: TensorIndex) -> None:
-    """Refuses what the files cannot hold by far; the rest is checked tensor by tensor. Raises CheckpointError."""
-    layers, n_tensors = config.n_layers + config.n_encoder_layers, len(stock.tensors)
+def check_sizes(path: Path, config: ModelConfig, index: TensorIndex) -> None:
+    """Rejects configs far larger than the files; _match() checks each tensor. Raises CheckpointError."""
+    layers, n_tensors = config.n_layers + config.n_encoder_layers, len(index.tensors)
     if layers > n_tensors:
-        raise CheckpointError(f"{path}: asks for {layers} layers, {stock.source.name} has only {n_tensors} tensors")
-    stored = sum(math.prod(tensor.entry.shape) for tensor in stock.tensors.values())
-    rows_of_a_layer = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.mlp_width
-    asked = config.width * (config.vocab_size + layers * rows_of_a_layer)
-    if asked > _ABSURD * stored:
-        raise CheckpointError(f"{path}: asks for {asked} numbers, {stock.source.name} has {stored}")
-    columns = {"none": 0, "rotary": config.turned_dim}.get(config.positions, config.width)
-    most = min(_MOST_POSITION_NUMBERS, max(_SMALL_POSITION_TABLE, stored))
-    if config.context * columns > most:
+        raise CheckpointError(f"{path}: asks for {layers} layers, {index.source.name} has only {n_tensors} tensors")
+    stored = sum(math.prod(tensor.entry.shape) for tensor in index.tensors.values())
+    rows_per_layer = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + config.mlp_width
+    requested = config.width * (config.vocab_size + layers * rows_per_layer)
+    if requested > _MAX_SIZE_RATIO * stored:
+        raise CheckpointError(f"{path}: asks for {requested} numbers, {index.source.name} has {stored}")
+    elements_per_position = {"none": 0, "rotary": config.effective_rotary_dim}.get(config.positions, config.width)
+    limit = min(_MAX_POSITION_ELEMENTS, max(_SMALL_POSITION_ELEMENTS, stored))
+    if config.context * elements_per_position > limit:
         raise CheckpointError(
-            f"{path}: the positions of a context of {config.context} need {config.context * columns} numbers, more "
-            f"than {most}; give it a context of up to {most // columns}"
+            f"{path}: the positions of a context of {config.context} need {config.context * elements_per_position} "
+            f"numbers, more than {limit}; give it a context of up to {limit // elements_per_position}"
         )
 
 
 def read_state(
-    family: FamilySpec, config: ModelConfig, stock: TensorIndex, *, device: torch.device, dtype: torch.dtype
+    family: FamilySpec, config: ModelConfig, index: TensorIndex, *, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """State dict of the Decoder. Raises CheckpointError.
 
-    Each tensor reaches its device before the next is read, in the file's number format, and gets its own there: beside
-    the decoder's tensors there is one of the file's at a time, in either format. Nothing waits for the device but the
-    one look at the end whether all numbers are finite.
+    Copies one tensor at a time to the device in the file's dtype and converts it there, so that memory holds at most
+    one source tensor in addition to the decoder's. Waits for the device only once, to check that all are finite.
     """
-    in_file, finite = _match(family, config, stock), FiniteCheck()
+    stored_names, finite = _match(family, config, index), FiniteCheck()
     with contextlib.ExitStack() as stack:
-        opened = {path: _open(path, device, stack) for path in stock.paths}
+        opened = {path: _open(path, device, stack) for path in index.paths}
 
         def get(name: str) -> Tensor:
-            path = stock.tensors[in_file[name]].path
-            return finite.note(path, in_file[name], _tensor(path, opened[path], in_file[name]).to(device, dtype))
+            path = index.tensors[stored_names[name]].path
+            return finite.add(
+                path, stored_names[name], _tensor(path, opened[path], stored_names[name]).to(device, dtype)
+            )
 
         state = family.load(config, get, lambda *shape: torch.empty(shape, device=device, dtype=dtype))
-        stored_too = [name for name in in_file.keys() - family.shapes(config).keys() if in_file[name] in stock.tensors]
-        others = [in_file[name] for name in stored_too if not torch.equal(get(name), state["embedding"])]
+        untied_copies = [
+            name for name in stored_names.keys() - family.shapes(config).keys() if stored_names[name] in index.tensors
+        ]
+        differing = [stored_names[name] for name in untied_copies if not torch.equal(get(name), state["embedding"])]
     finite.require()
-    if others:
+    if differing:
         raise CheckpointError(
-            f"{stock.source}: {others[0]} is not the token embedding, to which config.json ties the head; "
+            f"{index.source}: {differing[0]} is not the token embedding, to which config.json ties the head; "
             "if it is the head, set tie_word_embeddings to false"
         )
     return state
 
 
-def _match(family: FamilySpec, config: ModelConfig, stock: TensorIndex) -> dict[str, str]:
-    """The family's name of each tensor -> the file's, once names, shapes and dtypes are what the config asks for."""
-    wanted = family.shapes(config)
+def _match(family: FamilySpec, config: ModelConfig, index: TensorIndex) -> dict[str, str]:
+    """Name of each tensor in the family -> in the file. Raises CheckpointError for wrong names, shapes or dtypes."""
+    required = family.shapes(config)
     # Some exporters also store a tied head.
-    known = {**family.shapes(dataclasses.replace(config, tied_head=False)), **wanted}
-    found = {name: stored for name, stored in stock.tensors.items() if not family.ignored.fullmatch(name)}
-    bare = not any(name.startswith(family.prefix) for name in found)
-    in_file = {name: name.removeprefix(family.prefix) if bare else name for name in known}
-    shapes: dict[str, Shape] = {in_file[name]: shape for name, shape in known.items()}
-    if missing := sorted({in_file[name] for name in wanted} - found.keys()):
-        raise CheckpointError(f"{stock.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    known = {**family.shapes(dataclasses.replace(config, tied_head=False)), **required}
+    found = {name: stored for name, stored in index.tensors.items() if not family.ignored.fullmatch(name)}
+    lacks_prefix = not any(name.startswith(family.prefix) for name in found)
+    stored_names = {name: name.removeprefix(family.prefix) if lacks_prefix else name for name in known}
+    shapes: dict[str, Shape] = {stored_names[name]: shape for name, shape in known.items()}
+    if missing := sorted({stored_names[name] for name in required} - found.keys()):
+        raise CheckpointError(f"{index.source}: {len(missing)} tensors are missing, the first is {missing[0]}")
     if extra := sorted(found.keys() - shapes.keys()):
         raise CheckpointError(
-            f"{stock.source}: {len(extra)} tensors are not part of the model, the first is {extra[0]}"
+            f"{index.source}: {len(extra)} tensors are not part of the model, the first is {extra[0]}"
         )
     for name, stored in found.items():
         entry, shape = stored.entry, shapes[name]
@@ -136,14 +139,14 @@ def _match(family: FamilySpec, config: ModelConfig, stock: TensorIndex) -> dict[
             )
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{stored.path}: {name} has dtype {entry.dtype}; allowed are {', '.join(_DTYPES)}")
-    return in_file
+    return stored_names
 
 
 def _open(path: Path, device: torch.device, stack: contextlib.ExitStack) -> Any:
-    """For a GPU safetensors hands the bytes on itself (0.8 through a pinned buffer as large as one tensor)."""
-    where = str(device) if device.type == "cuda" else "cpu"
+    """For a GPU, safetensors copies to the device itself (0.8 uses a pinned buffer as large as one tensor)."""
+    target = str(device) if device.type == "cuda" else "cpu"
     try:
-        return stack.enter_context(safe_open(regular_file(path), framework="pt", device=where))
+        return stack.enter_context(safe_open(regular_file(path), framework="pt", device=target))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
 
@@ -168,23 +171,23 @@ class Checkpoint:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     hashes: Mapping[Path, str]
-    """The SHA-256 of each file of tensors, hexadecimal."""
+    """Hexadecimal SHA-256 of each safetensors file."""
 
     @property
     def version(self) -> str:
-        """SHA-256 of the safetensors file, hexadecimal; for shards see model.checkpoint.tensor_index."""
+        """Hexadecimal SHA-256 of the safetensors file; for shards see model.checkpoint.tensor_index."""
         return version_of(self.hashes)
 
 
 def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkpoint:
     """Loads and checks everything: names, shapes, dtypes, finite numbers. Raises CheckpointError.
 
-    Memory: one copy in `dtype` on `device`, beside the files' pages, which the system can take back.
+    Memory: one copy in `dtype` on `device`, plus the files' pages, which the system can reclaim.
     """
     config_json, family, config = _read_config(directory)
-    stock = find_tensors(directory)
-    check_sizes(directory / "config.json", config, stock)
-    state = read_state(family, config, stock, device=device, dtype=dtype)
+    index = find_tensors(directory)
+    check_sizes(directory / "config.json", config, index)
+    state = read_state(family, config, index, device=device, dtype=dtype)
     with torch.device("meta"):
         decoder = Decoder(config)
     decoder.load_state_dict(state, assign=True)
@@ -199,19 +202,19 @@ def load(directory: Path, *, device: torch.device, dtype: torch.dtype) -> Checkp
         generation=generation,
         eos_ids=_eos_ids(path, {**config_json, **generation}.get("eos_token_id"), config.vocab_size),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None,
-        hashes=stock.hashes(),
+        hashes=index.hashes(),
     )
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """The shape alone, from config.json. Raises CheckpointError."""
+    """Reads only config.json. Raises CheckpointError."""
     return _read_config(directory)[2]
 
 
 def weights_files(
     decoder: Decoder, *, dtype: torch.dtype, eos_id: int | None, generation: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """The files of a weights directory without its tokenizer: name -> content. Raises CheckpointError."""
+    """Files of a weights directory, without the tokenizer: name -> content. Raises CheckpointError."""
     state = stored_state(decoder, dtype)
     raw = write_config(decoder.config, str(dtype).removeprefix("torch."), eos_id)
     tokens = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
@@ -223,7 +226,7 @@ def weights_files(
 
 
 def stored_state(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The decoder's tensors as a file holds them. Raises CheckpointError where `dtype` has no such numbers."""
+    """The decoder's tensors in `dtype` on the CPU. Raises CheckpointError if a value overflows `dtype`."""
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in decoder.state_dict().items()}
     for name, tensor in state.items():
         if not torch.isfinite(torch.stack(tensor.aminmax())).all():

@@ -1,8 +1,8 @@
 """golden.json: log-probabilities of a short prompt at export, to compare with after loading.
 
-It holds the natural logarithms of the probability of each token of a prompt but the first, given those before it,
-computed in float32 on the CPU. A file of weights that is whole but wrong (another layout of heads, a lost scaling, a
-transposed matrix) loads without an error, but gives other values.
+It holds the natural log-probability of each prompt token but the first, given the tokens before it, computed in float32
+on the CPU. Weights that are complete but wrong (another head layout, a missing scale factor, a transposed matrix) load
+without an error, but yield other values.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.files import CheckpointError, is_there, read_json
+from model.files import CheckpointError, entry_exists, read_json
 from model.nn.reference import logits
 from model.nn.transformer import Decoder
 
 GOLDEN_FILE = "golden.json"
 TOLERANCE = 1e-3
-LONGEST = 64
-"""Ids of a prompt, at most."""
-_CERTAIN = 0.05
+MAX_PROMPT_IDS = 64
+"""Maximum length of the prompt."""
+_ABSOLUTE_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
-    """What a golden.json holds."""
+    """Content of a golden.json."""
 
     path: Path
     prompt: tuple[int, ...]
@@ -38,46 +38,46 @@ class Golden:
     """Of each token of the prompt but the first."""
 
     def compare(self, logprobs: Sequence[float]) -> float:
-        """The largest difference from what a model says in float32. Raises CheckpointError beyond TOLERANCE.
+        """The largest difference from a model in float32. Raises CheckpointError beyond TOLERANCE.
 
-        logprobs: of as many tokens as there are, from the second on.
+        logprobs: of the prompt's tokens from the second on; may be shorter than the prompt.
         """
         largest = float(self._differences(logprobs).max())
         self._check("by up to", largest, TOLERANCE)
         return largest
 
-    def compare_rounded(self, logprobs: Sequence[float], *, share: float) -> float:
-        """The mean difference from what a model says whose numbers are rounded. Raises CheckpointError.
+    def compare_rounded(self, logprobs: Sequence[float], *, relative_tolerance: float) -> float:
+        """The mean difference from a model in reduced precision. Raises CheckpointError.
 
-        A rare token may be far off; all together may be off by this share of what they are. What is nearly certain has
-        next to nothing, hence the constant.
+        Compares means, since a single rare token may be far off. The limit is relative to the mean log-probability,
+        plus a constant for tokens that are nearly certain.
         """
         mean = float(self._differences(logprobs).mean())
         size = sum(map(abs, self.logprobs[: len(logprobs)])) / len(logprobs)
-        self._check("by a mean of", mean, _CERTAIN + share * size)
+        self._check("by a mean of", mean, _ABSOLUTE_TOLERANCE + relative_tolerance * size)
         return mean
 
     def _differences(self, logprobs: Sequence[float]) -> Tensor:
         return (torch.tensor(logprobs) - torch.tensor(self.logprobs[: len(logprobs)])).abs()
 
-    def _check(self, how: str, difference: float, tolerance: float) -> None:
-        if not difference <= tolerance:  # NaN is no match either
+    def _check(self, label: str, difference: float, tolerance: float) -> None:
+        if not difference <= tolerance:  # also true for NaN
             raise CheckpointError(
-                f"{self.path}: the log-probabilities differ {how} {difference:.3g}, more than {tolerance:.3g}: these "
+                f"{self.path}: the log-probabilities differ {label} {difference:.3g}, more than {tolerance:.3g}: these "
                 "are not the weights, or not the config.json, that it was made with (remove it if they are meant to "
                 "differ)"
             )
 
 
 def golden_file(decoder: Decoder, prompt: list[int]) -> bytes:
-    """The content for `prompt`, of 2 ids at least. `decoder` must be float32 on the CPU; see as_stored()."""
+    """Content for `prompt` of at least 2 ids. `decoder` must be float32 on the CPU; see as_stored()."""
     assert len(prompt) > 1, "the first token has no log-probability"
     logprobs = [round(value, 6) for value in _logprobs(decoder, prompt).tolist()]
     return (json.dumps({"prompt": prompt, "logprobs": logprobs}) + "\n").encode()
 
 
 def as_stored(decoder: Decoder, dtype: torch.dtype) -> Decoder:
-    """A copy in float32 on the CPU, with the numbers that a file in `dtype` holds."""
+    """A copy in float32 on the CPU whose values are rounded to `dtype`, as they are stored."""
     state = {name: tensor.detach().to("cpu", dtype).float() for name, tensor in decoder.state_dict().items()}
     stored = Decoder(decoder.config).requires_grad_(False).eval()
     stored.load_state_dict(state, assign=True)
@@ -85,7 +85,7 @@ def as_stored(decoder: Decoder, dtype: torch.dtype) -> Decoder:
 
 
 def verify(decoder: Decoder, directory: Path) -> float | None:
-    """The largest difference from golden.json; None where there is none. Raises CheckpointError beyond TOLERANCE.
+    """The largest difference from golden.json; None without the file. Raises CheckpointError beyond TOLERANCE.
 
     `decoder` must be float32 on the CPU.
     """
@@ -94,9 +94,9 @@ def verify(decoder: Decoder, directory: Path) -> float | None:
 
 
 def read_golden(directory: Path, config: ModelConfig) -> Golden | None:
-    """golden.json of a model of this shape; None where there is none. Raises CheckpointError."""
+    """golden.json of a model with this config; None without the file. Raises CheckpointError."""
     path = directory / GOLDEN_FILE
-    if not is_there(path):
+    if not entry_exists(path):
         return None
     prompt, logprobs = _read(path, config)
     return Golden(path=path, prompt=tuple(prompt), logprobs=tuple(logprobs))
@@ -112,11 +112,11 @@ def _logprobs(decoder: Decoder, prompt: list[int]) -> Tensor:
 def _read(path: Path, config: ModelConfig) -> tuple[list[int], list[float]]:
     raw = read_json(path)
     prompt, logprobs = raw.get("prompt"), raw.get("logprobs")
-    longest = min(config.context, LONGEST)
+    max_ids = min(config.context, MAX_PROMPT_IDS)
     if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < config.vocab_size for i in prompt):
         raise CheckpointError(f"{path}: prompt must be a list of ids below {config.vocab_size}")
-    if not 2 <= len(prompt) <= longest:
-        raise CheckpointError(f"{path}: prompt must have 2 to {longest} ids, not {len(prompt)}")
+    if not 2 <= len(prompt) <= max_ids:
+        raise CheckpointError(f"{path}: prompt must have 2 to {max_ids} ids, not {len(prompt)}")
     if not isinstance(logprobs, list) or not all(_is_logarithm(value) for value in logprobs):
         raise CheckpointError(f"{path}: logprobs must be a list of numbers")
     if len(logprobs) != len(prompt) - 1:

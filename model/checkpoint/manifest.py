@@ -1,7 +1,7 @@
-"""manifest.json: which files belong together, each by its SHA-256.
+"""manifest.json: the SHA-256 of each file of a weights directory.
 
-A weights directory is replaced one file at a time. A manifest shows whether the set is complete, however it was
-written: by a copy, by a training run that was killed between two files, or by a download that stopped.
+Files are replaced one at a time. The manifest detects an incomplete set, whether a copy, a download, or a training run
+was interrupted between two files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from model.files import CheckpointError, is_there, read_json, regular_file, sha256
+from model.files import CheckpointError, entry_exists, read_json, regular_file, sha256
 
 MANIFEST_FILE = "manifest.json"
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -21,28 +21,28 @@ _NO_HASHES: Mapping[Path, str] = {}
 
 
 def manifest_file(files: Mapping[str, bytes]) -> bytes:
-    """The content for these files: name -> content."""
+    """Manifest of these files. files: name -> content."""
     return manifest_of({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
 
 
 def manifest_of(hashes: Mapping[str, str]) -> bytes:
-    """The content for files with these hashes: name -> SHA-256."""
+    """Manifest of files with these hashes. hashes: name -> SHA-256."""
     return (json.dumps({"sha256": dict(sorted(hashes.items()))}, indent=2) + "\n").encode()
 
 
 def check_manifest(directory: Path, known: Mapping[Path, str] = _NO_HASHES) -> bool:
-    """Whether there is one. Raises CheckpointError where a file is missing or is another than it names.
+    """Whether there is a manifest. Raises CheckpointError if a file is missing or differs from it.
 
-    known: hashes of files that were read a moment ago, which may be large.
+    known: hashes of large files that the caller has just read.
     """
     path = directory / MANIFEST_FILE
-    if not is_there(path):
+    if not entry_exists(path):
         return False
     for name, expected in _read(path).items():
         file = directory / name
         if (known.get(file) or sha256(regular_file(file))) != expected:
             raise CheckpointError(
-                f"{file}: is not the file that {MANIFEST_FILE} names: the directory is not written to its end, or was "
+                f"{file}: differs from {MANIFEST_FILE}: the directory is incomplete or was "
                 f"changed by hand (remove {MANIFEST_FILE} if the files are meant to differ from it)"
             )
     return True
@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: sha256 must be an object of hashes")
     for name, value in hashes.items():
         if not _NAME.fullmatch(name) or name == MANIFEST_FILE:
-            raise CheckpointError(f"{path}: {name!r} is no name of a file beside it")
+            raise CheckpointError(f"{path}: {name!r} is not a file name in its directory")
         if not isinstance(value, str) or not _HASH.fullmatch(value):
             raise CheckpointError(f"{path}: {name} has no SHA-256 of 64 hexadecimal digits")
     return hashes

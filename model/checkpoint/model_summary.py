@@ -5,14 +5,14 @@ from __future__ import annotations
 from model.config import ModelConfig
 
 Line = tuple[str, str]
-"""What, and what of it."""
+"""(label, value)."""
 
 _DTYPES = {"float32": 4, "bfloat16": 2}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def shape_lines(config: ModelConfig) -> list[Line]:
-    """The architecture, part by part: what `inkstream check` prints and a model card lists."""
+    """The architecture, as printed by `inkstream check` and listed in a model card."""
     encoder = f", encoder of {config.n_encoder_layers} layers with cross-attention" if config.n_encoder_layers else ""
     parallel = ", attention and feed-forward in parallel" if config.parallel_residual else ""
     lines = [
@@ -27,22 +27,22 @@ def shape_lines(config: ModelConfig) -> list[Line]:
 
 
 def memory_lines(config: ModelConfig, n_params: int) -> list[Line]:
-    """Weights and KV cache in each dtype that the service computes in."""
+    """Memory of weights and KV cache in each dtype that the service supports."""
     lines = [("parameters", describe_size(n_params))]
     for name, size in _DTYPES.items():
-        token = config.kv_numbers_per_token * size
+        token = config.kv_elements_per_token * size
         cache = f"{describe_bytes(token)} of KV cache a token, {describe_bytes(token * config.context)} a full context"
         lines.append((name, f"{describe_bytes(n_params * size)} of weights, {cache}"))
     return lines
 
 
 def describe_size(n_params: int) -> str:
-    """Parameters in millions, where there are that many."""
+    """Parameter count, in millions from 10,000 on."""
     return f"{n_params / 1e6:.2f} M" if n_params >= 10_000 else str(n_params)
 
 
 def describe_bytes(n_bytes: int) -> str:
-    """In the largest unit that leaves a number above 1."""
+    """`n_bytes` in the largest binary unit that leaves a number of at least 1."""
     value, unit = float(n_bytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -63,7 +63,11 @@ def _attention(config: ModelConfig) -> str:
 def _positions(config: ModelConfig) -> str:
     if config.positions != "rotary":
         return config.positions
-    part = "" if config.turned_dim == config.head_dim else f" over {config.turned_dim} of {config.head_dim}"
+    part = (
+        ""
+        if config.effective_rotary_dim == config.head_dim
+        else f" over {config.effective_rotary_dim} of {config.head_dim}"
+    )
     scaling = config.rope_scaling
     how = f"{scaling.kind} x {scaling.factor:g}" if scaling else "none"
     return f"rotary{part}, theta {config.rope_theta:g}, scaling {how}"

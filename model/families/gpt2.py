@@ -14,38 +14,40 @@ from model.families.spec import (
     Raw,
     TensorMapping,
     activation,
-    divided,
+    head_size,
     norm,
-    refuse,
+    require_values,
     single,
 )
 
 
-def _pieces(config: ModelConfig) -> list[TensorMapping]:
+def _mappings(config: ModelConfig) -> list[TensorMapping]:
     width, mlp = config.width, config.mlp_width
-    pieces = [
+    mappings = [
         single("embedding", "transformer.wte.weight", config.vocab_size, width),
         single("position_embedding", "transformer.wpe.weight", config.context, width),
     ]
     for layer in range(config.n_layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        pieces += norm(f"{ours}.norm_attention", f"{theirs}.ln_1", config)
-        pieces += _transposed(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", 3 * width, width)
-        pieces += _transposed(f"{ours}.attention.out", f"{theirs}.attn.c_proj", width, width)
-        pieces += norm(f"{ours}.norm_mlp", f"{theirs}.ln_2", config)
-        pieces += _transposed(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", mlp, width)
-        pieces += _transposed(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", width, mlp)
-    pieces += norm("norm", "transformer.ln_f", config)
-    return pieces if config.tied_head else [*pieces, single("untied_head", "lm_head.weight", config.vocab_size, width)]
+        target, source = f"blocks.{layer}", f"transformer.h.{layer}"
+        mappings += norm(f"{target}.norm_attention", f"{source}.ln_1", config)
+        mappings += _transposed(f"{target}.attention.qkv", f"{source}.attn.c_attn", 3 * width, width)
+        mappings += _transposed(f"{target}.attention.out", f"{source}.attn.c_proj", width, width)
+        mappings += norm(f"{target}.norm_mlp", f"{source}.ln_2", config)
+        mappings += _transposed(f"{target}.mlp.up", f"{source}.mlp.c_fc", mlp, width)
+        mappings += _transposed(f"{target}.mlp.down", f"{source}.mlp.c_proj", width, mlp)
+    mappings += norm("norm", "transformer.ln_f", config)
+    return (
+        mappings if config.tied_head else [*mappings, single("untied_head", "lm_head.weight", config.vocab_size, width)]
+    )
 
 
-def _transposed(ours: str, theirs: str, rows: int, columns: int) -> list[TensorMapping]:
-    weight = TensorMapping(f"{ours}.weight", ((f"{theirs}.weight", (columns, rows)),), load=Tensor.t, save=Tensor.t)
-    return [weight, single(f"{ours}.bias", f"{theirs}.bias", rows)]
+def _transposed(target: str, source: str, rows: int, columns: int) -> list[TensorMapping]:
+    weight = TensorMapping(f"{target}.weight", ((f"{source}.weight", (columns, rows)),), load=Tensor.t, save=Tensor.t)
+    return [weight, single(f"{target}.bias", f"{source}.bias", rows)]
 
 
 def _read(raw: Raw) -> ModelConfig:
-    refuse(raw, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    require_values(raw, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     width, heads = raw["n_embd"], raw["n_head"]
     return ModelConfig(
         vocab_size=raw["vocab_size"],
@@ -53,7 +55,7 @@ def _read(raw: Raw) -> ModelConfig:
         n_layers=raw["n_layer"],
         n_heads=heads,
         n_kv_heads=heads,
-        head_dim=divided(raw, "n_embd", "n_head"),
+        head_dim=head_size(raw, "n_embd", "n_head"),
         mlp_width=raw.get("n_inner") or 4 * width,
         context=raw["n_positions"],
         norm="layernorm",
@@ -88,7 +90,7 @@ GPT2 = FamilySpec(
     architecture="GPT2LMHeadModel",
     read=_read,
     write=_write,
-    pieces=_pieces,
+    mappings=_mappings,
     prefix="transformer.",
     ignored=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
 )

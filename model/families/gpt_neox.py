@@ -16,7 +16,7 @@ from model.families.spec import (
     Raw,
     TensorMapping,
     activation,
-    divided,
+    head_size,
     linear,
     norm,
     read_rope,
@@ -26,44 +26,44 @@ from model.families.spec import (
 )
 
 
-def _pieces(config: ModelConfig) -> list[TensorMapping]:
+def _mappings(config: ModelConfig) -> list[TensorMapping]:
     width, mlp = config.width, config.mlp_width
-    pieces = [single("embedding", "gpt_neox.embed_in.weight", config.vocab_size, width)]
+    mappings = [single("embedding", "gpt_neox.embed_in.weight", config.vocab_size, width)]
     for layer in range(config.n_layers):
-        ours, theirs = f"blocks.{layer}", f"gpt_neox.layers.{layer}"
-        out, up, down = f"{theirs}.attention.dense", f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h"
-        pieces += norm(f"{ours}.norm_attention", f"{theirs}.input_layernorm", config)
-        pieces += _interleaved(f"{ours}.attention.qkv", f"{theirs}.attention.query_key_value", config)
-        pieces += linear(f"{ours}.attention.out", [(out, width)], width, bias=config.out_bias)
-        pieces += norm(f"{ours}.norm_mlp", f"{theirs}.post_attention_layernorm", config)
-        pieces += linear(f"{ours}.mlp.up", [(up, mlp)], width, bias=config.mlp_bias)
-        pieces += linear(f"{ours}.mlp.down", [(down, width)], mlp, bias=config.mlp_bias)
-    pieces += norm("norm", "gpt_neox.final_layer_norm", config)
+        target, source = f"blocks.{layer}", f"gpt_neox.layers.{layer}"
+        out, up, down = f"{source}.attention.dense", f"{source}.mlp.dense_h_to_4h", f"{source}.mlp.dense_4h_to_h"
+        mappings += norm(f"{target}.norm_attention", f"{source}.input_layernorm", config)
+        mappings += _interleaved(f"{target}.attention.qkv", f"{source}.attention.query_key_value", config)
+        mappings += linear(f"{target}.attention.out", [(out, width)], width, bias=config.out_bias)
+        mappings += norm(f"{target}.norm_mlp", f"{source}.post_attention_layernorm", config)
+        mappings += linear(f"{target}.mlp.up", [(up, mlp)], width, bias=config.mlp_bias)
+        mappings += linear(f"{target}.mlp.down", [(down, width)], mlp, bias=config.mlp_bias)
+    mappings += norm("norm", "gpt_neox.final_layer_norm", config)
     if not config.tied_head:
-        pieces.append(single("untied_head", "embed_out.weight", config.vocab_size, width))
-    return pieces
+        mappings.append(single("untied_head", "embed_out.weight", config.vocab_size, width))
+    return mappings
 
 
-def _interleaved(ours: str, theirs: str, config: ModelConfig) -> list[TensorMapping]:
-    """The file's rows are head 0's q, k, v, then head 1's, ..."""
+def _interleaved(target: str, source: str, config: ModelConfig) -> list[TensorMapping]:
+    """The file orders rows by head: q, k, v of head 0, then of head 1, ..."""
     load: Callable[[Tensor], Tensor] = partial(_swap, outer=config.n_heads, inner=3)
     save: Callable[[Tensor], Tensor] = partial(_swap, outer=3, inner=config.n_heads)
     rows = 3 * config.n_heads * config.head_dim
-    weight = TensorMapping(f"{ours}.weight", ((f"{theirs}.weight", (rows, config.width)),), load=load, save=save)
-    bias = TensorMapping(f"{ours}.bias", ((f"{theirs}.bias", (rows,)),), load=load, save=save)
+    weight = TensorMapping(f"{target}.weight", ((f"{source}.weight", (rows, config.width)),), load=load, save=save)
+    bias = TensorMapping(f"{target}.bias", ((f"{source}.bias", (rows,)),), load=load, save=save)
     return [weight, bias] if config.qkv_bias else [weight]
 
 
 def _swap(tensor: Tensor, *, outer: int, inner: int) -> Tensor:
-    """Rows that stand as [outer, inner, head_dim] stand as [inner, outer, head_dim] afterwards."""
+    """Reorders rows from [outer, inner, head_dim] to [inner, outer, head_dim]."""
     rows: Tensor = tensor.unflatten(0, (outer, inner, -1))
     return rows.transpose(0, 1).flatten(0, 2)
 
 
 def _read(raw: Raw) -> ModelConfig:
-    heads, head_dim = raw["num_attention_heads"], divided(raw, "hidden_size", "num_attention_heads")
+    heads, head_dim = raw["num_attention_heads"], head_size(raw, "hidden_size", "num_attention_heads")
     share = rope_parameters(raw).get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
-    bias, turned = raw.get("attention_bias", True), int(head_dim * share)
+    bias, rotary_dim = raw.get("attention_bias", True), int(head_dim * share)
     return ModelConfig(
         vocab_size=raw["vocab_size"],
         width=raw["hidden_size"],
@@ -76,7 +76,7 @@ def _read(raw: Raw) -> ModelConfig:
         norm="layernorm",
         norm_eps=raw.get("layer_norm_eps", 1e-5),
         norm_bias=True,
-        rotary_dim=None if turned == head_dim else turned,
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         activation=activation(raw.get("hidden_act", "gelu")),
         gated=False,
         qkv_bias=bias,
@@ -89,7 +89,7 @@ def _read(raw: Raw) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    rope, share = write_rope(config), config.turned_dim / config.head_dim
+    rope, share = write_rope(config), config.effective_rotary_dim / config.head_dim
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
@@ -114,7 +114,7 @@ GPT_NEOX = FamilySpec(
     architecture="GPTNeoXForCausalLM",
     read=_read,
     write=_write,
-    pieces=_pieces,
+    mappings=_mappings,
     prefix="gpt_neox.",
     ignored=re.compile(r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
 )

@@ -16,7 +16,7 @@ from model.families.spec import (
     linear,
     norm,
     read_rope,
-    refuse,
+    require_values,
     rope_parameters,
     single,
     write_rope,
@@ -25,32 +25,34 @@ from model.families.spec import (
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
 
 
-def _pieces(config: ModelConfig) -> list[TensorMapping]:
+def _mappings(config: ModelConfig) -> list[TensorMapping]:
     width, head_dim = config.width, config.head_dim
     q_rows, kv_rows = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    pieces = [single("embedding", "model.embed_tokens.weight", config.vocab_size, width)]
+    mappings = [single("embedding", "model.embed_tokens.weight", config.vocab_size, width)]
     for layer in range(config.n_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        target, source = f"blocks.{layer}", f"model.layers.{layer}"
+        attention, mlp = f"{source}.self_attn", f"{source}.mlp"
         qkv = [(f"{attention}.q_proj", q_rows), (f"{attention}.k_proj", kv_rows), (f"{attention}.v_proj", kv_rows)]
         gate_up = [(f"{mlp}.gate_proj", config.mlp_width), (f"{mlp}.up_proj", config.mlp_width)]
-        pieces += norm(f"{ours}.norm_attention", f"{theirs}.input_layernorm", config)
-        pieces += linear(f"{ours}.attention.qkv", qkv, width, bias=config.qkv_bias)
-        pieces += linear(f"{ours}.attention.out", [(f"{attention}.o_proj", width)], q_rows, bias=config.out_bias)
+        mappings += norm(f"{target}.norm_attention", f"{source}.input_layernorm", config)
+        mappings += linear(f"{target}.attention.qkv", qkv, width, bias=config.qkv_bias)
+        mappings += linear(f"{target}.attention.out", [(f"{attention}.o_proj", width)], q_rows, bias=config.out_bias)
         if config.qk_norm:
-            pieces += [
-                single(f"{ours}.attention.{x}_norm.weight", f"{attention}.{x}_norm.weight", head_dim) for x in "qk"
+            mappings += [
+                single(f"{target}.attention.{x}_norm.weight", f"{attention}.{x}_norm.weight", head_dim) for x in "qk"
             ]
-        pieces += norm(f"{ours}.norm_mlp", f"{theirs}.post_attention_layernorm", config)
-        pieces += linear(f"{ours}.mlp.up", gate_up, width, bias=config.mlp_bias)
-        pieces += linear(f"{ours}.mlp.down", [(f"{mlp}.down_proj", width)], config.mlp_width, bias=config.mlp_bias)
-    pieces += norm("norm", "model.norm", config)
-    return pieces if config.tied_head else [*pieces, single("untied_head", "lm_head.weight", config.vocab_size, width)]
+        mappings += norm(f"{target}.norm_mlp", f"{source}.post_attention_layernorm", config)
+        mappings += linear(f"{target}.mlp.up", gate_up, width, bias=config.mlp_bias)
+        mappings += linear(f"{target}.mlp.down", [(f"{mlp}.down_proj", width)], config.mlp_width, bias=config.mlp_bias)
+    mappings += norm("norm", "model.norm", config)
+    return (
+        mappings if config.tied_head else [*mappings, single("untied_head", "lm_head.weight", config.vocab_size, width)]
+    )
 
 
 def _read(raw: Raw, *, default_kv_heads: int | None = None, **dialect: Any) -> ModelConfig:
-    for place in (raw, rope_parameters(raw)):
-        refuse(place, partial_rotary_factor=1.0)
+    for section in (raw, rope_parameters(raw)):
+        require_values(section, partial_rotary_factor=1.0)
     heads = raw["num_attention_heads"]
     common = {
         "vocab_size": raw["vocab_size"],
@@ -89,7 +91,7 @@ def _read_qwen3(raw: Raw) -> ModelConfig:
 
 
 def _qwen_window(raw: Raw) -> int | None:
-    """Qwen slides over the layers from max_window_layers on; all of them or none is what one number can say."""
+    """Qwen uses the window in layers from max_window_layers on; ModelConfig supports all layers or none."""
     window: int | None = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     kinds = set(raw.get("layer_types") or ())
     if not kinds:
@@ -150,7 +152,7 @@ def _family(
         architecture=architecture,
         read=read,
         write=write,
-        pieces=_pieces,
+        mappings=_mappings,
         prefix="model.",
         ignored=_BUFFERS,
     )

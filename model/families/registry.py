@@ -1,6 +1,6 @@
-"""Registry of model families: by the model_type of a config.json, and by what a ModelConfig can be written as.
+"""Registry of model families: by the model_type of a config.json, and by the ModelConfigs that they can represent.
 
-Decoders that no Hugging Face family describes have our own layout, NATIVE: ModelConfig's fields and our tensor names.
+NATIVE is our own layout (the fields of ModelConfig, our tensor names), for decoders that no Hugging Face family covers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from model.families.spec import FamilySpec, Raw, TensorMapping, single
 from model.nn.transformer import Decoder
 
 _FIELDS = {field.name for field in fields(ModelConfig)}
-_ABOUT_FILES = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
-_TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
+_METADATA_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
+_TOKEN_KEYS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
-def _native_pieces(config: ModelConfig) -> list[TensorMapping]:
+def _native_mappings(config: ModelConfig) -> list[TensorMapping]:
     with torch.device("meta"):
         state = Decoder(config).state_dict()
     return [single(name, name, *tensor.shape) for name, tensor in state.items()]
 
 
 def _read_native(raw: Raw) -> ModelConfig:
-    if unknown := sorted(raw.keys() - _FIELDS - _ABOUT_FILES - _TOKENS):
-        raise ConfigError(f"the key {unknown[0]!r} is unknown; known are {', '.join(sorted(_FIELDS))}")
+    if unknown := sorted(raw.keys() - _FIELDS - _METADATA_KEYS - _TOKEN_KEYS):
+        raise ConfigError(f"unknown key {unknown[0]!r}; allowed: {', '.join(sorted(_FIELDS))}")
     values = {name: value for name, value in raw.items() if name in _FIELDS}
     if scaling := values.get("rope_scaling"):
         values["rope_scaling"] = RopeScaling(**scaling)
@@ -43,25 +43,24 @@ def _write_native(config: ModelConfig) -> dict[str, Any]:
 
 
 NATIVE = FamilySpec(
-    name="inkstream", architecture="InkstreamDecoder", read=_read_native, write=_write_native, pieces=_native_pieces
+    name="inkstream", architecture="InkstreamDecoder", read=_read_native, write=_write_native, mappings=_native_mappings
 )
 
 
-# Where several can tell a shape, the first one does.
+# If several families can represent a config, family_of() picks the first.
 _FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, NATIVE)}
 SUPPORTED = tuple(_FAMILIES)
 
 
 def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
-    """The family and shape of a config.json (keys of transformers 4 and 5). Raises ConfigError with one sentence."""
+    """Family and config of a config.json (keys of transformers 4 and 5). Raises ConfigError."""
     name = raw.get("model_type")
     family = _FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         raise ConfigError(f"model_type {name!r} is not supported; supported: {', '.join(SUPPORTED)}")
     if raw.get("quantization_config"):
         raise ConfigError(
-            "the weights are quantised (quantization_config), which is not supported; take the float32, float16 or "
-            "bfloat16 ones"
+            "quantized weights (quantization_config) are not supported; use the float32, float16 or bfloat16 weights"
         )
     try:
         return family, _read(family, raw)
@@ -70,22 +69,22 @@ def read_config(raw: Raw) -> tuple[FamilySpec, ModelConfig]:
     except KeyError as error:
         raise ConfigError(f"the key {error.args[0]!r} is missing") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ConfigError(_in_words(error)) from None
+        raise ConfigError(_describe(error)) from None
 
 
 def family_of(config: ModelConfig) -> FamilySpec:
-    """The first family whose config.json says all of `config`, so that as many programs as possible can read it."""
+    """The first family whose config.json can represent `config`, so that as many programs as possible can read it."""
     for family in _FAMILIES.values():
         try:
             if _read(family, family.write(config)) == config:
                 return family
         except ConfigError:
             continue
-    raise AssertionError("our own layout tells every shape")
+    raise AssertionError("the native layout represents every config")
 
 
 def write_config(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
-    """The config.json of `config`, in the dialect of family_of(config)."""
+    """The config.json of `config` in the format of family_of(config)."""
     family = family_of(config)
     return {
         "architectures": [family.architecture],
@@ -104,8 +103,8 @@ def _read(family: FamilySpec, raw: Raw) -> ModelConfig:
     return config
 
 
-def _in_words(error: Exception) -> str:
-    """Python's own message, for values of a wrong kind; "missing ... keyword-only arguments" names the keys."""
+def _describe(error: Exception) -> str:
+    """User-facing message of a Python error: lists missing keys, else reports a value of the wrong type."""
     if missing := re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error)):
         return f"keys are missing: {missing.group(1)}"
-    return f"a value has the wrong kind ({error})"
+    return f"a value has the wrong type ({error})"

@@ -21,15 +21,15 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorMapping:
-    """One tensor of ours and the file's tensors that it stacks, in order."""
+    """A Decoder tensor, and the tensors of the file that it concatenates, in order."""
 
-    ours: str
-    theirs: tuple[tuple[str, Shape], ...]
+    target: str
+    source: tuple[tuple[str, Shape], ...]
     """Names and shapes in the file."""
     load: Callable[[Tensor], Tensor] = _same
-    """From the file's form to ours."""
+    """Converts the file's layout to the Decoder's."""
     save: Callable[[Tensor], Tensor] = _same
-    """And back."""
+    """The inverse of `load`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,65 +38,65 @@ class FamilySpec:
 
     name: str
     architecture: str
-    """The class of transformers that reads what we export."""
+    """The transformers class that loads our exports."""
     read: Callable[[Raw], ModelConfig]
     """config.json -> ModelConfig. Raises ConfigError, KeyError, TypeError or ValueError."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """ModelConfig -> config.json; only meaningful where read() gives the same ModelConfig back."""
-    pieces: Callable[[ModelConfig], list[TensorMapping]]
+    """ModelConfig -> config.json; valid only if read() returns the same ModelConfig."""
+    mappings: Callable[[ModelConfig], list[TensorMapping]]
     prefix: str = ""
-    """What the names lose where a model was saved without its head."""
+    """Prefix that tensor names lack if the model was saved without its head."""
     ignored: re.Pattern[str] = re.compile(r"(?!)")
-    """Names of buffers that older exporters stored; they say nothing new."""
+    """Names of redundant buffers that older exporters stored."""
 
     def shapes(self, config: ModelConfig) -> dict[str, Shape]:
-        """Name and shape of every tensor that the files must hold, no more and no fewer."""
-        return {name: shape for piece in self.pieces(config) for name, shape in piece.theirs}
+        """Name and shape of every tensor that the files must hold; they hold no others."""
+        return {name: shape for mapping in self.mappings(config) for name, shape in mapping.source}
 
     def load(
         self, config: ModelConfig, get: Callable[[str], Tensor], empty: Callable[..., Tensor]
     ) -> dict[str, Tensor]:
-        """State dict of our Decoder; `get` fetches a tensor by the file's name, `empty` makes one of a shape."""
-        return {piece.ours: _assembled(piece, get, empty) for piece in self.pieces(config)}
+        """State dict of the Decoder. get: reads a tensor by its name in the file. empty: allocates a tensor."""
+        return {mapping.target: _assemble(mapping, get, empty) for mapping in self.mappings(config)}
 
     def save(self, config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The family's tensors, cut out of ours."""
+        """The family's tensors, split from the Decoder's."""
         tensors: dict[str, Tensor] = {}
-        for piece in self.pieces(config):
-            whole = piece.save(state[piece.ours])
-            parts = whole.split([shape[0] for _, shape in piece.theirs])
-            tensors |= {name: part.contiguous() for (name, _), part in zip(piece.theirs, parts, strict=True)}
+        for mapping in self.mappings(config):
+            whole = mapping.save(state[mapping.target])
+            parts = whole.split([shape[0] for _, shape in mapping.source])
+            tensors |= {name: part.contiguous() for (name, _), part in zip(mapping.source, parts, strict=True)}
         return tensors
 
 
-def _assembled(piece: TensorMapping, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
-    """A tensor of several parts is made once and filled part by part: at most one part is in memory besides it."""
-    if len(piece.theirs) == 1:
-        return piece.load(get(piece.theirs[0][0])).contiguous()
-    rows = [shape[0] for _, shape in piece.theirs]
-    whole, start = empty(sum(rows), *piece.theirs[0][1][1:]), 0
-    for (name, _), count in zip(piece.theirs, rows, strict=True):
-        whole[start : start + count] = piece.load(get(name))
+def _assemble(mapping: TensorMapping, get: Callable[[str], Tensor], empty: Callable[..., Tensor]) -> Tensor:
+    """Allocates a concatenated tensor once and fills it part by part, to hold at most one part in addition."""
+    if len(mapping.source) == 1:
+        return mapping.load(get(mapping.source[0][0])).contiguous()
+    rows = [shape[0] for _, shape in mapping.source]
+    whole, start = empty(sum(rows), *mapping.source[0][1][1:]), 0
+    for (name, _), count in zip(mapping.source, rows, strict=True):
+        whole[start : start + count] = mapping.load(get(name))
         start += count
     return whole
 
 
-def single(ours: str, theirs: str, *shape: int) -> TensorMapping:
-    """A tensor that both sides have in the same form."""
-    return TensorMapping(ours, ((theirs, shape),))
+def single(target: str, source: str, *shape: int) -> TensorMapping:
+    """A tensor with the same layout on both sides."""
+    return TensorMapping(target, ((source, shape),))
 
 
-def linear(ours: str, theirs: Sequence[tuple[str, int]], columns: int, *, bias: bool) -> list[TensorMapping]:
-    """A matrix of ours, and its bias, from the file's matrices (name, rows) behind one another."""
-    weights = tuple((f"{name}.weight", (rows, columns)) for name, rows in theirs)
-    biases = tuple((f"{name}.bias", (rows,)) for name, rows in theirs)
-    return [TensorMapping(f"{ours}.weight", weights)] + ([TensorMapping(f"{ours}.bias", biases)] if bias else [])
+def linear(target: str, source: Sequence[tuple[str, int]], columns: int, *, bias: bool) -> list[TensorMapping]:
+    """A Decoder matrix and its bias, concatenated from the file's matrices. source: (name, rows) of each."""
+    weights = tuple((f"{name}.weight", (rows, columns)) for name, rows in source)
+    biases = tuple((f"{name}.bias", (rows,)) for name, rows in source)
+    return [TensorMapping(f"{target}.weight", weights)] + ([TensorMapping(f"{target}.bias", biases)] if bias else [])
 
 
-def norm(ours: str, theirs: str, config: ModelConfig) -> list[TensorMapping]:
-    """The scale of a norm over the width, and its shift where it has one."""
+def norm(target: str, source: str, config: ModelConfig) -> list[TensorMapping]:
+    """Weight of a norm over the width, and its bias if it has one."""
     names = ("weight", "bias") if config.norm_bias else ("weight",)
-    return [single(f"{ours}.{name}", f"{theirs}.{name}", config.width) for name in names]
+    return [single(f"{target}.{name}", f"{source}.{name}", config.width) for name in names]
 
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -112,14 +112,14 @@ ACTIVATION_NAMES: dict[Activation, str] = {"relu": "relu", "gelu": "gelu", "gelu
 
 
 def activation(name: object) -> Activation:
-    """Ours for the name that transformers gives. Raises ConfigError."""
+    """Activation for the name in transformers. Raises ConfigError."""
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def rope_parameters(raw: Raw) -> Mapping[str, Any]:
-    """What transformers calls rope_parameters since 5 and rope_scaling before; given both, it reads the older one."""
+    """rope_parameters of transformers 5, or rope_scaling of older versions, which wins if both are present."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"the rope scaling must be an object, not {rope!r}")
@@ -127,7 +127,7 @@ def rope_parameters(raw: Raw) -> Mapping[str, Any]:
 
 
 def read_rope(raw: Raw) -> dict[str, Any]:
-    """rope_theta and rope_scaling of a config.json, from wherever transformers 4 and 5 keep them."""
+    """rope_theta and rope_scaling of a config.json of transformers 4 or 5."""
     rope = rope_parameters(raw)
     theta = rope.get("rope_theta") or raw.get("rotary_emb_base") or raw.get("rope_theta") or 10_000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -150,7 +150,7 @@ def read_rope(raw: Raw) -> dict[str, Any]:
 
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
-    """Keys that transformers 4 and 5 both read."""
+    """RoPE keys for transformers 4 and 5."""
     scaling, kind = config.rope_scaling, config.rope_scaling.kind if config.rope_scaling else "default"
     rope: dict[str, Any] = {"rope_type": kind}
     if scaling:
@@ -165,16 +165,16 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def divided(raw: Raw, width: str, heads: str) -> int:
-    """The size of a head where the heads share the width. Raises ConfigError."""
+def head_size(raw: Raw, width: str, heads: str) -> int:
+    """Width divided by the number of heads. Raises ConfigError if not divisible."""
     if raw[width] % raw[heads]:
         raise ConfigError(f"{width} ({raw[width]}) must be a multiple of {heads} ({raw[heads]})")
     size: int = raw[width] // raw[heads]
     return size
 
 
-def refuse(raw: Raw, **allowed: Any) -> None:
-    """A switch that we would have to ignore is refused: ignoring it serves another model than the one given."""
+def require_values(raw: Raw, **allowed: Any) -> None:
+    """Raises ConfigError if a key has an unsupported value: ignoring it would serve a different model."""
     for key, value in allowed.items():
         if raw.get(key, value) != value:
             raise ConfigError(f"{key} {raw[key]!r} is not supported, only {value!r}")

@@ -15,7 +15,7 @@ _TILE = 128
 
 
 class Attend(Protocol):
-    """softmax(q k^T / sqrt(C)) v of each token over its own sequence; keeps what later steps need."""
+    """softmax(q k^T / sqrt(C)) v of each token over its own sequence; may cache keys and values for later steps."""
 
     def __call__(self, layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, /) -> Tensor:
         """Returns [T, H, C]."""
@@ -31,10 +31,10 @@ class CrossAttend(Protocol):
 
 
 class CausalAttend:
-    """Whole sequences of one length behind one another, each token over itself and those before it: training.
+    """Causal attention over concatenated sequences of equal length, for training.
 
-    Written as matrix products over tiles of queries, each with the keys up to its end only: on a CPU the forward and
-    backward pass together took 5.2 ms where scaled_dot_product_attention took 12.0 (2 x 512 tokens, 4/2 heads of 64).
+    Computes matrix products over tiles of queries, each with only the keys up to its end: on a CPU, forward and
+    backward pass took 5.2 ms, scaled_dot_product_attention 12.0 ms (2 x 512 tokens, 4/2 heads of 64).
     """
 
     def __init__(self, length: int, window: int | None = None) -> None:
@@ -52,8 +52,8 @@ class CausalAttend:
             stop = min(start + _TILE, length)
             q_BKRC = q_BKGNC[:, :, :, start:stop].flatten(2, 3)  # R = G * tile
             scores_BKRN = (q_BKRC @ k_BKNC[:, :, :stop].transpose(2, 3)).float() * scale
-            hidden_NN = hidden(torch.arange(start, stop, device=q_THC.device)[:, None], stop, self.window)
-            scores_BKGNN = scores_BKRN.unflatten(2, (-1, stop - start)).masked_fill(hidden_NN, float("-inf"))
+            masked_NN = masked_positions(torch.arange(start, stop, device=q_THC.device)[:, None], stop, self.window)
+            scores_BKGNN = scores_BKRN.unflatten(2, (-1, stop - start)).masked_fill(masked_NN, float("-inf"))
             weights_BKRN = scores_BKGNN.softmax(-1).flatten(2, 3).to(v_TKC.dtype)
             tiles.append((weights_BKRN @ v_BKNC[:, :, :stop]).unflatten(2, (-1, stop - start)))
         out_BKGNC = torch.cat(tiles, dim=3)
@@ -61,7 +61,7 @@ class CausalAttend:
 
 
 class PerHeadAttend:
-    """What CausalAttend computes, written as the formula says it: one sequence, one head after another. Slow."""
+    """Reference implementation of CausalAttend: one sequence and one head after another, by the formula. Slow."""
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
@@ -77,13 +77,15 @@ class PerHeadAttend:
                 kv_head = head * n_kv_heads // n_heads
                 q_NC, k_NC, v_NC = q_THC[sequence, head], k_TKC[sequence, kv_head], v_TKC[sequence, kv_head]
                 scores_NN = (q_NC @ k_NC.T).float() / head_dim**0.5
-                scores_NN = scores_NN.masked_fill(hidden(positions_N1, self.length, self.window), float("-inf"))
+                scores_NN = scores_NN.masked_fill(
+                    masked_positions(positions_N1, self.length, self.window), float("-inf")
+                )
                 out_THC[sequence, head] = scores_NN.softmax(-1).to(v_NC.dtype) @ v_NC
         return out_THC
 
 
 class EncoderAttend:
-    """Padded sources behind one another, every token over all real tokens of its source."""
+    """Bidirectional attention over concatenated padded sources; padding is masked."""
 
     def __init__(self, real_BS: Tensor) -> None:
         self.real_BS = real_BS
@@ -94,7 +96,7 @@ class EncoderAttend:
 
 
 class MemoryAttend:
-    """Cross-attention over padded sources whose keys and values Decoder.encode made."""
+    """Cross-attention over padded sources, with the keys and values of Decoder.encode."""
 
     def __init__(self, kv: list[tuple[Tensor, Tensor]], real_BS: Tensor) -> None:
         self.kv = kv
@@ -104,15 +106,15 @@ class MemoryAttend:
         return _over_source(q_THC, *self.kv[layer], self.real_BS)
 
 
-def hidden(positions_X1: Tensor, length: int, window: int | None) -> Tensor:
-    """[.., length] bool: the places 0 .. length - 1 that a token at its position may not look at."""
-    places_L = torch.arange(length, device=positions_X1.device)
-    hidden_XL = places_L.gt(positions_X1)
-    return hidden_XL if window is None else hidden_XL | places_L.le(positions_X1 - window)
+def masked_positions(positions_X1: Tensor, length: int, window: int | None) -> Tensor:
+    """[.., length] bool: which of the keys 0 .. length - 1 each query position must not attend to."""
+    keys_L = torch.arange(length, device=positions_X1.device)
+    masked_XL = keys_L.gt(positions_X1)
+    return masked_XL if window is None else masked_XL | keys_L.le(positions_X1 - window)
 
 
 def _over_source(q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor, real_BS: Tensor) -> Tensor:
-    """[T, H, C]: each of B equal runs of queries over its own source's real tokens."""
+    """[T, H, C]: splits the queries into B equal runs, each attending to the real tokens of its own source."""
     batch, n_kv_heads = len(real_BS), k_TKC.shape[1]
     q_BKGNC: Tensor = q_THC.unflatten(1, (n_kv_heads, -1)).unflatten(0, (batch, -1)).permute(0, 2, 3, 1, 4)
     k_BKSC, v_BKSC = (x_TKC.unflatten(0, (batch, -1)).transpose(1, 2) for x_TKC in (k_TKC, v_TKC))

@@ -22,10 +22,10 @@ def generate(
     eos_ids: tuple[int, ...] = (),
     attend_for: Callable[[int, int | None], Attend] = CausalAttend,
 ) -> list[int]:
-    """The tokens that follow `prompt`, up to and with the first of `eos_ids`.
+    """The tokens that follow `prompt`, up to and including the first of `eos_ids`.
 
-    source: what the encoder reads, where there is one. choose: (logits [V], position of the new token) -> its id;
-    greedy with ties to the lowest id by default. attend_for: (length, window) -> how to attend over that length.
+    source: input of the encoder, if the model has one. choose: (logits [V], position of the new token) -> its id; by
+    default greedy, ties go to the lowest id. attend_for: (length, window) -> attention over that length.
     """
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
@@ -44,7 +44,7 @@ def logits(
     source: list[int] | None = None,
     attend_for: Callable[[int, int | None], Attend] = CausalAttend,
 ) -> Tensor:
-    """Float32 logits [T, V]: what follows each of `tokens`."""
+    """Float32 logits [T, V] of the token that follows each of `tokens`."""
     device = decoder.embedding.device
     attend = attend_for(len(tokens), decoder.config.sliding_window)
     cross = None if source is None else read_source(decoder, source)
@@ -53,7 +53,7 @@ def logits(
 
 
 def read_source(decoder: Decoder, source: list[int]) -> CrossAttend:
-    """The encoder's reading of one source."""
+    """Encodes one source."""
     device = decoder.embedding.device
     real_BS = torch.ones(1, len(source), dtype=torch.bool, device=device)
     positions_S = torch.arange(len(source), device=device)

@@ -1,11 +1,11 @@
 """The decoder network: token ids and positions in, hidden states and logits out.
 
-A block is attention, cross-attention where there is an encoder, and feed-forward. How tokens reach one another is
-passed in (model/nn/attention.py), so the same weights serve training, the slow reference and the paged engine. A source
-for the encoder is a sequence like any other, attended to in both directions.
+A block consists of attention, cross-attention (if there is an encoder), and feed-forward. The attention function is an
+argument (model/nn/attention.py), so the same weights serve training, the reference implementation and the paged engine.
+The encoder's source is a sequence like any other, with bidirectional attention.
 
-Shape legend: T tokens of a step (all sequences behind one another), D width, H query heads, K kv heads, N = H + 2 K, C
-head_dim, F mlp_width, V vocabulary, S tokens of a source, or rows that want logits.
+Shape legend: T tokens of a step (all sequences concatenated), D width, H query heads, K kv heads, N = H + 2 K, C
+head_dim, F mlp_width, V vocabulary, S tokens of a source, or rows that need logits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,24 @@ from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.nn.attention import Attend, CrossAttend
-from model.nn.layers import ACTIVATIONS, Linear, Part, RMSNorm, make_norm, product, rope_table, rotate, sinusoid_table
+from model.nn.layers import (
+    ACTIVATIONS,
+    FastModule,
+    Linear,
+    RMSNorm,
+    make_norm,
+    product,
+    rope_table,
+    rotate,
+    sinusoid_table,
+)
 
 Rope = tuple[Tensor, Tensor]
-"""Cosines and sines [T, 1, turned_dim / 2] of the step's positions."""
+"""Cosines and sines [T, 1, effective_rotary_dim / 2] of the step's positions."""
 
 
-class Block(Part):
-    """Sublayers around the residual stream, each with its norm before or behind it."""
+class Block(FastModule):
+    """Sublayers around the residual stream, each with a norm before or after it."""
 
     def __init__(self, config: ModelConfig, layer: int, *, cross: bool = False) -> None:
         super().__init__()
@@ -56,8 +66,8 @@ class Block(Part):
         return added_TD
 
 
-class Attention(Part):
-    """Self-attention; q, k and v come from one matrix product."""
+class Attention(FastModule):
+    """Self-attention; one matrix product computes q, k and v."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -86,8 +96,8 @@ class Attention(Part):
         return attended_TD if self.out is None else self.out(attended_TD)
 
 
-class CrossAttention(Part):
-    """Attention over an encoder's output, whose keys and values are computed once for a source (`kv`)."""
+class CrossAttention(FastModule):
+    """Attention over an encoder's output; `kv` computes its keys and values once per source."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -112,8 +122,8 @@ class CrossAttention(Part):
         return k_SKC, v_SKC
 
 
-class FeedForward(Part):
-    """Two layers with an activation between them; gate and up come from one matrix product."""
+class FeedForward(FastModule):
+    """Two layers with an activation in between; one matrix product computes gate and up."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -134,7 +144,7 @@ class FeedForward(Part):
 
 
 def _q_factor(config: ModelConfig) -> float:
-    """Attend divides the scores by the root of head_dim; the rest of another scale is the queries'."""
+    """Factor of the queries: Attend always divides scores by sqrt(head_dim), other scales need a correction."""
     return (config.head_dim / config.width) ** 0.5 if config.attention_scale == "width" else 1.0
 
 
@@ -164,13 +174,13 @@ class Decoder(nn.Module):
 
     @property
     def n_params(self) -> int:
-        """Trainable numbers, a tied head counted once."""
+        """Number of parameters; a tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def make_tables(self) -> None:
-        """The numbers of the positions, which no file holds; for a decoder made on the meta device: call it later.
+        """Computes the position tables, which are not stored. Call it explicitly for a decoder made on the meta device.
 
-        Computing there, be it only shapes, makes torch import its compiler: a second, and 70 MiB for good.
+        Computing on the meta device makes torch import its compiler: one second, and 70 MiB permanently.
         """
         kind = self.config.positions
         self.register_buffer("rope_PC", rope_table(self.config) if kind == "rotary" else None, persistent=False)
@@ -180,9 +190,9 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, cross: CrossAttend | None = None
     ) -> Tensor:
-        """Hidden states [T, D] after the final norm, for tokens [T] standing at positions [T] of their sequences.
+        """Hidden states [T, D] after the final norm, for tokens [T] at positions [T] of their sequences.
 
-        cross: how to look at the source; needed where config.n_encoder_layers is not 0.
+        cross: attention over the source; required if config.n_encoder_layers is not 0.
         """
         x_TD, rope = self._embed(tokens_T, positions_T)
         for block in self.blocks:
@@ -191,7 +201,7 @@ class Decoder(nn.Module):
         return normed_TD
 
     def encode(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> list[tuple[Tensor, Tensor]]:
-        """For each decoder block the cross-attention's k, v [T, K, C] over the sources' tokens [T]."""
+        """Cross-attention k, v [T, K, C] of the sources' tokens [T], for each decoder block."""
         x_TD, rope = self._embed(tokens_T, positions_T)
         for block in self.encoder_blocks:
             x_TD = block(x_TD, rope, attend)
@@ -201,18 +211,18 @@ class Decoder(nn.Module):
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] of hidden states [S, D]."""
         matrix = self.embedding if self.untied_head is None else self.untied_head
-        return self.capped(self.head_product(hidden_SD, matrix, self.head_bias))
+        return self.cap_logits(self.head_product(hidden_SD, matrix, self.head_bias))
 
-    def capped(self, logits_SV: Tensor) -> Tensor:
-        """As the model bends what its head gives."""
+    def cap_logits(self, logits_SV: Tensor) -> Tensor:
+        """Applies config.logit_soft_cap."""
         cap = self.config.logit_soft_cap
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> Decoder:
-        """Fill every parameter for training from scratch: normal 0.02, residual outputs and biases 0, norms 1.
+    def initialize(self, seed: int) -> Decoder:
+        """Initializes every parameter for training from scratch: normal 0.02, residual outputs and biases 0, norms 1.
 
-        Where no norm brings the stream to a size, matrices keep the size of what they are given.
+        Without norms, the deviation is width^-0.5, so that matrices preserve the scale of their input.
         """
         generator = torch.Generator().manual_seed(seed)
         deviation = self.config.width**-0.5 if self.config.norm == "none" else 0.02

@@ -3,9 +3,9 @@ r"""Decides which regular expressions of a tokenizer.json run in linear time, an
 The tokenizers library matches regular expressions by backtracking (Oniguruma), so a pattern such as `(\w+\s?)+!` can
 take minutes for a few thousand characters. A tokenizer is "proven" where all of it is in the lists below: patterns of
 public model families, which a test runs on adversarial texts, and steps that the library implements without a pattern.
-All else is "unproven": a service times it before it starts, and reads texts with it in a sandboxed process only.
+Everything else is "unproven": the service times it at startup, and encodes text with it only in a sandboxed process.
 
-A tokenizer's decoder is not looked at: this package never runs it (model/tokenizer/token_bytes.py).
+The tokenizer's decoder is not checked: this package never runs it (model/tokenizer/token_bytes.py).
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ LINEAR_PATTERNS: Mapping[str, str] = {
         (r"\w+|[^\w\s]+", r"\w+", r"\p{L}+", r"\p{P}", r"\p{P}+", r".", r"[\s\S]"), "words, marks, characters"
     ),
 }
-"""Pattern -> the model families that use it. Each takes time in proportion to the text, whatever the text."""
+"""Pattern -> the model families that use it. Each runs in linear time on any text."""
 
 _NORMALIZERS = {"BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled"}
 _NORMALIZERS |= {"Prepend", "Strip", "StripAccents"}
 _PRE_TOKENIZERS = {"BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace"}
 _PRE_TOKENIZERS |= {"Punctuation", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
 _LINEAR_STEPS = {"normalizer": _NORMALIZERS, "pre_tokenizer": _PRE_TOKENIZERS}
-_LONGEST_LITERAL = 64
-_LONGEST_WORD = 256
+_MAX_LITERAL = 64
+_MAX_WORD = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
-    """What of a tokenizer is not known to take linear time."""
+    """Parts of a tokenizer that are not known to run in linear time."""
 
     patterns: tuple[str, ...] = ()
     """Regular expressions, in the order of the file."""
@@ -91,7 +91,7 @@ class Unproven:
 
 
 def find_unproven(content: Mapping[str, Any]) -> Unproven:
-    """Looks through a decoded tokenizer.json; what has an unexpected form counts as unproven."""
+    """Inspects a decoded tokenizer.json; parts of unexpected form count as unproven."""
     patterns, others = [], []
     for section, linear in _LINEAR_STEPS.items():
         for step in _steps(content.get(section)):
@@ -101,20 +101,20 @@ def find_unproven(content: Mapping[str, Any]) -> Unproven:
                 regex, literal = pattern.get("Regex"), pattern.get("String")
                 if isinstance(regex, str):
                     patterns += [] if regex in LINEAR_PATTERNS else [regex]
-                elif not isinstance(literal, str) or len(literal) > _LONGEST_LITERAL:
-                    others.append(f"the {section} searches for a text of more than {_LONGEST_LITERAL} characters")
+                elif not isinstance(literal, str) or len(literal) > _MAX_LITERAL:
+                    others.append(f"the {section} searches for a string of more than {_MAX_LITERAL} characters")
             elif kind not in linear:
                 others.append(f"the {section} has a step of an unknown type")
     model = content.get("model")
     if isinstance(model, dict) and model.get("type") == "WordPiece":
         longest = model.get("max_input_chars_per_word", 100)
-        if not isinstance(longest, int) or longest > _LONGEST_WORD:
-            others.append(f"the model splits words of more than {_LONGEST_WORD} characters")
+        if not isinstance(longest, int) or longest > _MAX_WORD:
+            others.append(f"the model splits words of more than {_MAX_WORD} characters")
     return Unproven(tuple(patterns), tuple(others))
 
 
 def _steps(step: Any) -> Iterator[Mapping[str, Any]]:
-    """A step, or the steps of a sequence of them."""
+    """The steps of a section, with nested sequences flattened."""
     if step is None:
         return
     if not isinstance(step, dict):
@@ -128,9 +128,9 @@ def _steps(step: Any) -> Iterator[Mapping[str, Any]]:
         yield step
 
 
-# An attack is a text that leads to a repetition, what the repetition matches, many times, and an end that does not
-# match: `(\w+\s?)+!` is attacked by "a a a a ...;". The scan of the pattern is crude. It finds the usual shapes of
-# catastrophic backtracking, not all of them: nothing may rest its safety on a pattern that passes.
+# An attack is a prefix that leads to a repetition, many copies of what the repetition matches, and an end that does not
+# match: "a a a a ...;" attacks `(\w+\s?)+!`. The scan of the pattern is crude. It finds common forms of catastrophic
+# backtracking, not all: a pattern that passes is not proven safe.
 
 _KINDS = ("a", "A", "1", " ", "\n", "!", "'", "_", "/", "\u4e2d", "\u0301", "\u00e9")
 _PUMPS = (*_KINDS, "a ", "a1", "1a", "'s", "a\n", " \n")
@@ -140,8 +140,8 @@ _CLASSES |= {"n": "\n", "r": "\r", "t": "\t"}
 _PROPERTIES = {"L": "a", "Lu": "A", "Ll": "a", "Lt": "\u01c5", "Lm": "\u02b0", "Lo": "\u4e2d"}
 _PROPERTIES |= {"N": "1", "Nd": "1", "M": "\u0301", "P": "!", "S": "+", "Z": " ", "Han": "\u4e2d"}
 _LENGTHS = (64, 256, 1024, 4096)
-_KEPT = 12
-"""Attacks that are tried at the next length: the slowest so far."""
+_MAX_CANDIDATES = 12
+"""Number of attacks to try at the next length: the slowest so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,68 +153,68 @@ class Attack:
     end: str
 
     def text(self, length: int) -> str:
-        """About so many characters."""
+        """A text of about `length` characters."""
         return self.start + self.pump * max(1, length // len(self.pump)) + self.end
 
 
 def attacks(pattern: str) -> list[Attack]:
-    """Runs of every kind of character, and what the pattern itself repeats, each with ends that may not match."""
+    """Runs of every kind of character, and of the pattern's own repetitions, with ends that may not match."""
     scan = _Scan(pattern)
     whole = scan.alternatives("")
     derived = list(dict.fromkeys(scan.pumps))[:64]
     pumps = [("", pump) for pump in _PUMPS] + derived
     pumps += [("", first + second) for (_, first), (_, second) in product(derived[:8], repeat=2)]
-    # The engine gives up at once where a text lacks a character that every match needs: the last end has them all.
+    # The engine gives up early if a text lacks a character that every match needs; the last end has them all.
     ends = (*_ENDS, f"\x00{whole[:64]}\x00{''.join(scan.literals)[:64]}")
     return [Attack(start, pump, end) for start, pump in dict.fromkeys(pumps) for end in ends]
 
 
-def slowest(run: Callable[[str], object], tried: list[Attack], most_seconds: float) -> Iterator[tuple[int, float]]:
-    """For growing lengths, the CPU seconds that `run` takes for the worst attack; ends where they exceed the limit."""
+def slowest(run: Callable[[str], object], candidates: list[Attack], max_seconds: float) -> Iterator[tuple[int, float]]:
+    """Yields (length, CPU seconds of `run` for the worst attack) for growing lengths, until over `max_seconds`."""
     for length in _LENGTHS:
         times = []
-        for attack in tried:
+        for attack in candidates:
             text = attack.text(length)
             seconds = _seconds(run, text)
-            if seconds > most_seconds:  # once more: the first run may have compiled something, or waited
+            if seconds > max_seconds:  # measure again: the first run may have compiled something, or waited
                 seconds = min(seconds, _seconds(run, text))
             times.append((seconds, attack))
-            if seconds > most_seconds:
+            if seconds > max_seconds:
                 yield length, seconds
                 return
         times.sort(key=lambda timed: -timed[0])
-        tried = [attack for _, attack in times[:_KEPT]]
+        candidates = [attack for _, attack in times[:_MAX_CANDIDATES]]
         yield length, times[0][0]
 
 
 def _seconds(run: Callable[[str], object], text: str) -> float:
-    began = time.process_time()
+    started = time.process_time()
     run(text)
-    return time.process_time() - began
+    return time.process_time() - started
 
 
 class _Scan:
-    """Walks through a pattern once and collects what it repeats, with a text that leads there."""
+    """Parses a pattern once and collects its repetitions, each with a text that leads to it."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._at = 0
+        self._position = 0
         self.pumps: list[tuple[str, str]] = []
         self.literals: dict[str, None] = {}
 
     def alternatives(self, before: str, depth: int = 0) -> str:
-        """Up to the end of a group; returns a text that the first alternative that is not empty may match."""
+        """Parses up to the end of a group; returns a text that the first non-empty alternative may match."""
         texts = [self._sequence(before, depth)]
         while self._peek() == "|":
-            self._at += 1
+            self._position += 1
             texts.append(self._sequence(before, depth))
-        self._at += 1
+        self._position += 1
         return next(filter(None, texts), "")
 
     def _sequence(self, before: str, depth: int) -> str:
         text = ""
         while (character := self._peek()) not in ("", "|", ")"):
-            self._at += 1
+            self._position += 1
             atom = self._atom(character, before + text, depth)
             if self._is_repeated() and atom:
                 self.pumps.append(((before + text)[-64:], atom[:64]))
@@ -236,59 +236,59 @@ class _Scan:
     def _group(self, before: str, depth: int) -> str:
         is_assertion = False
         if self._peek() == "?":
-            head = self._pattern[self._at : self._at + 4]
+            head = self._pattern[self._position : self._position + 4]
             is_assertion = head[1:2] in ("=", "!") or head[1:3] in ("<=", "<!")
             while self._peek() not in ("", ":", "=", "!", ">", ")"):
-                self._at += 1
-            self._at += self._peek() != ")"
+                self._position += 1
+            self._position += self._peek() != ")"
         text = self.alternatives(before, depth + 1) if depth < 50 else ""
         return "" if is_assertion else text
 
     def _class(self) -> str:
-        """One character of a class; of a negated one, the first usual character that is not written in it."""
+        """A character of a class; for a negated class, the first common character that is not in it."""
         is_negated = self._peek() == "^"
-        self._at += is_negated
+        self._position += is_negated
         members, is_first = "", True
         while (character := self._peek()) and (character != "]" or is_first):
-            self._at += 1
+            self._position += 1
             is_first = False
             members += self._class() if character == "[" else self._escape() if character == "\\" else character
-        self._at += 1
+        self._position += 1
         if is_negated:
             return next((c for c in "a1! \n\u4e2d" if c not in members), "~")
         return members[:1]
 
     def _escape(self) -> str:
         character = self._peek()
-        self._at += 1
+        self._position += 1
         if character in ("p", "P") and self._peek() == "{":
-            end = self._pattern.find("}", self._at)
-            name = self._pattern[self._at + 1 : end]
-            self._at = end + 1 if end >= 0 else len(self._pattern)
+            end = self._pattern.find("}", self._position)
+            name = self._pattern[self._position + 1 : end]
+            self._position = end + 1 if end >= 0 else len(self._pattern)
             is_negated = character == "P" or name.startswith("^")
             known = _PROPERTIES.get(name.lstrip("^"), "a")
             return known if not is_negated else "!" if known != "!" else "a"
         if character in ("u", "x"):
             width = 4 if character == "u" else 2
-            digits = self._pattern[self._at : self._at + width]
-            self._at += width
+            digits = self._pattern[self._position : self._position + width]
+            self._position += width
             return chr(int(digits, 16)) if all(c in "0123456789abcdefABCDEF" for c in digits) and digits else "a"
         if character in ("b", "B", "A", "z", "Z", "G"):
             return ""
         return _CLASSES.get(character, character)
 
     def _is_repeated(self) -> bool:
-        """Skips a quantifier; whether it allows many."""
+        """Skips a quantifier; returns whether it allows more than one repetition."""
         is_many = False
         while (character := self._peek()) and character in "?*+{":
-            end = self._pattern.find("}", self._at) if character == "{" else self._at
+            end = self._pattern.find("}", self._position) if character == "{" else self._position
             if end < 0:
                 break
-            bounds = self._pattern[self._at + 1 : end] if character == "{" else ""
+            bounds = self._pattern[self._position + 1 : end] if character == "{" else ""
             most = bounds.rpartition(",")[2]
             is_many |= character in "*+" or (character == "{" and (not most.isdecimal() or int(most) > 1))
-            self._at = end + 1
+            self._position = end + 1
         return is_many
 
     def _peek(self) -> str:
-        return self._pattern[self._at : self._at + 1]
+        return self._pattern[self._position : self._position + 1]

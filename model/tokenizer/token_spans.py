@@ -16,7 +16,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.processors import PostProcessor
 
-_SHELL: dict[str, Any] = {
+_EMPTY_TOKENIZER: dict[str, Any] = {
     "version": "1.0",
     "added_tokens": [],
     **dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "decoder")),
@@ -26,21 +26,21 @@ _SHELL: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Spans:
-    """Token i was made of text[starts[i]:ends[i]]."""
+    """Token i covers text[starts[i]:ends[i]]."""
 
     ids: array[int] = field(default_factory=lambda: array("I"))
     starts: array[int] = field(default_factory=lambda: array("I"))
     ends: array[int] = field(default_factory=lambda: array("I"))
 
     def without_first(self) -> Spans:
-        """Leaves out the first token."""
+        """The same spans without the first token."""
         return Spans(self.ids[1:], self.starts[1:], self.ends[1:])
 
 
 class _Block(NamedTuple):
     ids: array[int]
     gaps: array[int]
-    """From the end of the token before to the start; negative where tokens share a character."""
+    """From the end of the previous token to the start; negative if tokens share a character."""
     lengths: array[int]
 
 
@@ -49,21 +49,21 @@ _BLOCK_TOKENS = 4096
 
 @dataclass(slots=True, eq=False)
 class CompactSpans:
-    """Spans of a whole text in three to six bytes for each, to be read in their order.
+    """Spans of a whole text in three to six bytes per token, for sequential reading.
 
-    In blocks, because a megabyte of text may be a million tokens: one call into C that handled all of them would hold
-    the interpreter for tens of milliseconds, and every stream with it.
+    Stored in blocks, because a megabyte of text may have a million tokens: handling all of them in one C call would
+    hold the GIL for tens of milliseconds, and delay every stream.
     """
 
     _blocks: list[_Block] = field(default_factory=list)
     _end: int = 0
-    """Of the last token."""
+    """End of the last token."""
 
     def append(self, spans: Spans, first: int = 0, last: int | None = None, offset: int = 0) -> None:
-        """Adds the tokens from `first` up to `last` of a piece that begins at character `offset` of the text."""
+        """Adds the tokens first:last of a piece that starts at character `offset` of the text."""
         last = len(spans.ids) if last is None else last
-        for begin in range(first, last, _BLOCK_TOKENS):
-            part = slice(begin, min(begin + _BLOCK_TOKENS, last))
+        for start in range(first, last, _BLOCK_TOKENS):
+            part = slice(start, min(start + _BLOCK_TOKENS, last))
             starts, ends = spans.starts[part], spans.ends[part]
             gaps = map(operator.sub, starts, chain([self._end - offset], ends))
             lengths = map(operator.sub, ends, starts)
@@ -87,7 +87,7 @@ class CompactSpans:
         return chain.from_iterable(block.ids for block in self._blocks)
 
     def flat(self) -> Spans:
-        """The same spans, to be looked up by their index."""
+        """The same spans, uncompressed, for random access."""
         spans = Spans()
         for token, start, end in self:
             spans.ids.append(token)
@@ -97,7 +97,7 @@ class CompactSpans:
 
 
 def _narrow(numbers: Iterable[int]) -> array[int]:
-    """In as few bytes as the largest of them needs."""
+    """An array of the narrowest type that holds all numbers."""
     wide = array("i", numbers)
     for code in ("b", "H", "h"):
         with suppress(OverflowError):
@@ -106,7 +106,7 @@ def _narrow(numbers: Iterable[int]) -> array[int]:
 
 
 def spans_of(encoding: Encoding) -> Spans:
-    """In characters. Tokens that share a character both have it; one that was added has none, behind the one before."""
+    """Spans in characters. Tokens may share a character; an added token has an empty span after its predecessor."""
     spans, last = Spans(), 0
     for index, token in enumerate(encoding.ids):
         start, end = encoding.token_to_chars(index) or (last, last)
@@ -117,14 +117,16 @@ def spans_of(encoding: Encoding) -> Spans:
     return spans
 
 
-def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -> Generator[None, None, CompactSpans]:
-    """Returns the spans of encode(text), made of pieces of `piece` characters, and yields after each of them.
+def encode_in_pieces(
+    encode: Callable[[str], Spans], text: str, piece: int = 1 << 15
+) -> Generator[None, None, CompactSpans]:
+    """Returns the spans of encode(text), computed in pieces of `piece` characters; yields after each piece.
 
-    A megabyte at once takes 170 MB and holds the interpreter, so only the last piece is flat.
+    A megabyte at once takes 170 MB and holds the GIL, so only the last piece is uncompressed.
 
-    Pieces overlap by an eighth. They are joined in the middle of it, where both must have the same tokens all around:
-    how a text is split depends on what stands near. Where they do not agree (a run of one letter) it is read whole, and
-    where characters are missing: a tokenizer that drops what it does not know counts wrongly from there on.
+    Pieces overlap by an eighth and are joined in the middle of the overlap, where both must have the same tokens:
+    pre-tokenization depends on nearby characters. If they disagree (a run of one letter), or if characters are missing
+    (a tokenizer that drops unknown characters has wrong offsets from there on), the text is encoded at once.
     """
     joined = yield from _joined(encode, text, piece)
     if joined is None:
@@ -133,8 +135,8 @@ def in_pieces(encode: Callable[[str], Spans], text: str, piece: int = 1 << 15) -
     return joined
 
 
-def result_of(pieces: Generator[None, None, CompactSpans]) -> CompactSpans:
-    """What in_pieces() returns."""
+def run_to_completion(pieces: Generator[None, None, CompactSpans]) -> CompactSpans:
+    """Exhausts the generator; returns its result."""
     while True:
         try:
             next(pieces)
@@ -144,50 +146,50 @@ def result_of(pieces: Generator[None, None, CompactSpans]) -> CompactSpans:
 
 
 def _joined(encode: Callable[[str], Spans], text: str, piece: int) -> Generator[None, None, CompactSpans | None]:
-    """None where two pieces do not agree."""
+    """The joined spans; None if two pieces disagree."""
     joined, overlap = CompactSpans(), piece // 8
     step = piece - overlap
-    spans, first, begin = encode(text[:piece]), 0, 0
-    while begin + piece < len(text):
+    spans, first, offset = encode(text[:piece]), 0, 0
+    while offset + piece < len(text):
         yield
-        begin += step
-        part = text[begin : begin + piece]
+        offset += step
+        part = text[offset : offset + piece]
         later = encode(part)
-        place = _place_to_join(spans, later, step, overlap)
-        if place is None or not _reaches(spans, piece) or not _reaches(later, len(part)):
+        join = _join_point(spans, later, step, overlap)
+        if join is None or not _covers(spans, piece) or not _covers(later, len(part)):
             return None
-        last, skip = place
-        joined.append(spans, first, last, begin - step)
+        last, skip = join
+        joined.append(spans, first, last, offset - step)
         spans, first = later, skip
-    joined.append(spans, first, offset=begin)
+    joined.append(spans, first, offset=offset)
     return joined
 
 
-def _reaches(spans: Spans, end: int) -> bool:
+def _covers(spans: Spans, end: int) -> bool:
     return bool(spans.ends) and spans.ends[-1] == end
 
 
-def _place_to_join(early: Spans, late: Spans, begin: int, overlap: int) -> tuple[int, int] | None:
-    """How many tokens to keep of the earlier and to leave out of the later, which begins at character `begin`."""
+def _join_point(early: Spans, late: Spans, offset: int, overlap: int) -> tuple[int, int] | None:
+    """(tokens to keep of the early piece, tokens to skip of the late one, which starts at character `offset`)."""
     first, last = overlap // 4, overlap * 3 // 4
-    a, b = _between(early, begin + first, begin + last), _between(late, first, last)
+    a, b = _starting_between(early, offset + first, offset + last), _starting_between(late, first, last)
     if not a or [early.ids[i] for i in a] != [late.ids[i] for i in b]:
         return None
-    same = [(i, j) for i, j in zip(a, b, strict=True) if early.starts[i] == late.starts[j] + begin]
-    # Where a character ends: several tokens may share one.
+    same = [(i, j) for i, j in zip(a, b, strict=True) if early.starts[i] == late.starts[j] + offset]
+    # Join only at character boundaries: several tokens may share a character.
     clean = [(i, j) for i, j in same if early.ends[i - 1] <= early.starts[i]]
     return clean[len(clean) // 2] if clean and len(same) == len(a) else None
 
 
-def _between(spans: Spans, first: int, last: int) -> range:
+def _starting_between(spans: Spans, first: int, last: int) -> range:
     return range(bisect_left(spans.starts, first), bisect_left(spans.starts, last))
 
 
-def untrimmed(rust: RustTokenizer) -> PostProcessor | None:
-    """The tokenizer's post-processor, but a token's span keeps the white space that its bytes have."""
+def untrimmed_processor(rust: RustTokenizer) -> PostProcessor | None:
+    """The tokenizer's post-processor, changed so that spans include the whitespace of their tokens."""
     processor: PostProcessor | None = rust.post_processor
-    written = json.dumps(json.loads(rust.to_str())["post_processor"])
-    if '"trim_offsets": true' in written:
-        kept = json.loads(written.replace('"trim_offsets": true', '"trim_offsets": false'))
-        processor = RustTokenizer.from_str(json.dumps({**_SHELL, "post_processor": kept})).post_processor
+    serialized = json.dumps(json.loads(rust.to_str())["post_processor"])
+    if '"trim_offsets": true' in serialized:
+        untrimmed = json.loads(serialized.replace('"trim_offsets": true', '"trim_offsets": false'))
+        processor = RustTokenizer.from_str(json.dumps({**_EMPTY_TOKENIZER, "post_processor": untrimmed})).post_processor
     return processor

@@ -1,10 +1,10 @@
-"""Text to token ids and token ids to bytes, from a Hugging Face tokenizer.json and the files that come with it.
+"""Text to token ids and token ids to bytes, from a Hugging Face tokenizer.json and the files next to it.
 
-Text is bytes underneath: `bytes_of[id]` are a token's exact bytes, and only a decoder that sees the whole stream turns
-them into characters. Special tokens have no bytes: they steer the model and are never shown.
+`bytes_of[id]` are a token's exact bytes; only a detokenizer that sees the whole stream can decode them to characters.
+Special tokens have no bytes: they control the model and are never shown.
 
-tokenizer.json is validated before the tokenizers library reads it. The library trusts its file: an id of two billion
-makes it reserve a table of that size, and the process is killed.
+tokenizer.json is validated before the tokenizers library reads it. The library trusts the file: for an id of two
+billion it allocates a table of that size, and the process is killed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,20 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from model.files import one_line, read_bytes, read_json
 from model.tokenizer.regexes import Unproven, find_unproven
-from model.tokenizer.token_bytes import keeps_text, pieces_of
-from model.tokenizer.token_spans import CompactSpans, Spans, in_pieces, result_of, spans_of, untrimmed
+from model.tokenizer.token_bytes import keeps_text, piece_format
+from model.tokenizer.token_spans import (
+    CompactSpans,
+    Spans,
+    encode_in_pieces,
+    run_to_completion,
+    spans_of,
+    untrimmed_processor,
+)
 
 LARGEST_ID = 2**22
-"""Ids beyond are no vocabulary's."""
-_MOST_BYTES = 64 << 20
-_MOST_GROWTH = 256
+"""No real vocabulary has ids this large."""
+_MAX_BYTES = 64 << 20
+_MAX_GROWTH = 256
 
 
 class _Model(msgspec.Struct):
@@ -40,7 +47,7 @@ class _Added(msgspec.Struct):
 
 
 class _Step(msgspec.Struct):
-    """A normaliser or a step of the decoder, or a sequence of them."""
+    """A normalizer or a decoder step, or a sequence of them."""
 
     normalizers: list[_Step] | None = None
     decoders: list[_Step] | None = None
@@ -50,7 +57,7 @@ class _Step(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """What is read here; all else is skipped without taking memory."""
+    """The fields validated here; msgspec skips all others without allocating memory."""
 
     model: _Model
     added_tokens: list[_Added] | None = None
@@ -59,8 +66,8 @@ class _File(msgspec.Struct):
 
 
 def read_tokenizer_json(path: Path) -> str:
-    """The content of a regular file of bounded size with sane ids. Raises ValueError naming the file."""
-    content = read_bytes(path, _MOST_BYTES)
+    """Content of a tokenizer.json, after checks of its size and ids. Raises ValueError naming the file."""
+    content = read_bytes(path, _MAX_BYTES)
     try:
         file = msgspec.json.decode(content, type=_File)
         text = content.decode()
@@ -72,33 +79,35 @@ def read_tokenizer_json(path: Path) -> str:
         if not 0 <= token < LARGEST_ID:
             raise ValueError(f"{path}: a token has id {token}, and ids must be from 0 to {LARGEST_ID - 1}")
     for name, step in (("normalizer", file.normalizer), ("decoder", file.decoder)):
-        if step and (growth := _growth(step)) > _MOST_GROWTH:
-            raise ValueError(f"{path}: the {name} may make a text {growth} times as long; {_MOST_GROWTH} is allowed")
+        if step and (growth := _growth(step)) > _MAX_GROWTH:
+            raise ValueError(
+                f"{path}: the {name} can make text {growth} times as long; at most {_MAX_GROWTH} is allowed"
+            )
     return text
 
 
 def _growth(step: _Step) -> int:
-    """By how much a text may grow; a few replacements one after another can fill any memory."""
+    """Upper bound of a text's growth; a few consecutive replacements can exhaust memory."""
     inner = step.normalizers if step.normalizers is not None else step.decoders
     if inner is not None:
         return math.prod(map(_growth, inner))
     if step.pattern is None:
-        return 1 + len(step.prepend) // _MOST_GROWTH
-    # A regular expression, or an empty text, may match before every character.
-    replaced = len(step.pattern.get("String", ""))
-    return max(1, -(-len(step.content) // replaced)) if replaced else 1 + len(step.content)
+        return 1 + len(step.prepend) // _MAX_GROWTH
+    # A regular expression, or an empty string, may match before every character.
+    pattern_length = len(step.pattern.get("String", ""))
+    return max(1, -(-len(step.content) // pattern_length)) if pattern_length else 1 + len(step.content)
 
 
-# Whether a text gets them is not read here. Old settings say it too (add_bos_token, add_eos_token), but where there is
-# a tokenizer.json its post_processor alone decides, as in transformers 5.
+# These files name the special tokens. Whether they are added is up to the post_processor of tokenizer.json, as in
+# transformers 5; the older settings add_bos_token and add_eos_token are ignored.
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def read_names(directory: Path) -> dict[str, str]:
-    """What tokenizer_config.json, or else special_tokens_map.json, calls "bos_token", "eos_token" and their like.
+    """Special tokens ("bos_token", ... -> text) of tokenizer_config.json, or else special_tokens_map.json.
 
-    Either file may be absent; what has no name is not there. Raises CheckpointError.
+    Either file may be absent; roles without a token are omitted. Raises CheckpointError.
     """
     files = [
         read_json(directory / f"{name}.json", optional=True) for name in ("tokenizer_config", "special_tokens_map")
@@ -113,11 +122,11 @@ def _text(token: Any) -> str | None:
 
 
 _PROBE = "a \ue000 \U0010ffff"
-"""A letter and characters that no vocabulary has: what encodes this encodes everything."""
+"""A letter, and characters that no vocabulary has: a tokenizer that encodes this encodes everything."""
 
 
 def check_ids(rust: RustTokenizer) -> None:
-    """Raises ValueError where a vocabulary has no tokens, or two with one id."""
+    """Raises ValueError if the vocabulary is empty or has duplicate ids."""
     ids = rust.get_vocab(with_added_tokens=False).values()
     if len(set(ids)) < len(ids):
         raise ValueError("two tokens have the same id, and each needs its own")
@@ -126,14 +135,14 @@ def check_ids(rust: RustTokenizer) -> None:
 
 
 def unknown_token(model: dict[str, Any]) -> str | None:
-    """The token for text that no other token writes."""
+    """The token for text that no other token covers."""
     if model["type"] == "Unigram":
         return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
     return model.get("unk_token")
 
 
-def put_first(rust: RustTokenizer) -> int | None:
-    """The id that the tokenizer itself puts before every text. Fails where it cannot encode every text."""
+def added_first_token(rust: RustTokenizer) -> int | None:
+    """The id that the tokenizer prepends to every text, or None. Raises if it cannot encode every text."""
     whole, processor = rust.encode(_PROBE), rust.post_processor
     rust.post_processor = None
     plain = rust.encode(_PROBE)
@@ -147,10 +156,10 @@ def put_first(rust: RustTokenizer) -> int | None:
 
 
 SEPARATOR = "<|endoftext|>"
-"""Id 0 of the tokenizers trained here: stands between documents, and starts a text from nothing."""
+"""Id 0 of the tokenizers trained here: separates documents, and starts a text without a prompt."""
 
-# How text is cut before pairs are merged: words with one leading space or mark, English endings apart, numbers in
-# threes, runs of marks, white space.
+# Pre-tokenization before BPE merges: words with one leading space or mark, English endings, numbers of up to three
+# digits, runs of marks, whitespace.
 SPLIT = (
     r"['\u2019](?i:s|t|d|m|re|ve|ll)(?!\p{L})|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -165,11 +174,11 @@ class Tokenizer:
     """A loaded tokenizer. Immutable, safe to share between threads."""
 
     def __init__(self, rust: RustTokenizer, eos_token: str | None = None, bos_token: str | None = None) -> None:
-        """Takes `rust` over. Raises ValueError for a tokenizer whose exact bytes cannot be determined."""
+        """Takes ownership of `rust`. Raises ValueError if the exact bytes of its tokens cannot be determined."""
         raw = json.loads(rust.to_str())
-        self._pieces = pieces_of(raw)
+        self._format = piece_format(raw)
         self.unproven: Unproven = find_unproven(raw)
-        """What of it is not known to take linear time."""
+        """Parts of the tokenizer that are not known to run in linear time."""
         check_ids(rust)
         vocabulary = rust.get_vocab(with_added_tokens=True)
         added = {token.content for token in rust.get_added_tokens_decoder().values()}
@@ -177,18 +186,18 @@ class Tokenizer:
         rust.add_special_tokens([AddedToken(token, special=True) for token in named - added])
         self._rust = rust
         self._keeps_text = keeps_text(raw, vocabulary)
-        self._longest = max(map(len, vocabulary))
+        self._max_token_length = max(map(len, vocabulary))
         names = (bos_token, eos_token, unknown_token(raw["model"]))
         bos, eos, unknown = (vocabulary.get(name) if name else None for name in names)
-        first = put_first(rust)
-        rust.post_processor = untrimmed(rust)
-        self._silent = {token for token in (first, bos, eos, unknown) if token is not None}
+        first = added_first_token(rust)
+        rust.post_processor = untrimmed_processor(rust)
+        self._special_ids = {token for token in (first, bos, eos, unknown) if token is not None}
         self.vocab_size: int = max(vocabulary.values()) + 1
         """Every id is below this."""
         self.adds_bos: bool = first is not None
-        """Whether encode() puts `bos_id` before every text."""
+        """Whether encode() prepends `bos_id` to every text."""
         self.bos_id: int | None = next((token for token in (first, bos, eos) if token is not None), None)
-        """The token that starts a text; where there is none, the one that ends the text before."""
+        """The token that starts a text; if there is none, the token that ends the previous text."""
         self.eos_id: int | None = eos
         """The token that ends a text."""
 
@@ -199,7 +208,7 @@ class Tokenizer:
 
     @classmethod
     def reader(cls, directory: Path) -> Callable[[], Tokenizer]:
-        """load() in two: the files are read now, the tokenizer, which takes time and memory, is made when it is asked.
+        """load() in two steps: reads the files now; the returned function builds the tokenizer (slow, takes memory).
 
         Both raise TokenizerError.
         """
@@ -209,26 +218,26 @@ class Tokenizer:
             names = read_names(directory)
         except ValueError as error:
             raise TokenizerError(str(error)) from None
-        return lambda: cls._made(path, text, names)
+        return lambda: cls._build(path, text, names)
 
     @classmethod
-    def _made(cls, path: Path, text: str, names: Mapping[str, str]) -> Tokenizer:
+    def _build(cls, path: Path, text: str, names: Mapping[str, str]) -> Tokenizer:
         try:
             rust = RustTokenizer.from_str(text)
-            rust.no_truncation()  # how long a prompt may be is not the tokenizer's to decide
+            rust.no_truncation()  # the service enforces the prompt length
             rust.no_padding()
             if isinstance(rust.model, models.BPE):
-                rust.model.dropout = None  # a matter of training: the same text must give the same ids
+                rust.model.dropout = None  # for training only: encoding must be deterministic
             return cls(rust, names.get("eos_token"), names.get("bos_token"))
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            problem = "" if isinstance(error, ValueError) else "not a tokenizer that works: "
+            problem = "" if isinstance(error, ValueError) else "invalid tokenizer: "
             raise TokenizerError(f"{path}: {problem}{_reason(error)}") from None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learns a byte-level BPE of exactly `vocab_size` tokens. Raises TokenizerError where the text is too small."""
+        """Trains a byte-level BPE of exactly `vocab_size` tokens. Raises TokenizerError if the text is too small."""
         rust = RustTokenizer(models.BPE())
         rust.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -264,104 +273,104 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """For people: "byte-level BPE", "SentencePiece-style BPE with byte fallback", "Unigram", "word-level"."""
-        return self._pieces.kind
+        """Display name: "byte-level BPE", "SentencePiece-style BPE with byte fallback", "Unigram", "word-level"."""
+        return self._format.kind
 
     def end_ids(self, named: tuple[int, ...]) -> tuple[int, ...]:
-        """What ends a text: the tokens that the model's own files name, else this tokenizer's."""
+        """The tokens that end a text. named: those from the model's config files, which take precedence."""
         return named or (() if self.eos_id is None else (self.eos_id,))
 
     def start_id(self, named: int | None) -> int | None:
-        """What a text from nothing starts with: the token that the model's own files name, else this tokenizer's."""
+        """The token that starts a text without a prompt. named: the one from the model's config files, if any."""
         return self.bos_id if named is None else named
 
     def piece(self, token: int) -> str:
-        """The token as its vocabulary writes it; empty for an id that only the model has."""
+        """The token's vocabulary entry; empty for an id outside the vocabulary."""
         return self._rust.id_to_token(token) or ""
 
     def id_of(self, piece: str) -> int | None:
-        """The token that the vocabulary writes so, if there is one."""
+        """The id of a vocabulary entry, or None."""
         token: int | None = self._rust.token_to_id(piece)
         return token
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer itself adds; BOS only if the text has none yet."""
-        # As a batch of one: encoding a single text holds the interpreter, and a megabyte takes seconds.
+        """Ids of `text`, with the special tokens that the tokenizer adds; a BOS that the text has is not repeated."""
+        # A batch of one releases the GIL; encoding a single text holds it, for seconds per megabyte.
         ids = list(self._rust.encode_batch_fast([text])[0].ids)
         return ids[1:] if self.adds_bos and ids[:2] == [self.bos_id] * 2 else ids
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> CompactSpans:
-        """encode(), and which characters of `text` each token was made of; or without added special tokens."""
-        return result_of(self.span_slices(text, add_special_tokens=add_special_tokens))
+        """encode(), with the span of `text` that each token covers; optionally without added special tokens."""
+        return run_to_completion(self.span_slices(text, add_special_tokens=add_special_tokens))
 
     def span_slices(self, text: str, *, add_special_tokens: bool = True) -> Generator[None, None, CompactSpans]:
-        """Returns what encode_spans() does, and yields between the pieces of a long text."""
+        """encode_spans() as a generator that yields between the pieces of a long text."""
 
         def encode(part: str) -> Spans:
             spans = spans_of(self._rust.encode_batch([part], add_special_tokens=add_special_tokens)[0])
             names_bos = add_special_tokens and self.adds_bos and spans.ids[:2].tolist() == [self.bos_id] * 2
             return spans.without_first() if names_bos else spans
 
-        return in_pieces(encode, text)
+        return encode_in_pieces(encode, text)
 
     def least_tokens(self, text: str) -> int:
-        """No encoding of `text` is shorter than this; costs nothing, where encoding a megabyte takes a second."""
-        return -(-len(text) // self._longest) if self._keeps_text else 0
+        """Lower bound of the number of tokens of `text`; immediate, while encoding a megabyte takes a second."""
+        return -(-len(text) // self._max_token_length) if self._keeps_text else 0
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
-        """encode() of each text without added special tokens, on all cores."""
+        """encode() of each text, without added special tokens, on all cores."""
         return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` as it continues a text (see `strips_first_space`); bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids` as a continuation (see `strips_first_space`); invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
-    def written(self, ids: Iterable[int]) -> bytes:
-        """The whole text of `ids`, from its start, with the names of special tokens: what encode() would read again."""
-        return b"".join(self.written_parts(ids))
+    def decode_with_specials(self, ids: Iterable[int]) -> bytes:
+        """UTF-8 text of `ids` from the start of a text, special tokens by name, such that encode() restores the ids."""
+        return b"".join(self.iter_with_specials(ids))
 
-    def written_parts(self, ids: Iterable[int]) -> Iterator[bytes]:
-        """written(), token by token."""
-        begun = not self.strips_first_space
+    def iter_with_specials(self, ids: Iterable[int]) -> Iterator[bytes]:
+        """decode_with_specials(), token by token."""
+        has_started = not self.strips_first_space
         for token in ids:
             if name := self.specials.get(token):
                 yield name.encode()
             else:
                 data = self.token_bytes(token)
-                yield data if begun else data.removeprefix(b" ")
-                begun = begun or bool(data)
+                yield data if has_started else data.removeprefix(b" ")
+                has_started = has_started or bool(data)
 
     def token_bytes(self, token: int) -> bytes:
-        """bytes_of[token]; nothing for an id that only the model's vocabulary has (padded to a round number)."""
+        """bytes_of[token]; empty for an id that only the model has (its vocabulary may be padded)."""
         return self.bytes_of[token] if token < len(self.bytes_of) else b""
 
     @cached_property
     def specials(self) -> dict[int, str]:
-        """The special tokens: id -> how a text names it."""
+        """The special tokens: id -> text."""
         added = self._rust.get_added_tokens_decoder()
         return {token: added[token].content for token in added if added[token].special} | {
-            token: self.piece(token) for token in self._silent
+            token: self.piece(token) for token in self._special_ids
         }
 
     @cached_property
     def bytes_of(self) -> list[bytes]:
-        """The exact bytes of every token id; empty for special tokens and for ids that the vocabulary skips."""
+        """The exact bytes of every token id; empty for special tokens and unused ids."""
         pieces = (self._rust.id_to_token(token) for token in range(self.vocab_size))
-        table = [b"" if piece is None else self._pieces.bytes_of(piece) for piece in pieces]
+        table = [b"" if piece is None else self._format.bytes_of(piece) for piece in pieces]
         for token, added in self._rust.get_added_tokens_decoder().items():
-            table[token] = self._pieces.bytes_of_added(added.content)
+            table[token] = self._format.bytes_of_added(added.content)
         for token in self.specials:
             table[token] = b""
         return table
 
     @cached_property
     def strips_first_space(self) -> bool:
-        """Whether a text from its start (not one that continues a prompt) loses the first space of its tokens.
+        """Whether the first space of the tokens is dropped at the start of a text (not of a continuation).
 
-        SentencePiece puts a space before every text, and words carry the one before them: it is no part of the text.
+        SentencePiece prepends a space to every text, and word-level tokens include the space before them.
         """
         ids = self._rust.encode("a", add_special_tokens=False).ids
-        return self._pieces.before == " " or self.decode(ids).startswith(" ")
+        return self._format.prefix == " " or self.decode(ids).startswith(" ")
 
 
 def _reason(error: BaseException) -> str:

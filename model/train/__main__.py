@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: those of model.train.command."""
-    # Ctrl+C while torch is imported makes a traceback of whatever stands there. There is nothing to tidy up yet.
+    # Ctrl+C during the import of torch would print a traceback. There is nothing to clean up yet.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else the parent process ignores it
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from model.train.setup.options import parse
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parse(arguments)  # reports a wrong flag at once: torch takes seconds to import
-    gc.disable()  # imports leave next to no garbage, and looking for it took a third of their time
+    options = parse(arguments)  # reports a wrong flag immediately: torch takes seconds to import
+    gc.disable()  # imports create almost no garbage, and collecting took a third of their time
     from model.train.command import run
 
     gc.freeze()

@@ -11,54 +11,54 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from model.files import one_line
-from model.train.common.console import Diverged, Interrupted, python, tell
-from model.train.common.output_dir import held
+from model.train.common.console import Diverged, Interrupted, interpreter_path, print_stderr
+from model.train.common.output_dir import locked
 from model.train.common.thread_pool import is_out_of_memory, keep_freed_memory
 from model.train.run import Run
-from model.train.setup.dry_run import forecast, settle_size
-from model.train.step.distributed import LeftAlone, ProcessGroup, join
+from model.train.setup.dry_run import forecast, resolve_preset
+from model.train.step.distributed import PeerExited, ProcessGroup, join
 
 _NO_MEMORY = (
-    "out of memory; take a smaller --micro-windows, --windows, --context or --preset. What was saved stays: --resume"
+    "out of memory; use a smaller --micro-windows, --windows, --context or --preset. Saved state is kept: --resume"
 )
 
 
 def run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 2 bad input, 3 diverged, 129 / 130 / 143 a signal, saved; 1 left alone by another rank."""
+    """Exit codes: 0 done, 1 another rank exited, 2 bad input, 3 diverged, 129 / 130 / 143 interrupted and saved."""
     ranks = ProcessGroup()
     try:
         ranks = join(device=options.device)
-        ranks.must_share(options.windows)
+        ranks.require_divisible(options.windows)
         if options.dry_run:
-            if ranks.is_first:
-                settle_size(options)
+            if ranks.is_main:
+                resolve_preset(options)
                 forecast(options)
             return 0
-        with _quiet_unless(ranks.is_first), _alone(options, ranks):
-            ranks.in_turn(lambda: settle_size(options, follows=not ranks.is_first))
+        with _silence_unless(ranks.is_main), _locked_output(options, ranks):
+            ranks.main_process_first(lambda: resolve_preset(options, follows=not ranks.is_main))
             keep_freed_memory()
             Run(options, shlex.join(["python", "-m", "model.train", *argv]), ranks).train()
-    except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: all speak to the user
-        return _failed(error, 2) if ranks.tells(str(error)) else 2
+    except ValueError as error:  # DataError, ConfigError, TokenizerError, CheckpointError: user-facing messages
+        return _failed(error, 2) if ranks.claims_message(str(error)) else 2
     except Diverged as error:
-        return _failed(error, 3) if ranks.is_first else 3
-    except LeftAlone as error:
+        return _failed(error, 3) if ranks.is_main else 3
+    except PeerExited as error:
         return _failed(error, 1)
     except Interrupted as interrupt:
-        kept = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
-        again = shlex.join([python(), "-m", "model.train", *kept, "--resume"])
-        if ranks.is_first:
-            tell(f"interrupted by {interrupt}; everything is saved. Go on with:\n{again}")
+        arguments = [argument for argument in argv if argument not in ("--resume", "--overwrite")]
+        resume_command = shlex.join([interpreter_path(), "-m", "model.train", *arguments, "--resume"])
+        if ranks.is_main:
+            print_stderr(f"interrupted by {interrupt}; everything is saved. Continue with:\n{resume_command}")
         return interrupt.exit_code
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return _failed(_NO_MEMORY, 2) if ranks.tells(_NO_MEMORY) else 2
-    except KeyboardInterrupt:  # before the first step; nothing is lost
+        return _failed(_NO_MEMORY, 2) if ranks.claims_message(_NO_MEMORY) else 2
+    except KeyboardInterrupt:  # before the first step: nothing to save
         return 130
     finally:
-        ranks.leave()
-        _let_go_of_stdout()
+        ranks.destroy()
+        _detach_closed_stdout()
     return 0
 
 
@@ -67,8 +67,8 @@ def _failed(error: object, code: int) -> int:
     return code
 
 
-def _let_go_of_stdout() -> None:
-    """Redirects stdout if its reader has closed it: the interpreter would fail to flush it at exit."""
+def _detach_closed_stdout() -> None:
+    """Redirects stdout if its reader has closed it; otherwise the interpreter fails to flush it at exit."""
     try:
         if sys.stdout:
             sys.stdout.flush()
@@ -76,18 +76,18 @@ def _let_go_of_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _alone(options: argparse.Namespace, ranks: ProcessGroup) -> contextlib.AbstractContextManager[None]:
-    """The output directory belongs to this run; of several ranks the first one says so for all."""
-    if not ranks.is_first:
+def _locked_output(options: argparse.Namespace, ranks: ProcessGroup) -> contextlib.AbstractContextManager[None]:
+    """Locks the output directory for this run; only the main rank takes the lock."""
+    if not ranks.is_main:
         return contextlib.nullcontext()
-    return held(Path(options.out), overwrite=options.overwrite)
+    return locked(Path(options.out), overwrite=options.overwrite)
 
 
 @contextlib.contextmanager
-def _quiet_unless(speaks: bool) -> Iterator[None]:
-    """Of several ranks, one speaks."""
-    if speaks:
+def _silence_unless(is_main: bool) -> Iterator[None]:
+    """Discards the output of all ranks but the main one."""
+    if is_main:
         yield
         return
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as devnull, contextlib.redirect_stdout(devnull):
         yield

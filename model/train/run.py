@@ -17,22 +17,22 @@ import torch
 from model.checkpoint.model_summary import describe_size
 from model.device import choose_device, choose_dtype, describe, free_memory
 from model.nn.transformer import Decoder
-from model.train.common.console import Diverged, say
-from model.train.common.output_dir import require_room
-from model.train.common.sample import GREEDY, LIVELY, draw_samples
+from model.train.common.console import Diverged, print_stdout
+from model.train.common.output_dir import require_disk_space
+from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, generate_samples
 from model.train.data.sources import DataError
-from model.train.loop import GLANCE, Loop
+from model.train.loop import QUICK_EVAL_TARGETS, Loop
 from model.train.reporting.metrics_log import TensorBoardLog
-from model.train.reporting.model_card import RunFacts, read_about, without_places, write_result
-from model.train.reporting.progress import Outline
-from model.train.reporting.report import Report, closing, opening
+from model.train.reporting.model_card import RunFacts, read_about, shorten_names, write_result
+from model.train.reporting.progress import RunInfo
+from model.train.reporting.report import Report, closing_summary, opening_summary
 from model.train.reporting.samples import visible
-from model.train.setup.dataset import gather
-from model.train.setup.finetune import base_of, settle, start_anew
+from model.train.setup.dataset import build_dataset
+from model.train.setup.finetune import apply_base_defaults, load_base, save_base_files
 from model.train.setup.options import limits, shape
 from model.train.setup.resources import flops_per_token, peak_flops, require_memory, sizes
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import computing_for
+from model.train.step.loss_backend import resolve_loss_backend
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.schedule import Schedule
@@ -40,7 +40,7 @@ from model.train.step.trainer import Trainer
 from model.train.training_checkpoint import Position, load_snapshot, newest_snapshot, remove_snapshots
 
 _SAMPLE_TOKENS = 120
-_DECISIVE = [
+_TRAJECTORY_OPTIONS = [
     "seed",
     "windows",
     "optimizer",
@@ -52,7 +52,7 @@ _DECISIVE = [
     "warm_down",
     "ema",
 ]
-"""Options that decide what a step does with the tokens it sees."""
+"""Options that determine what a step computes from its tokens."""
 
 
 class Run:
@@ -63,32 +63,34 @@ class Run:
         self.out = Path(options.out)
         self.work = self.out / ".training"
         self.about = read_about(options.about)
-        self.board = TensorBoardLog(self.out / "tensorboard") if options.tensorboard else None
-        self.drawing = GREEDY if options.greedy else LIVELY
-        self.resumes = self._must_resume()
+        self.tensorboard = TensorBoardLog(self.out / "tensorboard") if options.tensorboard else None
+        self.sampling = GREEDY_SAMPLING if options.greedy else DEFAULT_SAMPLING
+        self.resumes = self._should_resume()
         self.device = choose_device(options.device)
-        self.base = base_of(options, self.work, resumes=self.resumes)
+        self.base = load_base(options, self.work, resumes=self.resumes)
         if self.base:
-            settle(options, self.base)
-        asked = self.base.shape if self.base else shape(options)
-        window, tokenizer = options.context or asked.context, self.base.tokenizer if self.base else None
-        self.material = self.ranks.in_turn(lambda: gather(options, window, self.work, tokenizer))
-        self.shape = asked if self.base else replace(asked, vocab_size=self.material.tokenizer.vocab_size)
-        computing = computing_for(options.compile, self.device.type, has_encoder=self.shape.n_encoder_layers > 0)
-        self._must_fit()
+            apply_base_defaults(options, self.base)
+        config = self.base.shape if self.base else shape(options)
+        window, tokenizer = options.context or config.context, self.base.tokenizer if self.base else None
+        self.dataset = self.ranks.main_process_first(lambda: build_dataset(options, window, self.work, tokenizer))
+        self.shape = config if self.base else replace(config, vocab_size=self.dataset.tokenizer.vocab_size)
+        loss_backend = resolve_loss_backend(
+            options.compile, self.device.type, has_encoder=self.shape.n_encoder_layers > 0
+        )
+        self._require_resources()
         self.decoder = self._first_decoder().to(self.device)
-        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device), computing)
+        self.objective = Objective(self.decoder, self.device, choose_dtype(options.dtype, self.device), loss_backend)
         self.limits = limits(options)
         self.loop = Loop(
-            self.material,
-            self._learner(),
+            self.dataset,
+            self._build_trainer(),
             schedule=Schedule(shape=options.schedule, warm_up=options.warm_up, warm_down=options.warm_down),
             limits=self.limits,
             ranks=self.ranks,
-            start=self._start(),
-            folder=self.work,
+            start=self._initial_position(),
+            snapshot_dir=self.work,
             save_seconds=options.save_seconds,
-            drawing=self.drawing,
+            sampling=self.sampling,
         )
 
     def train(self) -> None:
@@ -97,51 +99,51 @@ class Run:
         Raises DataError and CheckpointError (bad input), Diverged, and Interrupted once everything is saved.
         """
         if self.resumes:
-            self._go_on()
-        elif self.ranks.is_first:
+            self._resume()
+        elif self.ranks.is_main:
             remove_snapshots(self.work)
-            start_anew(self.base, self.work)
+            save_base_files(self.base, self.work)
             if self.options.resume:
-                say("note: there is no snapshot to go on from; the run begins anew")
+                print_stdout("note: there is no snapshot to resume from; the run starts over")
         machine = f"{describe(self.device)}, {str(self.objective.dtype).removeprefix('torch.')}"
-        machine += ", compiled" if self.objective.computing.backend else ""
+        machine += ", compiled" if self.objective.loss_backend.backend else ""
         size = self.decoder.n_params
-        say(opening(self.shape, size, self.material, self.limits, machine=machine, step=self.loop.step))
-        with self.loop.stop.caught():
-            if not self.ranks.is_first:
+        print_stdout(opening_summary(self.shape, size, self.dataset, self.limits, machine=machine, step=self.loop.step))
+        with self.loop.stop.handle_signals():
+            if not self.ranks.is_main:
                 self.loop.run()
                 return
             with self._report() as report:
                 if self.base and not self.resumes:
-                    report.held_out(0, self.loop.bits_per_byte(GLANCE))  # what it knew before
+                    report.held_out(0, self.loop.bits_per_byte(QUICK_EVAL_TARGETS))  # before training
                 self.loop.run(report)
             self._finish(report)
 
-    def _must_resume(self) -> bool:
+    def _should_resume(self) -> bool:
         """Whether to resume a run. Raises DataError if there is one and neither --resume nor --overwrite is given."""
-        options, found = self.options, newest_snapshot(self.work) is not None
-        if found and not (options.resume or options.overwrite):
-            raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start anew")
-        return found and bool(options.resume)
+        options, has_run = self.options, newest_snapshot(self.work) is not None
+        if has_run and not (options.resume or options.overwrite):
+            raise DataError(f"{self.work} holds a run: add --resume to continue it or --overwrite to start over")
+        return has_run and bool(options.resume)
 
-    def _must_fit(self) -> None:
-        """Checks memory before allocating: the out-of-memory killer may end any process. Raises ValueErrors."""
+    def _require_resources(self) -> None:
+        """Checks memory before allocating: the out-of-memory killer may end any process. Raises ValueError."""
         options = self.options
         with torch.device("meta"):
             need = sizes(Decoder(self.shape), options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
         require_memory(need.in_memory, free_memory(self.device))
-        if self.ranks.is_first and not self.resumes:
-            require_room(self.out, need.on_disk)
+        if self.ranks.is_main and not self.resumes:
+            require_disk_space(self.out, need.on_disk)
 
     def _first_decoder(self) -> Decoder:
-        """What the run begins from; for one that goes on, room for what its snapshot holds."""
+        """The initial decoder; uninitialized if the run resumes and loads its snapshot."""
         if self.base:
             return Decoder(self.shape) if self.resumes else self.base.decoder(self.device)
-        return Decoder(self.shape).initialise(self.options.seed)
+        return Decoder(self.shape).initialize(self.options.seed)
 
-    def _learner(self) -> Trainer:
+    def _build_trainer(self) -> Trainer:
         options = self.options
-        optimiser = ParameterUpdates(
+        optimizer = ParameterUpdates(
             self.decoder,
             options.optimizer,
             matrix_lr=options.matrix_lr,
@@ -149,89 +151,89 @@ class Run:
             weight_decay=options.weight_decay,
         )
         micro = options.micro_windows
-        return Trainer(self.objective, optimiser, ema=options.ema, ranks=self.ranks, micro_windows=micro)
+        return Trainer(self.objective, optimizer, ema=options.ema, ranks=self.ranks, micro_windows=micro)
 
-    def _start(self) -> Position:
-        """What must be the same when the run goes on, and what may change."""
-        flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _DECISIVE}
+    def _initial_position(self) -> Position:
+        """Position at step 0, with the settings that must or may change when the run resumes."""
+        flags = {f"--{name.replace('_', '-')}": str(getattr(self.options, name)) for name in _TRAJECTORY_OPTIONS}
         if self.base:
             flags |= {"--init": str(Path(self.options.init).resolve()), "--context": str(self.options.context)}
         return Position(
             step=0,
             seconds=0.0,
-            digest=self.material.digest,
+            digest=self.dataset.digest,
             shape=repr(self.shape),
             flags=flags | {"--dtype": str(self.objective.dtype).removeprefix("torch.")},
             rounding={
                 "--device": self.device.type,
                 "processes": str(self.ranks.size),
                 "threads": str(torch.get_num_threads()),
-                "--compile": "on" if self.objective.computing.backend else "off",
+                "--compile": "on" if self.objective.loss_backend.backend else "off",
             },
             limits=self.limits.flags(),
         )
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         snapshot = load_snapshot(self.work)
         if snapshot is None:
-            raise DataError(f"{self.work}: no readable snapshot; start anew with --overwrite")
+            raise DataError(f"{self.work}: no readable snapshot; start over with --overwrite")
         position, tensors = snapshot
-        self.loop.learner.take_micro_windows(position.rounding.get("--micro-windows", "auto"))
-        position.must_be_of(self.loop.position(), self.work)
-        for note in position.notes(self.loop.position()):
-            say(f"note: {note}")
-        self.loop.go_on_from(position, tensors)
+        self.loop.trainer.restore_micro_windows(position.rounding.get("--micro-windows", "auto"))
+        position.require_same_run(self.loop.position(), self.work)
+        for note in position.describe_changes(self.loop.position()):
+            print_stdout(f"note: {note}")
+        self.loop.restore(position, tensors)
 
     def _report(self) -> Report:
-        options, material = self.options, self.material
+        options, dataset = self.options, self.dataset
         rates = {"lr": options.lr} | ({"matrix_lr": options.matrix_lr} if options.optimizer == "muon" else {})
         model = Path(options.init).name if self.base else options.preset
         peak = peak_flops(self.device, self.objective.dtype)
-        outline = Outline(
+        run_info = RunInfo(
             title=f"{model}, {describe_size(self.decoder.n_params)} parameters",
-            measured=material.measured,
-            bytes_per_target=material.bytes_per_target(GLANCE),
+            measured=dataset.measured,
+            bytes_per_target=dataset.bytes_per_target(QUICK_EVAL_TARGETS),
             rates=rates,
-            flops_per_token=flops_per_token(self.shape, material.row_tokens),
+            flops_per_token=flops_per_token(self.shape, dataset.row_tokens),
             peak_flops=None if peak is None else peak * self.ranks.size,
         )
         start, seconds = self.loop.step, options.report_seconds
-        return Report(self.out, outline, start_step=start, report_seconds=seconds, board=self.board)
+        return Report(self.out, run_info, start_step=start, report_seconds=seconds, tensorboard=self.tensorboard)
 
     def _finish(self, report: Report) -> None:
-        """The result into the output directory."""
-        loop, material, options = self.loop, self.material, self.options
-        exported = loop.settle(keep_best=options.keep == "best" and material.measured == "held-out")
-        say(f"measuring bits per byte of all of the {material.measured} text")  # of much text it takes minutes
-        bits = loop.bits_per_byte_of(material.held_out)
+        """Evaluates the export weights and writes the result to the output directory."""
+        loop, dataset, options = self.loop, self.dataset, self.options
+        exported = loop.load_final_weights(keep_best=options.keep == "best" and dataset.measured == "held-out")
+        print_stdout(f"measuring bits per byte of all of the {dataset.measured} text")  # of much text it takes minutes
+        bits = loop.bits_per_byte_of(dataset.held_out)
         if not math.isfinite(bits):
-            raise Diverged(f"the {material.measured} loss became {bits}", newest_snapshot(self.work))
-        names = without_places(list(material.unseen))
-        unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, material.unseen.values(), strict=True)}
-        tokenizer, drawing = material.tokenizer, self.drawing
-        samples = draw_samples(self.decoder, tokenizer, material.prompts, _SAMPLE_TOKENS, drawing)
+            raise Diverged(f"the {dataset.measured} loss became {bits}", newest_snapshot(self.work))
+        names = shorten_names(list(dataset.unseen))
+        unseen = {n: loop.bits_per_byte_of(text) for n, text in zip(names, dataset.unseen.values(), strict=True)}
+        tokenizer, sampling = dataset.tokenizer, self.sampling
+        samples = generate_samples(self.decoder, tokenizer, dataset.prompts, _SAMPLE_TOKENS, sampling)
         for sample in samples:
-            say(f"--- {visible(sample.joined)}\n")
+            print_stdout(f"--- {visible(sample.full_text)}\n")
         report.finish(bits, samples)
         facts, dtype = self._facts(exported, bits, unseen), getattr(torch, options.export_dtype)
         base = self.base
-        write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, drawing=drawing, base=base)
-        say(closing(self.out, facts))
+        write_result(self.out, self.decoder, tokenizer, facts, dtype, samples=samples, sampling=sampling, base=base)
+        print_stdout(closing_summary(self.out, facts))
 
     def _facts(self, exported: str, bits: float, unseen: Mapping[str, float]) -> RunFacts:
-        loop, material, options = self.loop, self.material, self.options
+        loop, dataset, options = self.loop, self.dataset, self.options
         return RunFacts(
             command=self.command,
             start=f"fine-tuned from `{Path(options.init).name}`" if self.base else "trained from scratch",
             device=describe(self.device),
             seed=options.seed,
             steps=loop.step,
-            tokens=material.tokens(loop.step),
-            epochs=material.epochs(loop.step),
+            tokens=dataset.tokens(loop.step),
+            epochs=dataset.epochs(loop.step),
             seconds=loop.seconds,
-            corpus=material.corpus,
-            sources=without_places(options.pairs or options.data),
-            measured=material.measured,
+            corpus=dataset.corpus,
+            sources=shorten_names(options.pairs or options.data),
+            measured=dataset.measured,
             bits_per_byte=bits,
             unseen=unseen,
             date=datetime.now(UTC).date().isoformat(),

@@ -1,6 +1,6 @@
-"""The state of an unfinished training run on disk: weights, optimiser, position. The newest valid one is used.
+"""Snapshots of an unfinished training run: weights, optimizer state, position. The newest valid one is used.
 
-A snapshot is a folder that is renamed once complete, so that a crash at any moment leaves the previous one.
+A snapshot is a folder that is renamed once complete, so that a crash at any time leaves the previous one intact.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from model.files import CheckpointError, sync_directory, write_files
-from model.train.common.console import say
+from model.train.common.console import print_stdout
 
 FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """The part of a snapshot that is no tensor."""
+    """The non-tensor part of a snapshot."""
 
     step: int
     seconds: float
@@ -34,52 +34,54 @@ class Position:
     shape: str
     """repr of the ModelConfig."""
     flags: dict[str, str]
-    """Flag -> value: all that decides what a step sees and does with it. Must be the same."""
+    """Flag -> value, for all flags that determine the steps. Must be the same to resume."""
     rounding: dict[str, str] = field(default_factory=dict)
-    """What decides only in which order numbers are added up. May change; the bits of the weights then do."""
+    """Settings that affect only the order of summation. May change; the weights then differ by rounding."""
     limits: dict[str, str] = field(default_factory=dict)
-    """How long the run was to be. May change; the schedule then follows the new length."""
+    """Planned length of the run. May change; the schedule then follows the new length."""
     best_step: int = 0
     best_bits: float | None = None
-    """Of the best weights measured so far."""
+    """Bits per byte of the best weights so far."""
 
-    def must_be_of(self, other: Position, folder: Path) -> None:
-        """Whether both are of one run. Raises CheckpointError that says what differs."""
+    def require_same_run(self, other: Position, folder: Path) -> None:
+        """Raises CheckpointError with the differences unless both positions belong to the same run."""
         if self.shape != other.shape:
             fields = _fields(self.shape).items() - _fields(other.shape).items()
-            had = ", ".join(f"{name} {value}" for name, value in sorted(fields))
-            raise CheckpointError(f"the run in {folder} has another shape ({had}); give the same flags or --overwrite")
+            previous = ", ".join(f"{name} {value}" for name, value in sorted(fields))
+            raise CheckpointError(
+                f"the run in {folder} has another shape ({previous}); give the same flags or --overwrite"
+            )
         if self.digest != other.digest:
-            raise CheckpointError(f"the run in {folder} was started on other data; give the same data or --overwrite")
+            raise CheckpointError(f"the run in {folder} started with other data; pass the same data or --overwrite")
         if changed := _changed(self.flags, other.flags):
-            raise CheckpointError(f"the run in {folder} had {' '.join(changed)}; give the same or --overwrite")
+            raise CheckpointError(f"the run in {folder} had {' '.join(changed)}; pass the same or --overwrite")
 
-    def notes(self, other: Position) -> list[str]:
-        """What may differ, and does, in a sentence each. other: how the run goes on."""
-        found = []
+    def describe_changes(self, other: Position) -> list[str]:
+        """One sentence per allowed difference. other: position of the resuming run."""
+        changes = []
         if changed := _changed(self.limits, other.limits) or _changed(other.limits, self.limits):
-            now = " ".join(f"{name} {value}" for name, value in other.limits.items())
-            found.append(f"the run had {' '.join(changed)}; it ends with {now} now, and its schedule follows")
+            current = " ".join(f"{name} {value}" for name, value in other.limits.items())
+            changes.append(f"the run had {' '.join(changed)}; it ends with {current} now, and its schedule follows")
         if changed := _changed(self.rounding, other.rounding):
-            found.append(f"the run had {', '.join(changed)}: it goes on the same up to rounding, not bit for bit")
-        return found
+            changes.append(f"the run had {', '.join(changed)}: it goes on the same up to rounding, not bit for bit")
+        return changes
 
     def as_json(self) -> bytes:
-        """For position.json."""
+        """Content of position.json."""
         return json.dumps({"format": FORMAT} | asdict(self)).encode()
 
 
 def parse_position(content: str, path: Path) -> Position:
     """The inverse of as_json().
 
-    Raises CheckpointError where another version wrote it; ValueError, TypeError or AttributeError where it is damaged.
+    Raises CheckpointError if another version wrote it, and ValueError, TypeError or AttributeError if it is damaged.
     """
     raw: dict[str, Any] = json.loads(content)
     number = raw.pop("format", 1)
     if number != FORMAT:
         raise CheckpointError(
-            f"{path} has format {number}, and this version knows {FORMAT}: go on with the version that wrote it, "
-            "or start anew with --overwrite"
+            f"{path} has format {number}, but this version supports {FORMAT}: resume with the version that wrote it, "
+            "or start over with --overwrite"
         )
     return Position(**raw)
 
@@ -88,15 +90,15 @@ State = tuple[Position, dict[str, Tensor]]
 
 
 def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) -> None:
-    """Writes step-N below `folder`, then removes older ones. Raises CheckpointError; the older ones then stay."""
+    """Writes step-N in `folder`, then removes older snapshots. Raises CheckpointError, and keeps them then."""
     unfinished = folder / f".step-{position.step:08d}"
     finished = folder / unfinished.name[1:]
     if _load(finished) is not None:  # the same step again is the same state
         return
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        for left_by_a_killed_run in folder.glob(".step-*"):
-            shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
+        for leftover in folder.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         write_files(unfinished, {"state.safetensors": save(contiguous), "position.json": position.as_json()})
         shutil.rmtree(finished, ignore_errors=True)
         unfinished.rename(finished)
@@ -111,22 +113,22 @@ def save_snapshot(folder: Path, position: Position, tensors: dict[str, Tensor]) 
 
 
 def remove_snapshots(folder: Path) -> None:
-    """Gives up the run in `folder`."""
+    """Removes all snapshots of the run in `folder`."""
     for path in _snapshots(folder):
         shutil.rmtree(path)
 
 
 def newest_snapshot(folder: Path) -> Path | None:
-    """The newest one below `folder`, readable or not."""
+    """The newest snapshot in `folder`, readable or not."""
     return next(iter(_snapshots(folder)), None)
 
 
 def load_snapshot(folder: Path) -> State | None:
-    """The newest readable snapshot below `folder`, or None. Raises CheckpointError where another version wrote it."""
+    """Loads the newest readable snapshot in `folder`, or None. Raises CheckpointError if another version wrote it."""
     for path in _snapshots(folder):
-        if (found := _load(path)) is not None:
-            return found
-        say(f"warning: {path} is damaged and passed over")
+        if (changes := _load(path)) is not None:
+            return changes
+        print_stdout(f"warning: skipping the damaged snapshot {path}")
     return None
 
 
@@ -134,7 +136,7 @@ def _load(path: Path) -> State | None:
     try:
         position = parse_position((path / "position.json").read_text(), path)
         return position, load_file(path / "state.safetensors")
-    except CheckpointError:  # a ValueError too, but one that the user is to hear
+    except CheckpointError:  # also a ValueError, but reported to the user
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         return None
@@ -144,9 +146,9 @@ def _snapshots(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"), reverse=True)
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What stood there before and does not now: name and old value."""
-    return [f"{name} {value}" for name, value in before.items() if value != now.get(name)]
+def _changed(before: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    """Name and old value of each setting that changed."""
+    return [f"{name} {value}" for name, value in before.items() if value != current.get(name)]
 
 
 def _fields(shape: str) -> dict[str, str]:

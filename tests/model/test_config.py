@@ -37,22 +37,22 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ],
     ({"n_kv_heads": 3}, r"n_heads \(4\) must be a multiple of n_kv_heads \(3\)"),
     ({"n_kv_heads": 8}, "multiple"),
-    ({"head_dim": 15}, "15 of 15 numbers of a head is not an even share"),
-    ({"rotary_dim": 5}, "5 of 16"),
-    ({"rotary_dim": 18}, "18 of 16"),
+    ({"head_dim": 15}, r"at most head_dim \(15\), not 15"),
+    ({"rotary_dim": 5}, "must be even"),
+    ({"rotary_dim": 18}, r"at most head_dim \(16\), not 18"),
     ({"positions": "learned", "rotary_dim": 4}, "need rotary positions, not learned"),
     ({"positions": "none", "rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "need rotary positions, not none"),
-    ({"norm": "none"}, "norm none leaves nothing"),
-    ({"norm": "none", "final_norm": False, "norm_position": "post"}, "norm none leaves nothing"),
+    ({"norm": "none"}, "need a norm, not norm none"),
+    ({"norm": "none", "final_norm": False, "norm_position": "post"}, "need a norm, not norm none"),
     ({"norm_bias": True}, "norm_bias needs layernorm, not rmsnorm"),
     ({**PLAIN, "norm_bias": True}, "norm_bias needs layernorm, not none"),
     ({"mlp_width": 0, "mlp_bias": True}, "mlp_bias needs a feed-forward"),
     ({"mlp_width": 0, "parallel_residual": True}, "parallel_residual needs"),
     ({"norm_position": "post", "parallel_residual": True}, "parallel_residual needs"),
-    ({"out_projection": False, "head_dim": 18}, r"4 heads of 18 must make up the width \(64\)"),
+    ({"out_projection": False, "head_dim": 18}, r"4 heads of 18 must add up to the width \(64\)"),
     ({"out_projection": False, "out_bias": True}, "without bias"),
-    ({"n_encoder_layers": 1, "parallel_residual": True}, "an encoder goes with neither"),
-    ({"n_encoder_layers": 1, "sliding_window": 8}, "an encoder goes with neither"),
+    ({"n_encoder_layers": 1, "parallel_residual": True}, "an encoder supports neither"),
+    ({"n_encoder_layers": 1, "sliding_window": 8}, "an encoder supports neither"),
 ]
 
 
@@ -97,6 +97,6 @@ def test_impossible_rope_scalings_are_refused(change: dict[str, Any], words: str
 
 
 def test_the_derived_numbers() -> None:
-    assert tiny_config(rotary_dim=4).turned_dim == 4
-    assert tiny_config().turned_dim == 16
-    assert tiny_config().kv_numbers_per_token == 2 * 2 * 2 * 16
+    assert tiny_config(rotary_dim=4).effective_rotary_dim == 4
+    assert tiny_config().effective_rotary_dim == 16
+    assert tiny_config().kv_elements_per_token == 2 * 2 * 2 * 16

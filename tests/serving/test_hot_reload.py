@@ -411,7 +411,7 @@ def test_a_look_sees_replaced_files_and_ignores_unrelated_ones(directory: Path) 
 def test_what_is_missing_is_told(directory: Path) -> None:
     assert what_is_missing(directory) == ""
     (directory / MANIFEST_FILE).write_text(json.dumps({"sha256": {"config.json": "0" * 64}}))
-    assert "is not the file that manifest.json names" in what_is_missing(directory)
+    assert "differs from manifest.json" in what_is_missing(directory)
     (directory / "tokenizer.json").unlink()
     assert "tokenizer.json: no such file" in what_is_missing(directory)
     assert "no such directory" in what_is_missing(directory / "nothing")

@@ -17,7 +17,7 @@ from app.tokenization.text_encoder import TextEncoder
 from app.tokenization.tokenizer_sandbox import TokenizerSandbox
 from app.tokenization.tokenizer_trial import check_regexes
 from model.tokenizer.regexes import find_unproven
-from model.tokenizer.token_spans import result_of
+from model.tokenizer.token_spans import run_to_completion
 from model.tokenizer.tokenizer import Tokenizer, TokenizerError
 from tests.support.model.sample_tokenizers import KINDS, gpt2, save
 from tests.support.model.tiny_models import TEXT
@@ -97,7 +97,7 @@ def _gives_the_same(tokenizer: Tokenizer, encoder: TextEncoder) -> None:
         assert encoder.encode_plain(text) == tokenizer.encode_many([text])[0]
         for special in (True, False):
             expected = tokenizer.encode_spans(text, add_special_tokens=special)
-            assert list(result_of(encoder.span_slices(text, add_special_tokens=special))) == list(expected)
+            assert list(run_to_completion(encoder.span_slices(text, add_special_tokens=special))) == list(expected)
 
 
 def test_a_text_that_takes_too_long_ends_in_an_error_and_the_next_is_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from app.engine.scheduling.scheduler import NOT_FINITE
 from model.checkpoint.golden import GOLDEN_FILE, read_golden
 from model.checkpoint.tensor_index import INDEX_FILE, WEIGHTS_FILE
 from model.config import ModelConfig
-from model.files import CheckpointError, is_there
+from model.files import CheckpointError, entry_exists
 
 _TOLERANCES = {"bfloat16": 0.05, "int8": 0.1, "fp8": 0.15}
 """Largest relative difference due to rounding; measured 0.3 %, 0.8 % and 2.0 % with the default weights, 2 %, 5 % and
@@ -54,7 +54,7 @@ def check_finite_logits(
         for index, prompt in enumerate(prompts)
     ]
     if failed := _run(engine, requests)[1]:
-        weights = directory / (WEIGHTS_FILE if is_there(directory / WEIGHTS_FILE) else INDEX_FILE)
+        weights = directory / (WEIGHTS_FILE if entry_exists(directory / WEIGHTS_FILE) else INDEX_FILE)
         raise CheckpointError(f"{weights}: {_problem(failed[0], number_format)}")
 
 
@@ -84,7 +84,9 @@ def check_golden(engine: Engine, directory: Path, config: ModelConfig, *, contex
     if failed:
         raise CheckpointError(f"{golden.path}: {_problem(failed[0], number_format)}")
     if tolerance := _TOLERANCES.get(number_format):
-        return f"{GOLDEN_FILE} met, mean difference {golden.compare_rounded(logprobs, share=tolerance):.1e}"
+        return (
+            f"{GOLDEN_FILE} met, mean difference {golden.compare_rounded(logprobs, relative_tolerance=tolerance):.1e}"
+        )
     return f"{GOLDEN_FILE} met, largest difference {golden.compare(logprobs):.1e}"
 
 

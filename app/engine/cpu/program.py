@@ -104,7 +104,7 @@ class Program:
             kv_heads=c.n_kv_heads,
             head_width=c.head_dim,
             window=c.sliding_window or 0,
-            rotary_half=c.turned_dim // 2 if c.positions == "rotary" else 0,
+            rotary_half=c.effective_rotary_dim // 2 if c.positions == "rotary" else 0,
             width=c.width,
             n_operations=len(operations),
             final_norm=_NORMS[c.norm] if c.final_norm else 0,

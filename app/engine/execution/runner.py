@@ -16,7 +16,7 @@ from app.engine.memory.encoder_cache import EncoderCache
 from app.engine.memory.kv_cache import KVCache, PagedAttend, group_chunks, linear_rows
 from app.engine.sampling.sampler_io import SampledToken, SamplingInput, StepResult
 from model.config import ModelConfig
-from model.nn.layers import seal
+from model.nn.layers import cache_attributes
 from model.nn.transformer import Decoder
 
 # The C++ executor is in app/engine/cpu/compute.py. Shape legend: T tokens of the step, D width, V vocabulary.
@@ -40,7 +40,7 @@ class TorchExecutor:
     """The decoder in torch, operation by operation; on any device, for any decoder."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, sources: EncoderCache | None = None) -> None:
-        seal(decoder)
+        cache_attributes(decoder)
         self.config = decoder.config
         self._decoder = decoder
         self._cache = cache

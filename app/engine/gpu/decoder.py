@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from app.engine.gpu.kernels.interface import AttentionBatch, AttentionSpec, HeadsSpec, Kernels, NormSpec
 from app.engine.gpu.linears import padded_lm_head
 from model.config import ModelConfig
-from model.nn.layers import LayerNorm, RMSNorm, seal
+from model.nn.layers import LayerNorm, RMSNorm, cache_attributes
 from model.nn.transformer import Block, Decoder
 
 
@@ -26,7 +26,7 @@ class PagedDecoder:
         assert not decoder.config.n_encoder_layers, "TorchExecutor runs models with an encoder"
         self.head = padded_lm_head(decoder)
         """Logits [S, V] of hidden states [S, D], in the number format of the weights; the row stride may exceed V."""
-        seal(decoder)
+        cache_attributes(decoder)
         self.config = decoder.config
         self._kernels = kernels
         self.embedding = decoder.embedding
@@ -109,7 +109,7 @@ class _Layer:
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_dim=config.head_dim,
-            turned_dim=config.turned_dim,
+            turned_dim=config.effective_rotary_dim,
             q_norm=attention.q_norm.weight if attention.q_norm else None,
             k_norm=attention.k_norm.weight if attention.k_norm else None,
             eps=config.norm_eps,

@@ -137,7 +137,7 @@ def padded_lm_head(decoder: Decoder) -> Callable[[Tensor], Tensor]:
     matrix_WD = _pad_rows(matrix)
     matrix.data = matrix_WD[:vocab]
     bias_W = None if decoder.head_bias is None else _pad_rows(decoder.head_bias)
-    return lambda hidden_SD: decoder.capped(F.linear(hidden_SD, matrix_WD, bias_W)[:, :vocab])
+    return lambda hidden_SD: decoder.cap_logits(F.linear(hidden_SD, matrix_WD, bias_W)[:, :vocab])
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _pad_rows(rows: Tensor) -> Tensor:
 
 
 def quantize_decoder(decoder: Decoder, quantize: Quantize, kernels: QuantizedKernels = REFERENCE_KERNELS) -> None:
-    """Quantizes every matrix and frees the original; to be called before seal()."""
+    """Quantizes every matrix and frees the original; to be called before cache_attributes()."""
     for owner in decoder.modules():
         if isinstance(owner, Linear):
             owner.product = _as_product(make_linear(owner.weight, owner.bias, quantize, kernels=kernels))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from app.common.types import Chunk
 from model.config import ModelConfig
-from model.nn.attention import hidden
+from model.nn.attention import masked_positions
 
 TILE = 64
 _PIECE = {torch.float32: 128, torch.bfloat16: 512}
@@ -169,7 +169,7 @@ def _row_group(cache: KVCache, chunks: Items[Chunk]) -> RowGroup:
     table = [_padded(chunk.sequence.blocks, per_row, cache.padding_block) for chunk in chunks]
     starts_B11 = torch.tensor([chunk.start for chunk in chunks], device=device)[:, None, None]
     positions_BN1 = starts_B11 + torch.arange(length, device=device)[None, :, None]
-    hidden_BNL = hidden(positions_BN1, kv_length, cache.config.sliding_window)
+    hidden_BNL = masked_positions(positions_BN1, kv_length, cache.config.sliding_window)
     return RowGroup(
         batch=len(chunks),
         length=length,

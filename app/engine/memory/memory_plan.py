@@ -226,7 +226,7 @@ class CacheShape:
 
     @property
     def _token_bytes(self) -> int:
-        return self.shape.kv_numbers_per_token * self.dtype.itemsize
+        return self.shape.kv_elements_per_token * self.dtype.itemsize
 
 
 class MemoryPeaks(NamedTuple):

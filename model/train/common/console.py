@@ -1,4 +1,4 @@
-"""What a training run tells its user outside the progress line, and how it ends early: diverged, or by a signal."""
+"""Console output of a training run besides the progress line, and early ends: divergence and signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model.files import CheckpointError, write_file
 
 
 def duration(seconds: float | None) -> str:
-    """In the two units that matter."""
+    """Formats a duration in its largest units: seconds, minutes, or hours and minutes."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     if round(seconds) < 60:
@@ -24,13 +24,13 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02}m"
 
 
-def counted(number: float) -> str:
-    """To its last digit below a million."""
+def format_count(number: float) -> str:
+    """Formats a count: exactly below a million, else in millions."""
     return f"{number / 1e6:.2f} M" if number >= 1e6 else f"{round(number):,}"
 
 
 def short(number: float) -> str:
-    """In six columns at most, up to a billion."""
+    """Formats a number below a billion in at most six columns."""
     if number < 1e4:
         return f"{number:.0f}"
     return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.2f}M"
@@ -40,28 +40,28 @@ _FIRST_SECONDS = 3.0
 _EVERY_SECONDS = 5.0
 
 
-def say(text: str) -> None:
-    """Prints to stdout. A closed pipe (| head) or a full disk must not end hours of training."""
+def print_stdout(text: str) -> None:
+    """Prints to stdout. Ignores a closed pipe (| head) or a full disk, which must not end hours of training."""
     with contextlib.suppress(OSError, RuntimeError):
         print(_in_encoding_of(sys.stdout, text), flush=True)
 
 
-def tell(text: str) -> None:
-    """Prints to stderr, which the same signal may have closed (| tee): the run must be saved anyway."""
+def print_stderr(text: str) -> None:
+    """Prints to stderr. Ignores a closed one: the signal that stops the run may also have ended | tee."""
     with contextlib.suppress(OSError, RuntimeError):
         print(_in_encoding_of(sys.stderr, text), file=sys.stderr, flush=True)
 
 
 def write_extra(path: Path, content: str) -> None:
-    """Replaces `path` at once, or warns."""
+    """Replaces `path` atomically, or warns."""
     try:
         write_file(path, content.encode())
     except CheckpointError as error:
-        tell(f"warning: {error}; training goes on")
+        print_stderr(f"warning: {error}; training continues")
 
 
 class Ticker:
-    """Prints progress of slow work, and nothing of work that is done soon."""
+    """Prints progress of slow work, and nothing for fast work."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _FIRST_SECONDS
@@ -71,17 +71,17 @@ class Ticker:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _EVERY_SECONDS
-            tell(text)
+            print_stderr(text)
 
 
-def python() -> str:
-    """This interpreter, as it can be typed from here."""
-    here, executable = Path.cwd(), Path(sys.executable)
-    return str(executable.relative_to(here) if executable.is_relative_to(here) else executable)
+def interpreter_path() -> str:
+    """Path of this interpreter, relative to the working directory if it is inside."""
+    directory, executable = Path.cwd(), Path(sys.executable)
+    return str(executable.relative_to(directory) if executable.is_relative_to(directory) else executable)
 
 
 def _in_encoding_of(stream: object, text: str) -> str:
-    """With "?" for what the stream cannot show: samples have curly quotes, and a result is not lost over them."""
+    """Replaces characters that the stream cannot encode with "?": printing a sample must not fail a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, errors="replace").decode(encoding)
 
@@ -95,15 +95,15 @@ class Diverged(RuntimeError):
 
     def __init__(self, what: str, good: Path | None) -> None:
         """good: the last snapshot."""
-        stands = f"the last good snapshot is {good}" if good else "there was no snapshot yet"
+        snapshot = f"the last good snapshot is {good}" if good else "there is no snapshot yet"
         super().__init__(
-            f"{what}; {stands}. Start anew with --overwrite and half of --lr (with Muon of --matrix-lr, too), or a "
+            f"{what}; {snapshot}. Start over with --overwrite and half the --lr (with Muon also the --matrix-lr), or a "
             "longer --warm-up"
         )
 
 
 class Interrupted(RuntimeError):
-    """A signal asked the run to end."""
+    """A signal interrupted the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -115,28 +115,28 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the first signal; 0 while there was none."""
+        """Number of the first signal; 0 before one arrived."""
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Within the block, signals are remembered. Signals that the parent process ignores stay ignored."""
+    def handle_signals(self) -> Iterator[None]:
+        """Records signals within the block. Signals that the parent process ignores stay ignored."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
-        caught = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]
-        for number in caught:
+        handled = [number for number in _SIGNALS if before[number] is not signal.SIG_IGN]
+        for number in handled:
             signal.signal(number, self._remember)
         try:
             yield
         finally:
-            for number in caught:
+            for number in handled:
                 signal.signal(number, before[number])
 
-    def obey(self) -> None:
-        """Raises Interrupted where a signal has come."""
+    def raise_if_stopped(self) -> None:
+        """Raises Interrupted if a signal has arrived."""
         if self.number:
             raise Interrupted(self.number)
 
     def _remember(self, number: int, _frame: object) -> None:
         self.number = self.number or number
-        # The same one again. torchrun adds a SIGTERM of its own to a terminal's SIGINT, which is no second request.
+        # Only this signal: torchrun adds its own SIGTERM to a terminal's SIGINT, which is not a second request.
         signal.signal(number, signal.SIG_DFL)
-        tell("saving, then ending; the same signal again ends at once")
+        print_stderr("saving, then exiting; send the same signal again to exit immediately")

@@ -17,71 +17,71 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a text is to be drawn for."""
+    """A prompt to sample from."""
 
     text: str
     """The start of the text, or the source of one."""
     tokens: list[int]
     source: list[int] | None = None
-    """What the encoder reads, where there is one."""
+    """Input of the encoder, if the model has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """How tokens are chosen; temperature 0 takes the likeliest. The fields are those of generation_config.json."""
+class SamplingSettings:
+    """Sampling parameters, named as in generation_config.json; temperature 0 is greedy."""
 
     temperature: float
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    """CTRL's (Keskar et al., 2019), over prompt and text."""
+    """As in CTRL (Keskar et al., 2019), over prompt and text."""
 
 
-LIVELY = Drawing(temperature=0.8, top_p=0.95, repetition_penalty=1.05)
-GREEDY = Drawing(temperature=0.0)
+DEFAULT_SAMPLING = SamplingSettings(temperature=0.8, top_p=0.95, repetition_penalty=1.05)
+GREEDY_SAMPLING = SamplingSettings(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What came of a prompt."""
+    """A generated text."""
 
     prompt: str
-    joined: str
-    """Prompt and text, for people."""
+    full_text: str
+    """Prompt and text, for display."""
 
 
-def draw_samples(
-    decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, drawing: Drawing
+def generate_samples(
+    decoder: Decoder, tokenizer: Tokenizer, prompts: Sequence[Prompt], max_tokens: int, sampling: SamplingSettings
 ) -> list[Sample]:
-    """One for each prompt, from a fixed seed: the same weights give the same texts."""
+    """One sample per prompt, from a fixed seed: the same weights give the same texts."""
     samples = []
     for prompt in prompts:
-        text = sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, drawing=drawing)
-        samples.append(Sample(prompt=prompt.text, joined=joined(prompt, text)))
+        text = sample_text(decoder, tokenizer, prompt, max_tokens, seed=_SEED, sampling=sampling)
+        samples.append(Sample(prompt=prompt.text, full_text=join_prompt(prompt, text)))
     return samples
 
 
-def joined(prompt: Prompt, text: str) -> str:
-    """Prompt and text as people read them."""
+def join_prompt(prompt: Prompt, text: str) -> str:
+    """Joins prompt and text for display."""
     return prompt.text + text if prompt.source is None else f"{prompt.text} -> {text.lstrip()}"
 
 
 def sample_text(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, *, seed: int, drawing: Drawing
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Prompt, max_tokens: int, *, seed: int, sampling: SamplingSettings
 ) -> str:
     """The text that follows `prompt`, up to the context or the end of the document."""
     generator, seen = torch.Generator().manual_seed(seed), list(prompt.tokens)
 
     def choose(logits_V: Tensor, _position: int) -> int:
-        penalised_V = _penalised(logits_V.cpu(), seen, drawing.repetition_penalty)
-        ordered_V, ids_V = (penalised_V / drawing.temperature).softmax(-1).sort(descending=True)
-        ordered_V[ordered_V.cumsum(-1) - ordered_V >= drawing.top_p] = 0.0
+        penalised_V = _penalised(logits_V.cpu(), seen, sampling.repetition_penalty)
+        ordered_V, ids_V = (penalised_V / sampling.temperature).softmax(-1).sort(descending=True)
+        ordered_V[ordered_V.cumsum(-1) - ordered_V >= sampling.top_p] = 0.0
         seen.append(int(ids_V[torch.multinomial(ordered_V, 1, generator=generator)]))
         return seen[-1]
 
-    room = min(max_tokens, decoder.config.context - len(prompt.tokens))
+    max_new_tokens = min(max_tokens, decoder.config.context - len(prompt.tokens))
     eos = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    chosen = choose if drawing.temperature else None
-    ids = generate(decoder, prompt.tokens, room, source=prompt.source, choose=chosen, eos_ids=eos)
+    chosen = choose if sampling.temperature else None
+    ids = generate(decoder, prompt.tokens, max_new_tokens, source=prompt.source, choose=chosen, eos_ids=eos)
     return tokenizer.decode(ids)
 
 

@@ -1,8 +1,8 @@
-"""Threads that share one piece of work, and how the C library returns freed memory.
+"""Thread pool for training steps, and how the C library returns freed memory.
 
-torch parallelizes every single operation and waits for all threads after each; a training step has thousands. If
-another program uses one of the cores, each of these waits costs a time slice of the system's scheduler (figures in
-PERFORMANCE.md). Here threads synchronize once a step.
+torch parallelizes every operation and waits for all threads after each; a training step has thousands. If another
+program uses one of the cores, each wait costs a time slice of the system's scheduler (figures in PERFORMANCE.md). Here
+threads synchronize once per step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LARGE = 2**30
 
 
 def keep_freed_memory() -> None:
-    """Keeps what is freed for what is asked for next; does nothing where the C library is not glibc.
+    """Makes glibc reuse freed memory instead of returning it to the system; does nothing with other C libraries.
 
-    It gives tensors of a megabyte back as soon as they are freed, and each new one costs as much for the system to fill
-    with zeros as for torch to compute: 8 % of a training step of preset small. Other threads than the main one have
-    heaps of 64 MiB, which go back whole once they are empty (14,000 to 22,000 pages for each micro-batch of small), but
-    for what the top pad reserves: it is that of two heaps.
+    By default, glibc returns tensors of a megabyte as soon as they are freed, and the system spends as much time
+    zeroing each new one as torch spends computing it: 8 % of a training step of preset small. Threads other than the
+    main one have heaps of 64 MiB, which glibc returns once empty (14,000 to 22,000 pages per micro-batch of small),
+    except for the top pad, hence a top pad of two heaps.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -39,48 +39,48 @@ def keep_freed_memory() -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch's CPU allocator or CUDA had no memory left; torch says so in words only."""
-    words = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in words or "out of memory" in words
+    """Whether Python, torch's CPU allocator or CUDA ran out of memory; torch reports it only in the message."""
+    message = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message
 
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def in_shares(work: Callable[[Sequence[T]], R], items: Sequence[T], workers: int) -> list[R]:
-    """work(share) of each worker's share, in order; the last is done by this thread, so it may react to signals.
+def map_shares(work: Callable[[Sequence[T]], R], items: Sequence[T], workers: int) -> list[R]:
+    """work(share) for each worker's share, in order; this thread computes the last share, so it can handle signals.
 
-    Which item is whose depends on their numbers alone, never on time. Returns or raises when all have ended.
+    The shares depend only on the number of items and workers, not on timing. Returns or raises when all have ended.
     """
     workers = max(1, min(workers, len(items)))
-    size, more = divmod(len(items), workers)
-    bounds = [i * size + min(i, more) for i in range(workers + 1)]
+    size, remainder = divmod(len(items), workers)
+    bounds = [i * size + min(i, remainder) for i in range(workers + 1)]
     shares = [items[start:stop] for start, stop in pairwise(bounds)]
     with (
-        _threads_each(torch.get_num_threads() // workers) as begin,
-        ThreadPoolExecutor(workers, initializer=begin) as pool,
+        _torch_threads(torch.get_num_threads() // workers) as set_threads,
+        ThreadPoolExecutor(workers, initializer=set_threads) as pool,
     ):
         others = [pool.submit(work, share) for share in shares[:-1]]
         own = work(shares[-1])
         return [*(other.result() for other in others), own]
 
 
-def one_by_one(work: Callable[[T], object], items: Sequence[T]) -> None:
-    """work(item) of each item on one thread, as many at a time as torch has threads; begins with the first.
+def run_each(work: Callable[[T], object], items: Sequence[T]) -> None:
+    """work(item) for each item on a pool with torch's number of threads, starting in order.
 
-    Who does which depends on time, so it must not matter. Returns or raises when all have ended.
+    The assignment to threads depends on timing, so it must not matter. Returns or raises when all have ended.
     """
     workers = min(torch.get_num_threads(), len(items))
-    with _threads_each(1) as begin, ThreadPoolExecutor(workers, initializer=begin) as pool:
+    with _torch_threads(1) as set_threads, ThreadPoolExecutor(workers, initializer=set_threads) as pool:
         done = [pool.submit(work, item) for item in items]
     for item in done:
         item.result()
 
 
 @contextmanager
-def _threads_each(count: int) -> Iterator[Callable[[], None]]:
-    """Within the block so many threads share an operation of this thread, and of those that call what is yielded."""
+def _torch_threads(count: int) -> Iterator[Callable[[], None]]:
+    """Within the block, torch uses `count` threads per operation in this thread; the result sets others to the same."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, count))
     try:

@@ -1,8 +1,8 @@
 """Training batches: which windows or rows a step sees, as tensors of inputs, targets, and sources for an encoder.
 
-The order is a pure function of (seed, step), so that resuming is as if nothing happened. Windows of running text are
-equally long; rows that are each a text by itself are padded behind their ends. Shape legend: R rows, N tokens of each,
-S tokens of each source.
+The order is a pure function of (seed, step), so that a resumed run sees the same batches. Windows of running text have
+equal length; independent rows are padded at their ends. Shape legend: R rows, N tokens of each, S tokens of each
+source.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from model.train.data.vocabulary import END
 
 
 class Shuffle:
-    """An endless run of epochs, each a permutation of its own of all n things, and a phase of its own."""
+    """Endless sequence of epochs, each with its own permutation of n items and its own phase."""
 
     def __init__(self, n: int, *, seed: int, phases: int = 1) -> None:
         self.n, self.seed, self.phases = n, seed, phases
         self._epoch, self._phase, self._permutation = -1, 0, np.empty(0, dtype=np.int64)
 
-    def __call__(self, place: int) -> tuple[int, int]:
-        """(the epoch's phase, below `phases`; which thing) at a place of the run."""
-        epoch, index = divmod(place, self.n)
+    def __call__(self, position: int) -> tuple[int, int]:
+        """(phase of the epoch, below `phases`; index of the item) at a position of the sequence."""
+        epoch, index = divmod(position, self.n)
         if epoch != self._epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
             self._epoch, self._phase = epoch, int(generator.integers(self.phases))
@@ -39,15 +39,15 @@ class Shuffle:
 
 
 class StepOrder:
-    """Which windows of running text."""
+    """Selects the windows of running text of each step."""
 
     def __init__(self, tokens: Tokens, *, length: int, windows: int, seed: int) -> None:
         self.tokens, self.length, self.windows, self.seed = tokens, length, windows, seed
-        # One window less than fits: each epoch starts at another offset below `length`.
+        # One window less than fits: each epoch starts at a different offset below `length`.
         self.per_epoch = (len(tokens) - 1) // length - 1
         if self.per_epoch < 1:
-            most = (len(tokens) - 1) // 2
-            instead = f" or --context {most} at most" if most > 1 else ""
+            max_length = (len(tokens) - 1) // 2
+            instead = f" or --context {max_length} at most" if max_length > 1 else ""
             raise DataError(
                 f"{len(tokens)} tokens of training text are too few for windows of {length} tokens: "
                 f"give more text{instead}"
@@ -59,13 +59,13 @@ class StepOrder:
         starts = [self._start(step * self.windows + i) for i in range(self.windows)]
         return np.stack([self.tokens[start : start + self.length + 1] for start in starts]).astype(np.int64)
 
-    def _start(self, place: int) -> int:
-        phase, window = self._shuffle(place)
+    def _start(self, position: int) -> int:
+        phase, window = self._shuffle(position)
         return phase + window * self.length
 
 
 class Examples:
-    """Which rows that stand by themselves."""
+    """Selects the independent rows of each step."""
 
     def __init__(self, examples: Sequence[Example], *, rows: int, seed: int) -> None:
         self.examples, self.rows = examples, rows
@@ -73,12 +73,12 @@ class Examples:
 
     def batch(self, step: int) -> Batch:
         """`rows` examples."""
-        places = range(step * self.rows, (step + 1) * self.rows)
-        return padded([self.examples[self._shuffle(place)[1]] for place in places])
+        positions = range(step * self.rows, (step + 1) * self.rows)
+        return pad_batch([self.examples[self._shuffle(position)[1]] for position in positions])
 
 
-IGNORED = -100
-"""The target where nothing is to be learnt: padding."""
+IGNORE_INDEX = -100
+"""Target of padding, which the loss ignores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ class Example:
 
     tokens: list[int]
     source: list[int] | None = None
-    """What the encoder reads; all examples of a run have one, or none has."""
+    """Input of the encoder; either all examples of a run have one, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInputs:
-    """What the encoder reads."""
+    """Sources of a batch."""
 
     tokens_RS: Tensor
     real_RS: Tensor
@@ -105,21 +105,21 @@ class Batch:
 
     inputs_RN: Tensor
     targets_RN: Tensor
-    """What follows each input, or IGNORED."""
+    """Next token of each input, or IGNORE_INDEX."""
     sources: EncoderInputs | None = None
 
     @property
     def n_targets(self) -> int:
-        """Targets that count."""
-        return int(self.targets_RN.ne(IGNORED).sum())
+        """Number of targets that are not ignored."""
+        return int(self.targets_RN.ne(IGNORE_INDEX).sum())
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that one row makes the network compute."""
+        """Tokens that the network computes for one row."""
         return self.inputs_RN.shape[1] + (0 if self.sources is None else self.sources.tokens_RS.shape[1])
 
     def split(self, rows: int) -> list[Batch]:
-        """The same rows, at most `rows` at once."""
+        """The same rows, in batches of at most `rows`."""
         inputs, targets = self.inputs_RN.split(rows), self.targets_RN.split(rows)
         sources: Iterable[EncoderInputs | None] = repeat(None, len(inputs))
         if self.sources is not None:
@@ -129,25 +129,25 @@ class Batch:
         return [Batch(inputs_RN=i, targets_RN=t, sources=s) for i, t, s in parts]
 
 
-def padded(examples: Sequence[Example]) -> Batch:
-    """The examples as they are, made equally long behind their ends."""
+def pad_batch(examples: Sequence[Example]) -> Batch:
+    """A batch of the examples, padded at their ends to equal length."""
     inputs_RN = _matrix([example.tokens[:-1] for example in examples], END)
-    targets_RN = _matrix([example.tokens[1:] for example in examples], IGNORED)
-    read = [example.source for example in examples if example.source is not None]
-    real = [[1] * len(source) for source in read]
-    sources = EncoderInputs(tokens_RS=_matrix(read, END), real_RS=_matrix(real, 0).bool()) if read else None
+    targets_RN = _matrix([example.tokens[1:] for example in examples], IGNORE_INDEX)
+    ids = [example.source for example in examples if example.source is not None]
+    real = [[1] * len(source) for source in ids]
+    sources = EncoderInputs(tokens_RS=_matrix(ids, END), real_RS=_matrix(real, 0).bool()) if ids else None
     return Batch(inputs_RN=inputs_RN, targets_RN=targets_RN, sources=sources)
 
 
-def of_windows(windows_RN: Tensor) -> Batch:
-    """Every token of a window is predicted from those before it; the first one is given."""
+def batch_of_windows(windows_RN: Tensor) -> Batch:
+    """A batch in which every token of a window but the first is a target."""
     return Batch(inputs_RN=windows_RN[:, :-1], targets_RN=windows_RN[:, 1:])
 
 
-def spread(batches: Sequence[Batch], n_targets: float) -> Iterator[Batch]:
-    """Batches from all over, as many as it takes to have about so many targets, at least one.
+def evenly_spaced(batches: Sequence[Batch], n_targets: float) -> Iterator[Batch]:
+    """Evenly spaced batches with about `n_targets` targets in total, at least one batch.
 
-    The first ones alone would be of the first few texts: they were 0.12 bits per byte easier than all of them.
+    The first batches alone would cover only the first few texts, which were 0.12 bits per byte easier than all.
     """
     share = n_targets / sum(batch.n_targets for batch in batches)
     if share >= 1.0:

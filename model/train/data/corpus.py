@@ -13,24 +13,24 @@ import numpy as np
 from model.tokenizer.tokenizer import SPLIT, Tokenizer
 from model.train.common.console import Ticker
 from model.train.data.sources import DataError, Sources
-from model.train.data.token_cache import TokenCache, Tokens, encode, pieces
+from model.train.data.token_cache import TokenCache, Tokens, encode, split_text
 from model.train.data.vocabulary import Vocabulary
 
-_FEWEST_ROWS = 20
-_FEWEST_DOCUMENTS = 100
-_END = 0.05
-"""Of all text, where a share of fewer documents would be none or the one short last one."""
+_MIN_ROWS = 20
+_MIN_DOCUMENTS = 100
+_MIN_FRACTION = 0.05
+"""Held-out fraction of the text if there are fewer documents, whose share could be empty or one short document."""
 _CURLY = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "--", "\u2026": "..."}
 _STRAIGHT = [(curly.encode(), straight.encode()) for curly, straight in _CURLY.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text as UTF-8: one curly quote makes a str of it take twice the memory."""
+    """A text as UTF-8: as str, a single curly quote would double its memory."""
 
     text: bytes
     key: bytes
-    """The same for copies, be their quotes curly or straight."""
+    """Equal for copies, with curly or straight quotes."""
 
 
 def fraction(digest: bytes) -> float:
@@ -38,37 +38,37 @@ def fraction(digest: bytes) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def straight(text: bytes) -> bytes:
-    """Curly quotes, long dashes and ellipses as people type them."""
-    for curly, typed in _STRAIGHT:
-        text = text.replace(curly, typed)
+def straighten_quotes(text: bytes) -> bytes:
+    """Replaces curly quotes, long dashes and ellipses with ASCII."""
+    for curly, replacement in _STRAIGHT:
+        text = text.replace(curly, replacement)
     return text
 
 
 def document_key(text: bytes) -> bytes:
-    """What decides about a document and all its copies."""
-    return hashlib.sha256(b"held out" + straight(text)).digest()
+    """Key that decides the split of a document and all its copies."""
+    return hashlib.sha256(b"held out" + straighten_quotes(text)).digest()
 
 
-def least_share(n_documents: int, share: float) -> float:
-    """How much of the text is held out at least, where a share of the documents was asked for."""
-    return share if n_documents >= _FEWEST_DOCUMENTS else max(share, _END)
+def min_held_out_fraction(n_documents: int, share: float) -> float:
+    """Minimum held-out fraction of the text for a requested share of the documents."""
+    return share if n_documents >= _MIN_DOCUMENTS else max(share, _MIN_FRACTION)
 
 
 def split_documents(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
-    """(held out, training). Few documents give up the end of all their text. Raises DataError.
+    """(held out, training). With few documents, holds out the end of the whole text. Raises DataError.
 
-    Copies of one document stay on one side.
+    All copies of a document are on the same side.
     """
     held_out = list({d.key: d.text for d in documents if fraction(d.key) < share}.values())
     train = [d.text for d in documents if fraction(d.key) >= share]
-    if len(documents) >= _FEWEST_DOCUMENTS and held_out and train:
+    if len(documents) >= _MIN_DOCUMENTS and held_out and train:
         return held_out, train
-    return _split_end(documents, least_share(0, share))
+    return _split_end(documents, min_held_out_fraction(0, share))
 
 
 def _split_end(documents: list[Document], share: float) -> tuple[list[bytes], list[bytes]]:
-    """The last documents, the first of which gives up only its own end. Of a document that is cut no copy is learnt."""
+    """Holds out the last documents, and the end of the one before. Training excludes copies of the split document."""
     distinct = list({d.key: d.text for d in documents}.items())
     wanted = max(1, int(share * sum(len(text) for _, text in distinct)))
     held_out: dict[bytes, bytes] = {}
@@ -79,32 +79,35 @@ def _split_end(documents: list[Document], share: float) -> tuple[list[bytes], li
     if wanted or not held_out:
         key, text = distinct[-1]
         train = [d.text for d in documents if d.key not in held_out and d.key != key]
-        train, held_out[key] = [*train, _whole(text[:-wanted])], _whole(text[-wanted:])
+        train, held_out[key] = (
+            [*train, _drop_partial_characters(text[:-wanted])],
+            _drop_partial_characters(text[-wanted:]),
+        )
     if not all(train) or not all(held_out.values()):
-        raise DataError("the text is too short to hold anything out")
+        raise DataError("the text is too short to hold out a part; add more text")
     return list(held_out.values())[::-1], train
 
 
-def _whole(part: bytes) -> bytes:
-    """Without half a character at either end."""
+def _drop_partial_characters(part: bytes) -> bytes:
+    """Drops partial UTF-8 characters at both ends."""
     return part.decode(errors="ignore").encode()
 
 
 def held_out_rows(rows: Iterable[str], share: float = 0.01) -> set[str]:
-    """Such a share of the distinct rows, at least one; none where fewer than 20 would have to spare one."""
+    """A share of the distinct rows, at least one; empty if there are fewer than 20."""
     distinct = sorted(set(rows), key=lambda row: fraction(hashlib.sha256(row.encode()).digest()))
-    spared = max(1, int(len(distinct) * share + 1e-9))
-    return set(distinct[:spared]) if len(distinct) >= _FEWEST_ROWS else set()
+    n_held_out = max(1, int(len(distinct) * share + 1e-9))
+    return set(distinct[:n_held_out]) if len(distinct) >= _MIN_ROWS else set()
 
 
 _TOKENIZER_CHARACTERS = 40_000_000
 _SHORTEST_LEAK = 200
-"""Bytes: "THE END" may well stand in two books."""
+"""In bytes. Shorter duplicates are allowed: "THE END" may be in two books."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Tokenised text, held-out documents apart. Documents stand behind one another, each after a separator."""
+    """Tokenized text, training and held-out. Documents are concatenated, each after a separator."""
 
     tokenizer: Tokenizer
     train: Tokens
@@ -113,7 +116,7 @@ class Corpus:
     digest: str
     """SHA-256 over the documents and the options that shaped them."""
     unseen: Mapping[str, Tokens]
-    """Texts by their file of which training sees nothing."""
+    """File name -> text that is excluded from training."""
 
 
 def prepare(
@@ -126,63 +129,63 @@ def prepare(
     unseen: Sources | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Corpus:
-    """Reads, trains the tokenizer, tokenises; takes tokenizer and tokens from `cache` where the inputs are the same.
+    """Reads the documents, trains the tokenizer and tokenizes; uses `cache` if the inputs are unchanged.
 
-    straighten: share of the documents in which curly quotes and long dashes become ASCII, as people type them.
-    tokenizer: one that is there already. Raises DataError, TokenizerError and CheckpointError.
+    straighten: share of the documents in which curly quotes and long dashes become ASCII. tokenizer: an existing one,
+    to use instead. Raises DataError, TokenizerError and CheckpointError.
     """
     documents = _read(sources, straighten)
-    apart = _read_apart(unseen, straighten, {document.key for document in documents}) if unseen else {}
-    n_documents, stored = len(documents), TokenCache(cache, _digest(documents, vocabulary, held_out_share, tokenizer))
+    unseen_texts = _read_unseen(unseen, straighten, {document.key for document in documents}) if unseen else {}
+    n_documents, cached = len(documents), TokenCache(cache, _digest(documents, vocabulary, held_out_share, tokenizer))
     held_out, train = split_documents(documents, held_out_share)
-    del documents  # of a single one, its training part is a copy
-    if not stored.is_whole():
-        made = tokenizer or vocabulary.train(_sample(train))
-        stored.write(made, {"held_out": held_out, "train": train})
-    stored.keep()
-    used = tokenizer or Tokenizer.load(stored.folder)
+    del documents  # frees memory: the training part of a split document is a copy
+    if not cached.is_valid():
+        new_tokenizer = tokenizer or vocabulary.train(_sample(train))
+        cached.write(new_tokenizer, {"held_out": held_out, "train": train})
+    cached.evict_old()
+    used = tokenizer or Tokenizer.load(cached.folder)
     return Corpus(
         tokenizer=used,
-        train=stored.read("train", used),
-        held_out=stored.read("held_out", used),
+        train=cached.read("train", used),
+        held_out=cached.read("held_out", used),
         n_documents=n_documents,
-        digest=stored.key,
-        unseen={name: np.concatenate(list(encode(used, texts))) for name, texts in apart.items()},
+        digest=cached.key,
+        unseen={name: np.concatenate(list(encode(used, texts))) for name, texts in unseen_texts.items()},
     )
 
 
 def _read(sources: Sources, share: float) -> list[Document]:
-    """All documents, such a share of them with straight quotes. Copies differ where the share allows it."""
+    """All documents, a share of them with straight quotes. Copies alternate if the share allows it."""
     documents: list[Document] = []
     copies: Counter[bytes] = Counter()
     ticker, size = Ticker(), 0
     for path, read in sources.documents():
         digest = hashlib.sha256(read).digest()
-        typed = (fraction(digest) + copies[digest] / 2) % 1.0 < share
+        is_straightened = (fraction(digest) + copies[digest] / 2) % 1.0 < share
         copies[digest] += 1
-        documents.append(Document(straight(read) if typed else read, document_key(read)))
+        documents.append(Document(straighten_quotes(read) if is_straightened else read, document_key(read)))
         size += len(read)
         ticker.tick(f"reading: {size / 1e6:.0f} MB, {len(documents)} documents, now {path}")
     return documents
 
 
-def _read_apart(unseen: Sources, share: float, learnt: set[bytes]) -> dict[str, list[bytes]]:
-    """Documents by their file. Raises DataError where one of them is also learnt from."""
+def _read_unseen(unseen: Sources, share: float, training_keys: set[bytes]) -> dict[str, list[bytes]]:
+    """Documents by file. Raises DataError if one of them is also in the training data."""
     found: dict[str, list[bytes]] = {}
     for path in unseen.paths():
         documents = _read(replace(unseen, names=[str(path)]), share)
-        leaked = [document for document in documents if document.key in learnt]
+        leaked = [document for document in documents if document.key in training_keys]
         if len(leaked) == len(documents) or any(len(document.text) >= _SHORTEST_LEAK for document in leaked):
             raise DataError(
-                f"--unseen {path}: {len(leaked)} of its {len(documents)} documents also stand in --data; "
-                "take them out of one of the two"
+                f"--unseen {path}: {len(leaked)} of its {len(documents)} documents are also in --data; "
+                "remove them from one of the two"
             )
         found[str(path)] = [document.text for document in documents]
     return found
 
 
 def _digest(documents: list[Document], vocabulary: Vocabulary, share: float, tokenizer: Tokenizer | None) -> str:
-    # Whether fewer tokens would do decides between a tokenizer and an error, not between two tokenizers.
+    # `fewer` decides between a tokenizer and an error, not between two tokenizers.
     made_by = replace(vocabulary, fewer=False) if tokenizer is None else sorted(tokenizer.files().items())
     digest = hashlib.sha256(f"{made_by}/{share}/{_TOKENIZER_CHARACTERS}/{SPLIT}".encode())
     for document in documents:
@@ -191,8 +194,8 @@ def _digest(documents: list[Document], vocabulary: Vocabulary, share: float, tok
 
 
 def _sample(documents: list[bytes]) -> list[str]:
-    """What a tokenizer learns from: documents from all over, and of those that are books of books not everything."""
+    """Text to train a tokenizer on: documents from the whole corpus, and only parts of very long ones."""
     characters = sum(len(text.decode()) for text in documents)
     chosen = [text.decode() for text in documents[:: 1 + characters // _TOKENIZER_CHARACTERS]]
     parts = 1 + sum(map(len, chosen)) // (2 * _TOKENIZER_CHARACTERS)
-    return chosen if parts == 1 else [piece for text in chosen for piece in pieces(text)][::parts]
+    return chosen if parts == 1 else [piece for text in chosen for piece in split_text(text)][::parts]

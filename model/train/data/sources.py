@@ -1,6 +1,6 @@
 """Reads training text: files, folders, patterns, standard input, compressed or not; as documents or lines.
 
-A document is what two blank lines, a file's end or a line of .jsonl ends.
+Two blank lines or the end of a file end a document; each line of a .jsonl is a document.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-# Only the current line is in memory: a file may be larger than the memory.
+# Only the current line is in memory: files may be larger than memory.
 
 STANDARD_INPUT = Path("-")
-_STARTS = {
+_SIGNATURES = {
     b"\xff\xfe": "UTF-16, not UTF-8: convert it (iconv -f utf-16 -t utf-8)",
     b"\xfe\xff": "UTF-16, not UTF-8: convert it (iconv -f utf-16 -t utf-8)",
-    b"\x1f\x8b": "compressed by gzip, but not called .gz: rename it",
-    b"BZh": "compressed by bzip2: unpack it, or pack it as .gz",
-    b"\xfd7zXZ": "compressed by xz: unpack it, or pack it as .gz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, or pack it as .gz",
-    b"PK\x03\x04": "a zip archive (or an office document): take the text out of it",
-    b"%PDF": "a PDF: take the text out of it (pdftotext)",
+    b"\x1f\x8b": "compressed by gzip, but not named .gz: rename it",
+    b"BZh": "compressed by bzip2: decompress it, or use .gz",
+    b"\xfd7zXZ": "compressed by xz: decompress it, or use .gz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: decompress it, or use .gz",
+    b"PK\x03\x04": "a zip archive (or an office document): extract the text",
+    b"%PDF": "a PDF: extract the text (pdftotext)",
 }
 
 
@@ -39,7 +39,7 @@ class DataError(ValueError):
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines, each with its "\\n" but perhaps the last; "\\r\\n" becomes "\\n". "-" is standard input.
+    """The lines, each with its "\\n" except possibly the last; "\\r\\n" becomes "\\n". "-" is standard input.
 
     Raises DataError.
     """
@@ -53,7 +53,7 @@ def lines_of(path: Path) -> Iterator[str]:
 
 
 def suffix(path: Path) -> str:
-    """What the name ends with, without .gz."""
+    """Suffix of the name, ignoring .gz."""
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
@@ -67,50 +67,50 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO | gzip.GzipFile]:
 
 def _decoded(path: Path, number: int, line: bytes) -> str:
     if number == 1:
-        for start, what in _STARTS.items():
+        for start, what in _SIGNATURES.items():
             if line.startswith(start):
-                raise DataError(f"{path}: this is {what}, or leave it out")
+                raise DataError(f"{path}: this is {what}, or omit it")
         line = line.removeprefix(codecs.BOM_UTF8)
     if b"\0" in line:
-        raise DataError(f"{path}, line {number}: there is a NUL byte, which no text has; leave the file out")
+        raise DataError(f"{path}, line {number}: contains a NUL byte, so it is not text; omit the file")
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{line[error.start]:02x}"
         raise DataError(
-            f"{path}, line {number}: not UTF-8 text ({byte}); convert it (iconv -f ENCODING -t utf-8) or leave it out"
+            f"{path}, line {number}: not UTF-8 text ({byte}); convert it (iconv -f ENCODING -t utf-8) or omit it"
         ) from None
     return f"{text[:-2]}\n" if text.endswith("\r\n") else text
 
 
 SUFFIXES = (".txt", ".md", ".jsonl")
-USUAL_KEY = "text"
+DEFAULT_TEXT_KEY = "text"
 _BLANK_LINES = 2
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-_KEYS_TOLD = 5
+_MAX_LISTED_KEYS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the user named, not yet looked at. A source given twice counts twice."""
+    """Text sources named by the user, not yet opened. A source given twice counts twice."""
 
     names: Sequence[str]
-    """Files, folders, glob patterns, or "-" for standard input; .gz is unpacked."""
-    text_key: str = USUAL_KEY
-    """Under which a line of .jsonl has its text."""
-    without: Path | None = None
-    """A folder that is passed over: what a run writes must not become what it reads."""
+    """Files, folders, glob patterns, or "-" for standard input; .gz is decompressed."""
+    text_key: str = DEFAULT_TEXT_KEY
+    """Key of the text in each line of a .jsonl."""
+    exclude: Path | None = None
+    """Folder to skip: a run must not read its own output."""
 
     def paths(self) -> list[Path]:
-        """The files, those of each folder in the order of their names. Raises DataError."""
-        return [path for name in self.names for path in _expand(name, self.without)]
+        """The files, sorted by name within each folder. Raises DataError."""
+        return [path for name in self.names for path in _expand(name, self.exclude)]
 
     def documents(self) -> Iterator[tuple[Path, bytes]]:
-        """Each with its file, as UTF-8 and one at a time; at least one. Raises DataError."""
+        """Yields (file, document as UTF-8), at least one. Raises DataError."""
         found = False
         for path in self.paths():
             is_json = suffix(path) == ".jsonl"
-            for text in _json_texts(path, self.text_key) if is_json else _parted(lines_of(path)):
+            for text in _json_texts(path, self.text_key) if is_json else _split_documents(lines_of(path)):
                 found = True
                 yield path, text
         if not found:
@@ -121,13 +121,13 @@ class Sources:
 class Line:
     """One line of a file."""
 
-    where: str
+    location: str
     """File and line number, for messages."""
     text: str
 
 
 def read_lines(sources: Sources) -> list[Line]:
-    """Lines that are not blank; of a .jsonl the texts. Raises DataError."""
+    """The non-blank lines; the texts of a .jsonl. Raises DataError."""
     lines: list[Line] = []
     for path in sources.paths():
         for number, line in enumerate(lines_of(path), start=1):
@@ -141,52 +141,52 @@ def read_lines(sources: Sources) -> list[Line]:
     return lines
 
 
-def _expand(source: str, without: Path | None) -> list[Path]:
+def _expand(source: str, exclude: Path | None) -> list[Path]:
     path = Path(source)
     if path == STANDARD_INPUT:
         return [path]
     if path.is_dir():
-        found = sorted(_walk(path, without))
+        found = sorted(_walk(path, exclude))
         if not found:
             raise DataError(f"{source}: no {', '.join(SUFFIXES)} file (or .gz of one) in this folder")
         return found
     if path.exists():  # also a pipe: --data <(zcat a.gz)
         if suffix(path) == ".json":
-            raise DataError(f"{source}: JSON is no text: write an object on each line of a .jsonl, or call it .txt")
+            raise DataError(f"{source}: JSON is not text: use a .jsonl with one object per line, or rename it to .txt")
         return [path]
     matches = sorted(glob.glob(source, recursive=True))  # noqa: PTH207 (patterns may be absolute)
     if not matches:
         raise DataError(f"{source}: no such file or folder")
-    return [file for match in matches for file in _expand(match, without)]
+    return [file for match in matches for file in _expand(match, exclude)]
 
 
-def _walk(folder: Path, without: Path | None) -> Iterator[Path]:
-    """Text files below `folder`. Hidden ones (.git, ._notes.txt) are not meant; links to folders may go in circles."""
-    skipped = without.resolve() if without else None
-    for place, folders, names in os.walk(folder, onerror=_refuse):
-        here = Path(place)
-        folders[:] = [name for name in folders if not name.startswith(".") and (here / name).resolve() != skipped]
-        yield from (here / name for name in names if not name.startswith(".") and suffix(Path(name)) in SUFFIXES)
+def _walk(folder: Path, exclude: Path | None) -> Iterator[Path]:
+    """Text files in `folder`. Skips hidden ones (.git, ._notes.txt), and links to folders, which may form cycles."""
+    skipped = exclude.resolve() if exclude else None
+    for root, folders, names in os.walk(folder, onerror=_raise_unreadable):
+        parent = Path(root)
+        folders[:] = [name for name in folders if not name.startswith(".") and (parent / name).resolve() != skipped]
+        yield from (parent / name for name in names if not name.startswith(".") and suffix(Path(name)) in SUFFIXES)
 
 
-def _refuse(error: OSError) -> NoReturn:
+def _raise_unreadable(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
-def _parted(lines: Iterable[str]) -> Iterator[bytes]:
-    held = bytearray()  # a document may be all there is: as a list of lines it would take seven times its size
+def _split_documents(lines: Iterable[str]) -> Iterator[bytes]:
+    buffer = bytearray()  # a document may be the whole corpus: a list of lines would take seven times its size
     blank = 0
     for line in lines:
-        held += line.encode()
+        buffer += line.encode()
         blank = blank + 1 if line == "\n" else 0
         if blank == _BLANK_LINES:
-            yield from _stripped(held)
-            held.clear()
-    yield from _stripped(held)
+            yield from _stripped(buffer)
+            buffer.clear()
+    yield from _stripped(buffer)
 
 
-def _stripped(held: bytearray) -> Iterator[bytes]:
-    if text := bytes(held.strip(b"\n")):
+def _stripped(buffer: bytearray) -> Iterator[bytes]:
+    if text := bytes(buffer.strip(b"\n")):
         yield text
 
 
@@ -207,7 +207,7 @@ def _json_text(path: Path, number: int, line: str, key: str) -> str:
     others = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     if text is None and others:
         raise DataError(
-            f'{path}, line {number}: nothing under "{key}"; texts stand under {", ".join(others[:_KEYS_TOLD])} '
+            f'{path}, line {number}: no key "{key}"; keys with text are {", ".join(others[:_MAX_LISTED_KEYS])} '
             "(--text-key)"
         )
-    raise DataError(f'{path}, line {number}: must be a JSON object with a string of whole characters under "{key}"')
+    raise DataError(f'{path}, line {number}: must be a JSON object with a valid Unicode string under "{key}"')

@@ -16,28 +16,28 @@ from model.tokenizer.tokenizer import SEPARATOR, Tokenizer, TokenizerError
 Kind = Literal["bpe", "words"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 END = 0
-"""Id of the end token in every tokenizer trained here; it also starts a text from nothing."""
-_FEWEST = 257
-"""Every byte and the end token."""
+"""Id of the end token in every tokenizer trained here; it also starts a text without a prompt."""
+_MIN_VOCABULARY = 257
+"""All bytes and the end token."""
 UNKNOWN = "<unk>"
-"""Id 1: any word that the training text did not have."""
+"""Id 1: any word that is not in the training text."""
 
 _NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer to be."""
+    """Settings of the tokenizer to train."""
 
     kind: Kind
     size: int | None
-    """bpe: exactly this many tokens, or `fewer`. words: at most; None is as many as there are words."""
+    """bpe: exactly this many tokens, or fewer if `fewer`. words: the maximum; None means one token per word."""
     end_token: str
     fewer: bool = False
-    """bpe: whether fewer tokens do where the text supports no more."""
+    """bpe: whether to accept fewer tokens if the text does not support more."""
 
     def train(self, texts: list[str]) -> Tokenizer:
-        """Learns from `texts`. Raises TokenizerError."""
+        """Trains a tokenizer on `texts`. Raises TokenizerError."""
         if self.kind == "words":
             return train_words(texts, self.size, self.end_token)
         assert self.size is not None, "a bpe has a size"
@@ -45,10 +45,10 @@ class Vocabulary:
         return tokenizer if self.end_token == SEPARATOR else _renamed(tokenizer, self.end_token)
 
 
-def started(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
-    """The same tokenizer, but it puts the end token in front of a prompt by itself, as decoders with an encoder want.
+def with_start_token(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
+    """The same tokenizer, but encode() prepends the end token to a prompt, as encoder-decoders need.
 
-    encode_many stays as it was: a source gets nothing in front.
+    encode_many() is unchanged: it adds nothing to a source.
     """
     rust = RustTokenizer.from_str(tokenizer.files()["tokenizer.json"])
     rust.post_processor = processors.TemplateProcessing(single=[end_token, "$A"], special_tokens=[(end_token, END)])
@@ -56,15 +56,15 @@ def started(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
 
 
 def train_words(texts: Iterable[str], vocab_size: int | None, end_token: str) -> Tokenizer:
-    """As many tokens as there are words, at most `vocab_size` (the most frequent). Id 0 is `end_token`, 1 UNKNOWN."""
+    """One token per word, at most `vocab_size` (the most frequent). Id 0 is `end_token`, id 1 UNKNOWN."""
     rust = RustTokenizer(models.WordLevel(unk_token=UNKNOWN))
     rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    # The white space before an end token belongs to it, as that before a word does.
+    # The whitespace before an end token belongs to it, as with words.
     special = [AddedToken(end_token, special=True, lstrip=True), AddedToken(UNKNOWN, special=True)]
     trainer = trainers.WordLevelTrainer(
         vocab_size=_NO_LIMIT if vocab_size is None else vocab_size, special_tokens=special, show_progress=False
     )
-    # The trainer would give special tokens that stand in the text a second id.
+    # The trainer would give special tokens that occur in the text a second id.
     words = (text.replace(end_token, " ").replace(UNKNOWN, " ") for text in texts)
     rust.train_from_iterator(words, trainer)
     return Tokenizer(rust, end_token)
@@ -84,14 +84,16 @@ def _train_bpe(texts: list[str], size: int, *, fewer: bool) -> Tokenizer:
             return True
         return False
 
-    return Tokenizer.train(texts, _FEWEST + bisect_left(range(_FEWEST + 1, size), True, key=is_too_large))
+    return Tokenizer.train(
+        texts, _MIN_VOCABULARY + bisect_left(range(_MIN_VOCABULARY + 1, size), True, key=is_too_large)
+    )
 
 
 def _renamed(tokenizer: Tokenizer, end_token: str) -> Tokenizer:
     raw = json.loads(tokenizer.files()["tokenizer.json"])
     words = raw["model"]["vocab"]
     if end_token in words:
-        raise TokenizerError(f"the end token {end_token!r} is also a piece of the text; give another one (--end-token)")
+        raise TokenizerError(f"the end token {end_token!r} is also a token of the text; choose another (--end-token)")
     words[end_token] = words.pop(SEPARATOR)
     raw["added_tokens"][0]["content"] = end_token
     return Tokenizer(RustTokenizer.from_str(json.dumps(raw)), end_token)

@@ -1,7 +1,7 @@
 """loss.svg: the training loss and the held-out bits per byte over the tokens seen, drawn from the log.
 
-Both lines are in bits per byte, so that they can be compared, whatever the tokenizer. Colours follow the reader's light
-or dark setting, on a ground of the picture's own.
+Both curves are in bits per byte, so that they are comparable across tokenizers. Colors follow the reader's light or
+dark setting, on the plot's own background.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from model.train.common.console import counted
+from model.train.common.console import format_count
 from model.train.reporting.metrics_log import Record
 
 Point = tuple[float, float]
@@ -20,10 +20,10 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 860, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 28, 92, 62
-_MOST_POINTS = 400
-_MOST_EPOCHS = 20
-_MOST_TICKS = 8
-_FEWEST_TICKS = 4
+_MAX_POINTS = 400
+_MAX_EPOCHS = 20
+_MAX_TICKS = 8
+_MIN_TICKS = 4
 _MANTISSAS = (
     (1.0,),
     (1.0, 3.0),
@@ -48,7 +48,7 @@ text { fill: #9198a1; } .title { fill: #f0f6fc; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """Where a point of the data stands in the picture."""
+    """Maps data to coordinates of the plot."""
 
     most_tokens: float
     low: float
@@ -64,18 +64,18 @@ class _Frame:
     def line(self, points: Sequence[Point], css: str) -> str:
         if not points:
             return ""
-        places = " ".join(f"{self.x(tokens):.1f},{self.y(bits):.1f}" for tokens, bits in points)
-        return f'<polyline class="{css}" points="{places}"/>'
+        coordinates = " ".join(f"{self.x(tokens):.1f},{self.y(bits):.1f}" for tokens, bits in points)
+        return f'<polyline class="{css}" points="{coordinates}"/>'
 
     def dots(self, points: Sequence[Point], radius: float) -> str:
-        places = [f'cx="{self.x(tokens):.1f}" cy="{self.y(bits):.1f}"' for tokens, bits in points]
-        return "".join(f'<circle class="dot" {place} r="{radius}"/>' for place in places)
+        coordinates = [f'cx="{self.x(tokens):.1f}" cy="{self.y(bits):.1f}"' for tokens, bits in points]
+        return "".join(f'<circle class="dot" {coordinate} r="{radius}"/>' for coordinate in coordinates)
 
 
 def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str | None:
-    """The picture; None where there is nothing to draw yet.
+    """The SVG; None if there is nothing to draw yet.
 
-    title: the model in a few words. measured: what is measured beside the training loss, in a word.
+    title: short description of the model. measured: name of the evaluated text ("held-out" or "training").
     """
     noise = _means(_points(records, "bits_per_byte"))
     if not noise:
@@ -85,16 +85,16 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
     values = [bits for _, bits in (*training, *held_out, *whole)]
     newest = records[-1]
     frame = _Frame(most_tokens=max(newest["tokens"], 1), low=0.97 * min(values), high=1.03 * max(values))
-    told = f"training {training[-1][1]:.3f}" + "".join(
+    summary = f"training {training[-1][1]:.3f}" + "".join(
         f", {measured} {bits:.4f}" for _, bits in (whole or held_out)[-1:]
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        f"<title>{escape(told)} bits per byte</title>",
+        f"<title>{escape(summary)} bits per byte</title>",
         f"<style>{_STYLE}\n</style>",
         f'<rect class="ground" width="{_WIDTH}" height="{_HEIGHT}" rx="8"/>',
-        _text(28, 38, f"Bits per byte: {told}", css="title"),
-        _text(28, 61, f"{title}; {counted(newest['tokens'])} tokens, {newest['epoch']:.2f} epochs"),
+        _text(28, 38, f"Bits per byte: {summary}", css="title"),
+        _text(28, 61, f"{title}; {format_count(newest['tokens'])} tokens, {newest['epoch']:.2f} epochs"),
         *_axes(frame),
         *_epochs(frame, newest),
         frame.line(noise, "noise"),
@@ -108,29 +108,29 @@ def loss_curve(records: Sequence[Record], *, title: str, measured: str) -> str |
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within [low, high], a few of them."""
+    """A few multiples of 1, 2 or 5 times a power of ten within [low, high]."""
     if not high > low:
         return [low]
-    power = 10.0 ** math.floor(math.log10((high - low) / _MOST_TICKS))
+    power = 10.0 ** math.floor(math.log10((high - low) / _MAX_TICKS))
     for step in (factor * power for factor in (1, 2, 5, 10, 20)):
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first < _MOST_TICKS:
+        if last - first < _MAX_TICKS:
             break
     return [i * step for i in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers within [low, high] of a logarithmic axis, as many as read well."""
+    """A readable number of round values within [low, high] of a logarithmic axis."""
     found: list[float] = []
     for mantissas in _MANTISSAS:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         ticks = [m * 10.0**power for power in powers for m in mantissas if low <= m * 10.0**power <= high]
-        found = ticks if len(ticks) <= _MOST_TICKS else found
-    return found if len(found) >= _FEWEST_TICKS else linear_ticks(low, high)
+        found = ticks if len(ticks) <= _MAX_TICKS else found
+    return found if len(found) >= _MIN_TICKS else linear_ticks(low, high)
 
 
 def tick_label(value: float, ticks: list[float]) -> str:
-    """The number with the digits that tell it from its neighbours, and k, M or G where it is large."""
+    """The number with enough digits to distinguish it from its neighbors, and k, M or G for large numbers."""
     largest, gap = max(map(abs, ticks)), min((b - a for a, b in pairwise(ticks)), default=1.0)
     size, unit = next(((s, u) for s, u in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if largest >= s), (1.0, ""))
     if value == 0:
@@ -140,24 +140,24 @@ def tick_label(value: float, ticks: list[float]) -> str:
 
 
 def _points(records: Sequence[Record], key: str) -> list[Point]:
-    """What can stand on a logarithmic axis, one of each step."""
+    """The positive values of `key`, at most one per step."""
     return list({r["tokens"]: (r["tokens"], r[key]) for r in records if (r.get(key) or 0.0) > 0.0}.values())
 
 
 def _means(points: list[Point]) -> list[Point]:
-    """At most _MOST_POINTS of them: the means of neighbours."""
-    size = math.ceil(len(points) / _MOST_POINTS) if points else 1
+    """Averages neighboring points down to at most _MAX_POINTS."""
+    size = math.ceil(len(points) / _MAX_POINTS) if points else 1
     parts = [points[i : i + size] for i in range(0, len(points), size)]
-    # A part stands where its last point does, so that the line ends where the run does.
+    # A mean takes the position of its last point, so that the curve ends where the run does.
     return [(part[-1][0], math.fsum(bits for _, bits in part) / len(part)) for part in parts]
 
 
 def _smoothed(points: list[Point]) -> list[Point]:
-    """Each value becomes the mean of its neighbours: as many on both sides, fewer towards the ends."""
+    """Moving average over equally many neighbors on both sides, fewer toward the ends."""
     widest = len(points) // 40
     smooth = []
     for i, (tokens, _) in enumerate(points):
-        reach = min(widest, i // 3, len(points) - 1 - i)  # where it falls steeply, neighbours are no equals
+        reach = min(widest, i // 3, len(points) - 1 - i)  # smooth less at the start, where the loss falls steeply
         window = points[i - reach : i + reach + 1]
         smooth.append((tokens, math.fsum(bits for _, bits in window) / len(window)))
     return smooth
@@ -177,13 +177,13 @@ def _axes(frame: _Frame) -> Iterator[str]:
         yield _text(x, bottom + 21, tick_label(tokens, across), anchor="middle", css="x-tick")
     yield _text((_LEFT + right) / 2, _HEIGHT - 16, "tokens seen", anchor="middle", css="x-label")
     middle = (_TOP + bottom) / 2
-    words = "bits per byte (log scale): loss / ln 2 / bytes a token"
-    yield f'<text class="y-label" text-anchor="middle" transform="translate(24 {middle}) rotate(-90)">{words}</text>'
+    label = "bits per byte (log scale): loss / ln 2 / bytes a token"
+    yield f'<text class="y-label" text-anchor="middle" transform="translate(24 {middle}) rotate(-90)">{label}</text>'
 
 
 def _epochs(frame: _Frame, newest: Record) -> Iterator[str]:
-    """A mark where the text began anew."""
-    for epoch in range(1, math.ceil(newest["epoch"]) if newest["epoch"] <= _MOST_EPOCHS else 1):
+    """A mark at the start of each epoch."""
+    for epoch in range(1, math.ceil(newest["epoch"]) if newest["epoch"] <= _MAX_EPOCHS else 1):
         x = frame.x(newest["tokens"] * epoch / newest["epoch"])
         yield f'<line class="epoch" x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{_HEIGHT - _BOTTOM}"/>'
 
@@ -192,14 +192,14 @@ def _legend(measured: str, *, held_out: bool, whole: bool) -> Iterator[str]:
     keys = [("training", "training, smoothed"), *[("held-out", measured)] * held_out]
     x, y, height = _WIDTH - _RIGHT - 190, _TOP + 6, 26 * (len(keys) + whole)
     yield f'<rect class="ground" x="{x}" y="{y}" width="190" height="{height}"/>'
-    for i, (css, words) in enumerate(keys):
+    for i, (css, label) in enumerate(keys):
         middle = y + 13 + 26 * i
         yield f'<line class="key {css}" x1="{x + 10}" y1="{middle}" x2="{x + 38}" y2="{middle}"/>'
-        yield _text(x + 48, middle + 4.5, words, css="legend")
+        yield _text(x + 48, middle + 4.5, label, css="legend")
     if whole:
         yield f'<circle class="dot" cx="{x + 24}" cy="{y + height - 13}" r="5.5"/>'
         yield _text(x + 48, y + height - 8.5, f"{measured}, all of it", css="legend")
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", css: str = "words") -> str:
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+def _text(x: float, y: float, label: str, *, anchor: str = "start", css: str = "words") -> str:
+    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(label)}</text>'

@@ -1,7 +1,7 @@
-"""log.jsonl, one JSON object a record, cut back to the snapshot when a run resumes; TensorBoard where installed.
+"""log.jsonl with one JSON object per record, truncated to the snapshot when a run resumes; TensorBoard if installed.
 
-About a thousand records, whatever the run's length, and one where something was measured; docs/train-log.md says what
-each key means. Where a run begins from weights, step 0 has only what was measured.
+About a thousand records, whatever the run's length, plus one per evaluation; docs/train-log.md documents the keys. In a
+fine-tuning run, step 0 has only the evaluation.
 """
 
 from __future__ import annotations
@@ -14,82 +14,82 @@ from pathlib import Path
 from typing import Any
 
 from model.files import CheckpointError, write_file
-from model.train.common.console import tell
+from model.train.common.console import print_stderr
 from model.train.data.sources import DataError
-from model.train.reporting.progress import Outline, Status
+from model.train.reporting.progress import RunInfo, Status
 
-_NOT_DRAWN = ("step", "fraction")
+_NOT_PLOTTED = ("step", "fraction")
 
 
 class TensorBoardLog:
-    """Writes event files below a folder. Shown by: tensorboard --logdir DIR."""
+    """Writes event files to a folder, for tensorboard --logdir DIR."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DataError where TensorBoard is not installed."""
-        try:  # not at the top: it is optional, and slow to import
+        """Raises DataError if TensorBoard is not installed."""
+        try:  # not at module level: optional, and slow to import
             self._writer_class: Any = import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError:
             raise DataError(
                 "--tensorboard: the package tensorboard is not installed; install it (pip install tensorboard) or "
-                "leave the flag out, log.jsonl and loss.svg are written anyway"
+                "omit the flag, log.jsonl and loss.svg are written anyway"
             ) from None
         self._folder = folder
 
     def start(self, step: int) -> None:
-        """Removes records of later steps, which a resumed run computes again."""
+        """Removes records of later steps, which a resumed run recomputes."""
         self._writer = self._writer_class(str(self._folder), purge_step=step + 1)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One record of the log, or a part of it; after start()."""
+        """Adds a record of the log, or a part of one. Call start() first."""
         for key, value in record.items():
-            if key not in _NOT_DRAWN and value is not None:
+            if key not in _NOT_PLOTTED and value is not None:
                 self._writer.add_scalar(key, value, record["step"])
         self._writer.flush()
 
 
 Record = dict[str, Any]
-"""Holds at least "step"; numbers that are not finite stand as null."""
+"""Has at least the key "step"; numbers that are not finite are null."""
 _RECORDS = 1000
 
 
 class MetricsLog:
     """Records of each step in memory and in a file; a failed write is reported once and does not end the run."""
 
-    def __init__(self, path: Path, outline: Outline, *, start_step: int, board: TensorBoardLog | None) -> None:
-        """start_step: as in read_records(). board: receives the same records."""
-        self.path, self.board, self._outline = path, board, outline
+    def __init__(self, path: Path, run_info: RunInfo, *, start_step: int, tensorboard: TensorBoardLog | None) -> None:
+        """start_step: see read_records(). tensorboard: receives the same records."""
+        self.path, self.tensorboard, self._run_info = path, tensorboard, run_info
         self.records = read_records(path, start_step=start_step)
         self._mark = _mark(self.records[-1]["fraction"]) if self.records and self.records[-1]["step"] else -1
         self._losses: list[float] = []
         self._norms: list[float] = []
-        self._is_whole, self._told = False, False
+        self._can_append, self._has_warned = False, False
         if path.exists():
             self._write()
 
     def step(self, status: Status) -> None:
-        """One more step."""
+        """Adds a step; writes a record when due."""
         self._losses.append(status.progress.loss)
         self._norms.append(status.progress.grad_norm)
         if _mark(status.progress.fraction) > self._mark:
             self._record(status)
 
     def measure(self, status: Status | None, measured: Mapping[str, float]) -> None:
-        """What was measured after the last step, which gets a record where it has none, or before the first one."""
+        """Adds an evaluation to the record of the last step, or of step 0; creates the record if needed."""
         if status and self._losses:
             self._record(status)
         elif not self.records:
             self.add({"step": 0, "tokens": 0, "epoch": 0.0, "fraction": 0.0, "seconds": 0.0})
         added = {key: _finite(value) for key, value in measured.items()}
         self.records[-1] |= added
-        self._is_whole = False
+        self._can_append = False
         self._write()
-        self._tell_board({"step": self.records[-1]["step"], **added})
+        self._log_to_tensorboard({"step": self.records[-1]["step"], **added})
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One more record, at the end."""
+        """Appends a record."""
         self.records.append({key: _finite(value) for key, value in record.items()})
         self._write()
-        self._tell_board(self.records[-1])
+        self._log_to_tensorboard(self.records[-1])
 
     def _record(self, status: Status) -> None:
         p, loss = status.progress, math.fsum(self._losses) / len(self._losses)
@@ -100,39 +100,39 @@ class MetricsLog:
             "fraction": p.fraction,
             "seconds": round(p.seconds, 3),
             "loss": loss,
-            "bits_per_byte": loss / math.log(2) / self._outline.bytes_per_target,
+            "bits_per_byte": loss / math.log(2) / self._run_info.bytes_per_target,
             "grad_norm": max(self._norms),
             "tokens_per_second": round(status.tokens_per_second, 1),
             "mfu": status.mfu,
         }
-        self.add(record | {name: rate * p.lr_factor for name, rate in self._outline.rates.items()})
+        self.add(record | {name: rate * p.lr_factor for name, rate in self._run_info.rates.items()})
         self._mark = _mark(p.fraction)
         self._losses.clear()
         self._norms.clear()
 
-    def _tell_board(self, record: Record) -> None:
-        if self.board:
-            self.board.add(record)
+    def _log_to_tensorboard(self, record: Record) -> None:
+        if self.tensorboard:
+            self.tensorboard.add(record)
 
     def _write(self) -> None:
-        may_append, self._is_whole = self._is_whole, False  # until the line is there
+        may_append, self._can_append = self._can_append, False  # until the line is written
         try:
             if may_append:
                 with self.path.open("ab") as file:
                     file.write(json_line(self.records[-1]).encode())
             else:
                 write_file(self.path, "".join(map(json_line, self.records)).encode())
-            self._is_whole = True
+            self._can_append = True
         except (OSError, CheckpointError) as error:
-            if not self._told:
-                tell(f"warning: {self.path.name} is behind ({error}); training goes on")
-            self._told = True
+            if not self._has_warned:
+                print_stderr(f"warning: {self.path.name} is out of date ({error}); training continues")
+            self._has_warned = True
 
 
 def read_records(path: Path, *, start_step: int) -> list[Record]:
-    """What a file has of steps up to `start_step`: later ones, and lines that a crash left torn, are computed again.
+    """Records of a file up to `start_step`; empty without a file. Drops lines that a crash left incomplete.
 
-    start_step: the step of the snapshot that a run goes on from; 0 begins a new run. Empty where there is no file.
+    start_step: step of the snapshot that the run resumes from; 0 for a new run.
     """
     try:
         lines = path.read_bytes().splitlines() if start_step else []
@@ -142,7 +142,7 @@ def read_records(path: Path, *, start_step: int) -> list[Record]:
 
 
 def json_line(record: Record) -> str:
-    """As it stands in a file."""
+    """The line of a record in a file."""
     return json.dumps(record, allow_nan=False) + "\n"
 
 

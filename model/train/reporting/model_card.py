@@ -1,6 +1,6 @@
-"""Exports a finished run, all or nothing: weights, tokenizer, sampling defaults and the model card, its README.md.
+"""Exports a finished run atomically: weights, tokenizer, sampling defaults and the model card (README.md).
 
-The card says what was trained, on what, and with which result.
+The card documents the model, its training data and the results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from model.checkpoint.checkpoint import weights_files
-from model.checkpoint.golden import GOLDEN_FILE, LONGEST, as_stored, golden_file
+from model.checkpoint.golden import GOLDEN_FILE, MAX_PROMPT_IDS, as_stored, golden_file
 from model.checkpoint.manifest import MANIFEST_FILE, manifest_file
 from model.checkpoint.model_summary import describe_size, shape_lines
 from model.checkpoint.tensor_index import WEIGHTS_FILE
@@ -22,7 +22,7 @@ from model.files import parse_object, write_files
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.console import duration
-from model.train.common.sample import Drawing, Sample
+from model.train.common.sample import Sample, SamplingSettings
 from model.train.reporting.samples import plain, quoted
 from model.train.setup.finetune import Base
 
@@ -30,17 +30,17 @@ _ABOUT = "It continues text as its corpus does."
 _LIMITS = """It writes on from what it is given, in the manner of the texts it has read, and wanders. It knows no facts
 and follows no instructions: what it says of the world, of persons or of itself is made up. What its texts hold of
 prejudice, it may repeat. It was measured on text of the same kind; other text it continues worse."""
-_OURS = "inkstream"
-"""The family of shapes that no other library has."""
+_NATIVE_FAMILY = "inkstream"
+"""Name of the native family, which no other library supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a finished run knows about itself."""
+    """Facts about a finished run, for the model card."""
 
     command: str
     start: str
-    """What the weights were before: "trained from scratch" or "fine-tuned from ..."."""
+    """Origin of the weights: "trained from scratch" or "fine-tuned from ..."."""
     device: str
     seed: int
     steps: int
@@ -48,21 +48,21 @@ class RunFacts:
     seconds: float
     epochs: float
     corpus: str
-    """How much there was to learn from, in words."""
+    """Description of the size of the corpus."""
     sources: Sequence[str]
-    """What it was called, without its place on this machine."""
+    """Names of the data, without local paths."""
     measured: str
-    """What bits_per_byte is of: "held-out" or "training" text."""
+    """Text that bits_per_byte refers to: "held-out" or "training"."""
     bits_per_byte: float
     unseen: Mapping[str, float]
-    """Bits per byte of texts that nothing was learnt from, by name."""
+    """Name -> bits per byte, of texts excluded from training."""
     date: str
     exported: str
-    """Which weights of the run these are, in words."""
+    """Description of the exported weights, such as the step they are from."""
     about: str
-    """Text the user adds with --about: corpus, licence, intended use."""
+    """Text of --about: corpus, license, intended use."""
     license: str | None = None
-    """In the hub's terms: mit, cc0-1.0, ..."""
+    """License id of the Hugging Face hub: mit, cc0-1.0, ..."""
     language: str | None = None
 
 
@@ -73,10 +73,10 @@ def model_card(
     samples: Sequence[Sample],
     *,
     family: str,
-    drawing: Drawing,
+    sampling: SamplingSettings,
     sha256: str,
 ) -> str:
-    """Markdown under a head for the hub. family: model_type of the config.json. drawing: of the samples."""
+    """Markdown with front matter for the hub. family: model_type of the config.json. sampling: of the samples."""
     kind = "An encoder and decoder" if config.n_encoder_layers else "A decoder"
     parts = [
         _front_matter(config, family, facts),
@@ -87,21 +87,21 @@ def model_card(
         "![Bits per byte over tokens seen: training and held-out](loss.svg)",
         f"Command:\n\n```\n{facts.command}\n```",
         f"## Use\n\n{_use(family)}",
-        f"## Samples\n\n{_drawn(drawing)}, not chosen. How they came to this: [samples.md](samples.md).",
-        *(f"Prompt {plain(sample.prompt)}\n\n{quoted(sample.joined)}" for sample in samples),
+        f"## Samples\n\n{_describe_sampling(sampling)}, not chosen. How they came to this: [samples.md](samples.md).",
+        *(f"Prompt {plain(sample.prompt)}\n\n{quoted(sample.full_text)}" for sample in samples),
         f"## Limits\n\n{_LIMITS}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def without_places(names: Sequence[str]) -> list[str]:
-    """File names without their folders if they are unique: local paths do not belong into a published card."""
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """File names without their folders if they are unique: local paths do not belong in a published card."""
     short = ["standard input" if name == "-" else Path(name).name or name for name in names]
     return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def read_about(path: str | None) -> str:
-    """Text for the card, read before hours of training and not after. Raises ValueError."""
+    """Reads the --about text; called before training to fail early. Raises ValueError."""
     try:
         return Path(path).read_text(encoding="utf-8").strip() if path else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -112,9 +112,9 @@ def read_about(path: str | None) -> str:
 def _front_matter(config: ModelConfig, family: str, facts: RunFacts) -> str:
     lines = [] if facts.license is None else [f'license: "{facts.license}"']
     lines += [] if facts.language is None else [f'language: "{facts.language}"']  # else "no" would be false
-    lines.append(f"library_name: {'transformers' if family != _OURS else _OURS}")
+    lines.append(f"library_name: {'transformers' if family != _NATIVE_FAMILY else _NATIVE_FAMILY}")
     lines += [] if config.n_encoder_layers else ["pipeline_tag: text-generation"]
-    tags = dict.fromkeys([_OURS, family])
+    tags = dict.fromkeys([_NATIVE_FAMILY, family])
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 
@@ -141,7 +141,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def _use(family: str) -> str:
     serve = "Serve it, from a clone of inkstream:\n\n```\npython -m app serve --weights .\n```"
-    if family == _OURS:
+    if family == _NATIVE_FAMILY:
         return serve
     return f"""{serve}
 
@@ -154,11 +154,11 @@ print(pipeline("text-generation", ".")("Once upon a time", max_new_tokens=100)[0
 ```"""
 
 
-def _drawn(drawing: Drawing) -> str:
-    if not drawing.temperature:
+def _describe_sampling(sampling: SamplingSettings) -> str:
+    if not sampling.temperature:
         return "The likeliest token each time"
-    how = f"temperature {drawing.temperature:g}, top_p {drawing.top_p:g}"
-    return f"Drawn with {how} and repetition_penalty {drawing.repetition_penalty:g}"
+    how = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+    return f"Drawn with {how} and repetition_penalty {sampling.repetition_penalty:g}"
 
 
 def write_result(
@@ -169,27 +169,31 @@ def write_result(
     dtype: torch.dtype,
     *,
     samples: Sequence[Sample],
-    drawing: Drawing,
+    sampling: SamplingSettings,
     base: Base | None,
 ) -> None:
-    """Writes a directory that serves. Raises CheckpointError.
+    """Writes a directory that the service can load. Raises CheckpointError.
 
-    drawing: of the samples, and the sampling defaults of a model that has no `base` to keep them from.
+    sampling: settings of the samples, and sampling defaults of the model unless `base` has its own.
     """
-    files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, drawing)
+    files = base.result(decoder, dtype) if base else _new_files(decoder, tokenizer, dtype, sampling)
     ids = tokenizer.encode(" ".join(sample.prompt for sample in samples))
-    # A vocabulary of few words may know none of the prompts'.
-    golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(LONGEST, decoder.config.context)]
+    # A small vocabulary may contain no word of the prompts.
+    golden_prompt = (ids if len(ids) > 1 else [0, 0])[: min(MAX_PROMPT_IDS, decoder.config.context)]
     files[GOLDEN_FILE] = golden_file(as_stored(decoder, dtype), golden_prompt)
     sha256 = hashlib.sha256(files[WEIGHTS_FILE]).hexdigest()
     family, n_params = parse_object(files["config.json"])["model_type"], decoder.n_params
-    card = model_card(decoder.config, n_params, facts, samples, family=family, drawing=drawing, sha256=sha256).encode()
+    card = model_card(
+        decoder.config, n_params, facts, samples, family=family, sampling=sampling, sha256=sha256
+    ).encode()
     # Write the manifest last: until it exists, a reader of the directory sees that it is incomplete.
     write_files(out, {**files, "README.md": card, MANIFEST_FILE: manifest_file(files)})
 
 
-def _new_files(decoder: Decoder, tokenizer: Tokenizer, dtype: torch.dtype, drawing: Drawing) -> dict[str, bytes]:
-    """Weights, tokenizer and sampling defaults of a model that had none."""
-    generation = {"do_sample": True, **asdict(drawing)} if drawing.temperature else {"do_sample": False}
+def _new_files(
+    decoder: Decoder, tokenizer: Tokenizer, dtype: torch.dtype, sampling: SamplingSettings
+) -> dict[str, bytes]:
+    """Weights, tokenizer and sampling defaults of a model trained from scratch."""
+    generation = {"do_sample": True, **asdict(sampling)} if sampling.temperature else {"do_sample": False}
     files = weights_files(decoder, dtype=dtype, eos_id=tokenizer.eos_id, generation=generation)
     return files | {name: content.encode() for name, content in tokenizer.files().items()}

@@ -16,9 +16,9 @@ import torch
 
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.common.sample import Prompt
-from model.train.data.batch import IGNORED, Batch, Examples, StepOrder, of_windows, padded, spread
+from model.train.data.batch import IGNORE_INDEX, Batch, Examples, StepOrder, batch_of_windows, evenly_spaced, pad_batch
 from model.train.data.corpus import Corpus, prepare
-from model.train.data.examples import ExampleTexts, of_lines, of_pairs
+from model.train.data.examples import ExampleTexts, examples_of_lines, examples_of_pairs
 from model.train.data.token_cache import Tokens
 from model.train.setup.options import sources, vocabulary
 
@@ -34,26 +34,26 @@ _TOKENS_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Everything that training asks of its data."""
+    """Training and evaluation data of a run."""
 
     tokenizer: Tokenizer
     batch: Callable[[int], Batch]
     """The batch of a step: a pure function of the seed and the step."""
     rows: int
-    """Of a batch."""
+    """Rows per batch."""
     per_epoch: int
-    """Rows that are all there is."""
+    """Rows per epoch."""
     row_tokens: float
-    """Targets of a row, on average."""
+    """Mean number of targets per row."""
     held_out: Sequence[Batch]
-    """What the result is measured on."""
+    """Batches for evaluation."""
     measured: str
-    """What that is, in a word before "bits per byte"."""
+    """Name of the evaluated text, before "bits per byte": "held-out" or "training"."""
     corpus: str
-    """What there is, in words."""
+    """Description of the corpus size."""
     prompts: Sequence[Prompt]
     unseen: Mapping[str, Sequence[Batch]]
-    """By file: texts that are neither learnt from nor held out of the same books; measured at the end."""
+    """File -> texts that are neither trained on nor held out from the same documents; evaluated at the end."""
     digest: str
     """SHA-256 over the texts and the options that shaped them."""
 
@@ -62,50 +62,52 @@ class Dataset:
         return round(step * self.rows * self.row_tokens)
 
     def bytes_per_target(self, n_targets: float) -> float:
-        """Mean length of a token in what is measured, or in so many targets from all over it."""
+        """Mean bytes per target of the evaluated text, or of about `n_targets` evenly spaced targets."""
         bytes_of, n_bytes, seen = self.tokenizer.bytes_of, 0, 0
-        for batch in spread(self.held_out, n_targets):
-            counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)].tolist()
+        for batch in evenly_spaced(self.held_out, n_targets):
+            counted = batch.targets_RN[batch.targets_RN.ne(IGNORE_INDEX)].tolist()
             n_bytes, seen = n_bytes + sum(len(bytes_of[token]) for token in counted), seen + len(counted)
         return max(n_bytes, 1) / max(seen, 1)
 
     def epochs(self, step: int) -> float:
-        """How often everything was seen before `step`."""
+        """Epochs completed before `step`."""
         return step * self.rows / self.per_epoch
 
 
-def gather(options: argparse.Namespace, context: int, cache: Path, tokenizer: Tokenizer | None = None) -> Dataset:
-    """What the flags name, in the form that they name. cache: where running text keeps its tokens.
+def build_dataset(
+    options: argparse.Namespace, context: int, cache: Path, tokenizer: Tokenizer | None = None
+) -> Dataset:
+    """The dataset that the flags describe. cache: folder of the token cache for running text.
 
-    tokenizer: one that is there already. Raises ConfigError, DataError, TokenizerError and CheckpointError.
+    tokenizer: an existing one to use. Raises ConfigError, DataError, TokenizerError and CheckpointError.
     """
     words, read = vocabulary(options), sources(options, options.pairs or options.data)
-    most_tokens = words.size if tokenizer is None else None
+    max_vocab_size = words.size if tokenizer is None else None
     given: dict[str, Any] = {"vocabulary": words, "held_out_share": options.held_out, "tokenizer": tokenizer}
     batch = {"rows": options.windows, "seed": options.seed}
     if options.pairs:
-        return material_of_rows(of_pairs(read, context=context, **given), most_tokens, **batch)
+        return dataset_of_examples(examples_of_pairs(read, context=context, **given), max_vocab_size, **batch)
     if options.per_line:
-        lines = of_lines(read, context=context, from_end=options.lines_from_end, **given)
-        return material_of_rows(lines, most_tokens, **batch)
-    # A model that has read more than this text knows both kinds of quotes, and the text stays as it is.
-    usual = 0.5 if tokenizer is None else 0.0
-    straighten = usual if options.straighten is None else options.straighten
+        lines = examples_of_lines(read, context=context, from_end=options.lines_from_end, **given)
+        return dataset_of_examples(lines, max_vocab_size, **batch)
+    # A pretrained model knows both kinds of quotes, so the text is not changed.
+    default_share = 0.5 if tokenizer is None else 0.0
+    straighten = default_share if options.straighten is None else options.straighten
     unseen = sources(options, options.unseen) if options.unseen else None
     corpus = prepare(read, cache, straighten=straighten, unseen=unseen, **given)
-    return _material_of_text(corpus, most_tokens, context=context, **batch)
+    return _dataset_of_text(corpus, max_vocab_size, context=context, **batch)
 
 
-def material_of_rows(texts: ExampleTexts, most_tokens: int | None, *, rows: int, seed: int) -> Dataset:
-    """Texts by themselves, so many a step. most_tokens: what the vocabulary was to have at most."""
+def dataset_of_examples(texts: ExampleTexts, max_vocab_size: int | None, *, rows: int, seed: int) -> Dataset:
+    """Dataset of independent examples. max_vocab_size: the requested maximum, for a note if the result is smaller."""
     noun, tokenizer = texts.noun, texts.tokenizer
-    train = [row.example for row in texts.found if row.key not in texts.held_out]
-    # One row of each key, be it held out or, where nothing is, learnt from.
-    found = {row.key: row for row in texts.found if row.key in texts.held_out or not texts.held_out}
+    train = [row.example for row in texts.rows if row.key not in texts.held_out]
+    # One row of each held-out key; if nothing is held out, one row of each training key.
+    found = {row.key: row for row in texts.rows if row.key in texts.held_out or not texts.held_out}
     measured = list(found.values())
     examples = [row.example for row in measured]
     n_tokens, n_words = sum(len(example.tokens) - 1 for example in train), tokenizer.vocab_size
-    short = f"{_shrunk(n_words)}; " if n_words < (most_tokens or 0) else ""
+    short = f"{_vocabulary_note(n_words)}; " if n_words < (max_vocab_size or 0) else ""
     few = f"none, {len(measured)} {noun} are too few; bits per byte are of the training {noun}"
     held_out = f"{len(measured)} {noun}" if texts.held_out else few
     return Dataset(
@@ -114,23 +116,23 @@ def material_of_rows(texts: ExampleTexts, most_tokens: int | None, *, rows: int,
         rows=rows,
         per_epoch=len(train),
         row_tokens=n_tokens / len(train),
-        held_out=[padded(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
+        held_out=[pad_batch(examples[i : i + _MEASURED_AT_ONCE]) for i in range(0, len(examples), _MEASURED_AT_ONCE)],
         measured="held-out" if texts.held_out else "training",
-        corpus=f"{len(texts.found)} {noun}, {n_tokens} training tokens; {short}held-out: {held_out}",
+        corpus=f"{len(texts.rows)} {noun}, {n_tokens} training tokens; {short}held-out: {held_out}",
         prompts=[row.prompt for row in measured[: len(_PROMPTS)]],
         unseen={},
         digest=_digest(texts),
     )
 
 
-def _material_of_text(corpus: Corpus, most_tokens: int | None, *, context: int, rows: int, seed: int) -> Dataset:
-    """Documents behind one another, read in windows of the context."""
+def _dataset_of_text(corpus: Corpus, max_vocab_size: int | None, *, context: int, rows: int, seed: int) -> Dataset:
+    """Dataset of concatenated documents, in windows of `context` tokens."""
     order = StepOrder(corpus.train, length=context, windows=rows, seed=seed)
     n_train, n_held_out, n_words = len(corpus.train), len(corpus.held_out), corpus.tokenizer.vocab_size
-    short = f"; {_shrunk(n_words)}" if n_words < (most_tokens or 0) else ""
+    short = f"; {_vocabulary_note(n_words)}" if n_words < (max_vocab_size or 0) else ""
     return Dataset(
         tokenizer=corpus.tokenizer,
-        batch=lambda step: of_windows(torch.from_numpy(order.batch(step))),
+        batch=lambda step: batch_of_windows(torch.from_numpy(order.batch(step))),
         rows=rows,
         per_epoch=order.per_epoch,
         row_tokens=context,
@@ -143,22 +145,22 @@ def _material_of_text(corpus: Corpus, most_tokens: int | None, *, context: int, 
     )
 
 
-def _shrunk(n_words: int) -> str:
-    return f"a vocabulary of {n_words}, the text supports no more"
+def _vocabulary_note(n_words: int) -> str:
+    return f"a vocabulary of {n_words}, the maximum for this text"
 
 
 def _windows(tokens: Tokens, context: int) -> list[Batch]:
-    """Every token but the first is a target once. Short windows are measured together, what is left over alone."""
+    """Batches in which every token but the first is a target once. Groups short windows; the remainder is separate."""
     tokens_N = torch.from_numpy(tokens.astype("int64"))
     n_whole = (len(tokens_N) - 1) // context
     whole_RN = tokens_N.unfold(0, context + 1, context) if n_whole else tokens_N.new_empty(0, context + 1)
     rest_RN = tokens_N[None, n_whole * context :]
     parts = whole_RN.split(max(1, _TOKENS_AT_ONCE // context))
-    return [of_windows(part_RN) for part_RN in (*parts, rest_RN) if len(part_RN) and part_RN.shape[1] > 1]
+    return [batch_of_windows(part_RN) for part_RN in (*parts, rest_RN) if len(part_RN) and part_RN.shape[1] > 1]
 
 
 def _digest(texts: ExampleTexts) -> str:
     digest = hashlib.sha256("".join(texts.tokenizer.files().values()).encode())
-    for row in texts.found:
+    for row in texts.rows:
         digest.update(repr(row.example).encode())
     return digest.hexdigest()

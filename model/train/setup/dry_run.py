@@ -1,4 +1,4 @@
-"""Predicts what a run takes: --dry-run and --preset auto. Measures the text without tokenizing all of it."""
+"""Estimates the resources of a run, for --dry-run and --preset auto. Tokenizes only a sample of the text."""
 
 from __future__ import annotations
 
@@ -17,94 +17,93 @@ from model.files import write_file
 from model.nn.transformer import Decoder
 from model.presets import SIZES
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.console import Ticker, counted, duration
+from model.train.common.console import Ticker, duration, format_count
 from model.train.common.output_dir import free_bytes
-from model.train.data.corpus import least_share
+from model.train.data.corpus import min_held_out_fraction
 from model.train.data.sources import STANDARD_INPUT, DataError
 from model.train.data.vocabulary import Vocabulary
-from model.train.setup.dataset import gather
-from model.train.setup.finetune import base_of, settle
+from model.train.setup.dataset import build_dataset
+from model.train.setup.finetune import apply_base_defaults, load_base
 from model.train.setup.options import limits, shape, sources, vocabulary
 from model.train.setup.resources import Speed, measure, sizes
 
 _SAMPLE = 1_000_000
-"""Bytes, of which a vocabulary is learnt in a second or two."""
+"""In bytes; training a vocabulary on this much takes one or two seconds."""
 _PIECE = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
-    """What a corpus is, about."""
+class DatasetSize:
+    """Estimated size of a dataset."""
 
-    told: str
-    """In words."""
+    description: str
     row_tokens: float
     per_epoch: int
-    """Rows."""
+    """Rows per epoch."""
     vocab_size: int
     stored: int
-    """Bytes of the tokens on the disk."""
+    """Bytes of the token cache on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
-    """What was read: how much, and a part of it from all over."""
+class TextSample:
+    """Size of the text, and an evenly spaced sample of it."""
 
     n_documents: int
     n_bytes: int
     sample: list[str]
 
-    def tokenised(self, words: Vocabulary, given: Tokenizer | None = None) -> tuple[float, int]:
-        """(bytes of a token, tokens of the vocabulary) where the sample speaks for the whole. Raises TokenizerError."""
-        # A sample may be too small for what the whole is large enough for.
+    def measure_tokens(self, words: Vocabulary, given: Tokenizer | None = None) -> tuple[float, int]:
+        """(bytes per token, vocabulary size), estimated from the sample. Raises TokenizerError."""
+        # The sample may support fewer tokens than the whole text.
         tokenizer = given or replace(words, fewer=words.fewer or self.n_bytes > _SAMPLE).train(self.sample)
         n_tokens = sum(map(len, tokenizer.encode_many(self.sample)))
-        is_whole = self.n_bytes <= _SAMPLE or words.size is None or given
+        is_complete = self.n_bytes <= _SAMPLE or words.size is None or given
         return (
             sum(len(text.encode()) for text in self.sample) / max(n_tokens, 1),
-            tokenizer.vocab_size if is_whole else words.size or 0,
+            tokenizer.vocab_size if is_complete else words.size or 0,
         )
 
 
-def read_texts(options: argparse.Namespace) -> Texts:
-    """All running text once, from beginning to end. Raises DataError."""
+def read_texts(options: argparse.Namespace) -> TextSample:
+    """Reads all running text once. Raises DataError."""
     ticker, sample, every, n_pieces, n_documents, n_bytes = Ticker(), list[str](), 1, 0, 0, 0
     for path, text in sources(options, options.data).documents():
         for start in range(0, len(text), _PIECE):
             if n_pieces % every == 0:
-                sample.append(text[start : start + _PIECE].decode(errors="ignore"))  # half a character at either end
+                sample.append(text[start : start + _PIECE].decode(errors="ignore"))  # drops partial characters
             n_pieces += 1
         while sum(map(len, sample)) > 2 * _SAMPLE:
             sample, every = sample[::2], 2 * every
         n_documents, n_bytes = n_documents + 1, n_bytes + len(text)
         ticker.tick(f"reading: {n_bytes / 1e6:.0f} MB, {n_documents} documents, now {path}")
-    return Texts(n_documents=n_documents, n_bytes=n_bytes, sample=sample)
+    return TextSample(n_documents=n_documents, n_bytes=n_bytes, sample=sample)
 
 
-def amount_of(options: argparse.Namespace, context: int, tokenizer: Tokenizer | None = None) -> Amount:
-    """What the flags name. tokenizer: one that is there already. Raises ConfigError, DataError and TokenizerError."""
+def estimate_dataset_size(options: argparse.Namespace, context: int, tokenizer: Tokenizer | None = None) -> DatasetSize:
+    """Estimates the size of the data. tokenizer: an existing one. Raises ConfigError, DataError and TokenizerError."""
     if options.pairs or options.per_line:
-        rows = gather(options, context, Path(options.out), tokenizer)
-        return Amount(
-            told=rows.corpus,
+        rows = build_dataset(options, context, Path(options.out), tokenizer)
+        return DatasetSize(
+            description=rows.corpus,
             row_tokens=rows.row_tokens,
             per_epoch=rows.per_epoch,
             vocab_size=rows.tokenizer.vocab_size,
             stored=0,
         )
     texts, words = read_texts(options), vocabulary(options)
-    per_token, vocab_size = texts.tokenised(words, tokenizer)
+    per_token, vocab_size = texts.measure_tokens(words, tokenizer)
     all_tokens = round(texts.n_bytes / per_token) + texts.n_documents
-    n_tokens = round(all_tokens * (1 - least_share(texts.n_documents, options.held_out)))
+    n_tokens = round(all_tokens * (1 - min_held_out_fraction(texts.n_documents, options.held_out)))
     per_epoch = (n_tokens - 1) // context - 1
     if per_epoch < 1:
         raise DataError(f"about {n_tokens} tokens of training text are too few for windows of {context} (--context)")
-    told = (
-        f"{texts.n_documents} documents, {texts.n_bytes / 1e6:.1f} MB; about {counted(n_tokens)} training tokens "
+    description = (
+        f"{texts.n_documents} documents, {texts.n_bytes / 1e6:.1f} MB; about {format_count(n_tokens)} training tokens "
         f"of {per_token:.2f} bytes"
     )
-    return Amount(
-        told=told,
+    return DatasetSize(
+        description=description,
         row_tokens=context,
         per_epoch=per_epoch,
         vocab_size=vocab_size,
@@ -112,8 +111,8 @@ def amount_of(options: argparse.Namespace, context: int, tokenizer: Tokenizer | 
     )
 
 
-_PASSING = 2
-"""Gradients of activations, and what a layer needs only while it computes, are about as much again."""
+_ACTIVATION_FACTOR = 2
+"""Gradients of activations and temporaries of a layer take about as much memory again."""
 _PARTS = {
     "embedding": "embedding",
     "position_embedding": "embedding",
@@ -123,18 +122,19 @@ _PARTS = {
     "untied_head": "head",
     "head_bias": "head",
 }
-_REST = "norms"
-_PER_PARAMETER = 5
-"""Tokens that a parameter should at least see. 20 make the most of an amount of computing (arXiv:2203.15556), but a
-little too large costs less than a little too small: `small` was at 1.46 held-out bits per byte after 2 of them."""
-_EPOCHS = 8
-"""How often a text is worth reading: 4 times are as good as new text, 16 teach little more (arXiv:2305.16264)."""
+_OTHER = "norms"
+_TOKENS_PER_PARAMETER = 5
+"""Minimum training tokens per parameter. 20 are compute-optimal (arXiv:2203.15556), but a model slightly too large
+costs
+less than one slightly too small: `small` reached 1.46 held-out bits per byte with 2."""
+_MAX_EPOCHS = 8
+"""Useful epochs: up to 4 are as good as new text, beyond 16 there is little gain (arXiv:2305.16264)."""
 
 
-def settle_size(options: argparse.Namespace, *, follows: bool = False) -> None:
-    """Puts a size in the place of auto, and says which; of a run that goes on the one that it has.
+def resolve_preset(options: argparse.Namespace, *, follows: bool = False) -> None:
+    """Replaces --preset auto with a preset and prints it; a resumed run keeps its preset.
 
-    follows: take what another process of this run has chosen. Raises ConfigError, DataError and TokenizerError.
+    follows: use the choice of another process of this run. Raises ConfigError, DataError and TokenizerError.
     """
     if options.preset != AUTO:
         return
@@ -144,79 +144,87 @@ def settle_size(options: argparse.Namespace, *, follows: bool = False) -> None:
         return
     # Errors in the other flags are reported before the text is read.
     if options.pairs or options.per_line:
-        raise ConfigError("--preset auto is for running text; name a preset for lines and pairs")
+        raise ConfigError("--preset auto needs running text; choose a preset for lines and pairs")
     if str(STANDARD_INPUT) in (options.data or []):
-        raise ConfigError("--preset auto reads the text before it chooses, and - can be read but once; name a preset")
+        raise ConfigError("--preset auto reads the text twice, and - can be read only once; choose a preset")
     shape(_with_preset(options, SIZES[0]))
-    options.preset, why = choose(options, read_texts(options))
+    options.preset, why = choose_preset(options, read_texts(options))
     print(f"--preset auto takes {options.preset}: {why}", flush=True)
     if not options.dry_run:
         write_file(kept, f"{options.preset}\n".encode())
 
 
-def choose(options: argparse.Namespace, texts: Texts) -> tuple[str, str]:
-    """(the largest preset of which every parameter would see enough tokens, why it is)."""
-    chosen, why = SIZES[0], "the smallest there is"
+def choose_preset(options: argparse.Namespace, texts: TextSample) -> tuple[str, str]:
+    """(the largest preset with enough training tokens per parameter, reason)."""
+    chosen, why = SIZES[0], "the smallest"
     for name in SIZES:
-        asked = _with_preset(options, name)
-        config, once = shape(asked), texts.n_bytes / texts.tokenised(vocabulary(asked))[0]
+        candidate = _with_preset(options, name)
+        config, text_tokens = shape(candidate), texts.n_bytes / texts.measure_tokens(vocabulary(candidate))[0]
         with torch.device("meta"):
             n_params = Decoder(config).n_params
-        wanted = _PER_PARAMETER * n_params
-        amounts = {f"{_EPOCHS} epochs of this text": _EPOCHS * once, "this run": _length(asked, config, once)}
-        for whence, most in amounts.items():
+        wanted = _TOKENS_PER_PARAMETER * n_params
+        amounts = {
+            f"{_MAX_EPOCHS} epochs of this text": _MAX_EPOCHS * text_tokens,
+            "this run": _run_tokens(candidate, config, text_tokens),
+        }
+        for source, most in amounts.items():
             if most < wanted:
-                return chosen, f"{why}; {name} wants {counted(wanted)} tokens or more, {whence} has {counted(most)}"
-        chosen, why = name, f"{describe_size(n_params)} parameters, each to see {_PER_PARAMETER} tokens or more"
-    return chosen, f"{why}; the largest there is"
+                return (
+                    chosen,
+                    f"{why}; {name} wants {format_count(wanted)} tokens or more, {source} has {format_count(most)}",
+                )
+        chosen, why = name, f"{describe_size(n_params)} parameters with {_TOKENS_PER_PARAMETER} tokens or more for each"
+    return chosen, f"{why}; the largest"
 
 
 def forecast(options: argparse.Namespace) -> None:
-    """Prints a table, a line as soon as it is known. Raises ValueError behind it where it does not fit."""
-    device, base = choose_device(options.device), base_of(options, Path(options.out), resumes=False)
+    """Prints a table of the estimates, line by line. Raises ValueError at the end if the run does not fit."""
+    device, base = choose_device(options.device), load_base(options, Path(options.out), resumes=False)
     if base:
-        settle(options, base)
-    asked = base.shape if base else shape(options)
-    amount = amount_of(options, options.context or asked.context, base.tokenizer if base else None)
-    asked = asked if base else replace(asked, vocab_size=amount.vocab_size)
+        apply_base_defaults(options, base)
+    config = base.shape if base else shape(options)
+    dataset_size = estimate_dataset_size(options, options.context or config.context, base.tokenizer if base else None)
+    config = config if base else replace(config, vocab_size=dataset_size.vocab_size)
     with torch.device("meta"):
-        decoder = Decoder(asked)
+        decoder = Decoder(config)
     need = sizes(decoder, options.optimizer, ema=options.ema, export_dtype=options.export_dtype)
     listed = ", ".join(f"{name} {describe_size(n)}" for name, n in parts(decoder).items())
     _print("parameters", f"{describe_size(decoder.n_params)}: {listed}")
-    _print("text", amount.told)
-    on_disk, free = need.on_disk + amount.stored, free_bytes(Path(options.out))
-    files = _listed(tokens=amount.stored, snapshots=2 * need.snapshot, result=need.result)
+    _print("text", dataset_size.description)
+    on_disk, free = need.on_disk + dataset_size.stored, free_bytes(Path(options.out))
+    files = _format_sizes(tokens=dataset_size.stored, snapshots=2 * need.snapshot, result=need.result)
     _print("disk", f"about {describe_bytes(on_disk)}: {files}; {describe_bytes(free)} are free")
     if on_disk > free:
-        raise ValueError(f"--out {options.out}: its disk has too little room; name a folder elsewhere")
+        raise ValueError(f"--out {options.out}: not enough disk space; use another disk")
     in_memory, free = need.in_memory, free_memory(device)
-    told = _listed(weights=need.weights, gradients=need.weights, optimiser=need.optimiser, average=need.average)
+    memory_parts = _format_sizes(
+        weights=need.weights, gradients=need.weights, optimizer=need.optimizer, average=need.average
+    )
     if in_memory < free:
-        speed = measure(asked, options, device, math.ceil(amount.row_tokens))
-        _print_run(options, amount, speed, device)
-        in_memory += _PASSING * speed.activations
-        told += f", activations of {speed.micro_rows} windows at once {describe_bytes(speed.activations)}"
-    _print("memory", f"about {describe_bytes(in_memory)}: {told}; {describe_bytes(free)} are free")
+        speed = measure(config, options, device, math.ceil(dataset_size.row_tokens))
+        _print_run(options, dataset_size, speed, device)
+        in_memory += _ACTIVATION_FACTOR * speed.activations
+        memory_parts += f", activations of {speed.micro_rows} windows at once {describe_bytes(speed.activations)}"
+    _print("memory", f"about {describe_bytes(in_memory)}: {memory_parts}; {describe_bytes(free)} are free")
     if in_memory > free:
-        raise ValueError("there is too little memory; take a smaller --preset, --context or --micro-windows")
-    print("it fits; nothing was written. Without --dry-run it begins", flush=True)
+        raise ValueError("not enough memory; use a smaller --preset, --context or --micro-windows")
+    print("it fits; nothing was written. Start it without --dry-run", flush=True)
 
 
-def steps_of(options: argparse.Namespace, amount: Amount, step_seconds: float) -> int:
-    """Until the first of the limits is reached."""
+def count_steps(options: argparse.Namespace, dataset_size: DatasetSize, step_seconds: float) -> int:
+    """Number of steps until the first limit is reached."""
     rows = options.windows
-    epochs, tokens = rows / amount.per_epoch, rows * amount.row_tokens
+    epochs, tokens = rows / dataset_size.per_epoch, rows * dataset_size.row_tokens
     share = limits(options).done(step=1, epochs=epochs, tokens=tokens, seconds=step_seconds)
     return math.ceil(1 / share - 1e-6)
 
 
 def parts(decoder: Decoder) -> dict[str, int]:
-    """Parameters by what they belong to, the norms last."""
-    found = dict.fromkeys((*_PARTS.values(), _REST), 0)
+    """Parameters by component, the norms last."""
+    found = dict.fromkeys((*_PARTS.values(), _OTHER), 0)
     for name, parameter in decoder.named_parameters():
         first, *_, third = [*name.split("."), "", ""][:3]
-        found[_PARTS.get(third if first.endswith("blocks") else first, _REST)] += parameter.numel()
+        found[_PARTS.get(third if first.endswith("blocks") else first, _OTHER)] += parameter.numel()
     return {name: n for name, n in found.items() if n}
 
 
@@ -224,28 +232,28 @@ def _with_preset(options: argparse.Namespace, name: str) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(options), "preset": name})
 
 
-def _length(options: argparse.Namespace, config: ModelConfig, once: float) -> float:
-    """Tokens of the whole run, as its limits have it. once: tokens of the text."""
+def _run_tokens(options: argparse.Namespace, config: ModelConfig, text_tokens: float) -> float:
+    """Tokens of the whole run, according to its limits. text_tokens: tokens of the text."""
     step: int = options.windows * config.context
     seconds = 0.0
     if options.max_minutes:
         speed = measure(config, options, choose_device(options.device), config.context)
         seconds = speed.step_seconds(options.windows)
-    return step / limits(options).done(step=1, epochs=step / once, tokens=step, seconds=seconds)
+    return step / limits(options).done(step=1, epochs=step / text_tokens, tokens=step, seconds=seconds)
 
 
-def _print_run(options: argparse.Namespace, amount: Amount, speed: Speed, device: torch.device) -> None:
+def _print_run(options: argparse.Namespace, dataset_size: DatasetSize, speed: Speed, device: torch.device) -> None:
     seconds = speed.step_seconds(options.windows)
-    steps, per_step = steps_of(options, amount, seconds), round(options.windows * amount.row_tokens)
-    epochs = steps * options.windows / amount.per_epoch
-    _print("steps", f"{steps} of {per_step} tokens: {counted(steps * per_step)} tokens, {epochs:.2f} epochs")
-    _print("speed", f"{per_step / seconds:.0f} tokens/s on {describe(device)}, as a few micro-batches went")
-    _print("time", f"about {duration(steps * seconds)}, and what measuring and saving take")
+    steps, per_step = count_steps(options, dataset_size, seconds), round(options.windows * dataset_size.row_tokens)
+    epochs = steps * options.windows / dataset_size.per_epoch
+    _print("steps", f"{steps} of {per_step} tokens: {format_count(steps * per_step)} tokens, {epochs:.2f} epochs")
+    _print("speed", f"{per_step / seconds:.0f} tokens/s on {describe(device)}, measured on a few micro-batches")
+    _print("time", f"about {duration(steps * seconds)}, plus evaluation and saving")
 
 
 def _print(what: str, text: str) -> None:
     print(f"{what:11} {text}", flush=True)
 
 
-def _listed(**sizes: int) -> str:
+def _format_sizes(**sizes: int) -> str:
     return ", ".join(f"{what} {describe_bytes(size)}" for what, size in sizes.items() if size)

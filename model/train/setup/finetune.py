@@ -1,8 +1,8 @@
 """Fine-tuning: initial weights from a directory (--init DIR) instead of random ones.
 
-The directory is a native one, or one of a supported Hugging Face family, with its tokenizer. The result is that
-directory with new weights and all other files unchanged. A run copies those files and keeps its weights in its
-snapshots, so that it can resume after the directory was deleted.
+The directory has our native layout or that of a supported Hugging Face family, with its tokenizer. The result is that
+directory with new weights and all other files unchanged. A run copies these files, and its snapshots hold the weights,
+so that it can resume after the directory was deleted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
 from model.train.setup.options import check_sources
 
-_FOLDER = "init"
+_BASE_FOLDER = "init"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_KEPT = re.compile(
+_KEPT_FILES = re.compile(
     r"config\.json|generation_config\.json|tokenizer[\w.-]*\.(json|model)|special_tokens_map\.json|added_tokens\.json"
     r"|vocab\.(json|txt)|merges\.txt|chat_template\.(jinja|json)|(LICEN[CS]E|NOTICE)(\.(txt|md))?"
 )
-"""What is a model's own but neither its weights nor a description of them, which a run writes itself."""
-_MOST_BYTES = 64 << 20
+"""Files to keep from the model: everything except weights and documentation, which a run writes itself."""
+_MAX_BYTES = 64 << 20
 _LONGEST_WINDOW = 512
 _LR_BY_WIDTH = 4.0
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -47,36 +47,36 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A model to go on from, without its weights."""
+    """A model to fine-tune, without its weights."""
 
     directory: Path
-    """Where its files stand: what --init names, or the run's own folder."""
+    """Folder of its files: the value of --init, or the run's own copy."""
     family: FamilySpec
     shape: ModelConfig
     tokenizer: Tokenizer
-    """Its eos_id is the token that the model's own files name first."""
+    """Its eos_id is the first end token in the model's config files."""
     files: Mapping[str, bytes]
-    """What the result keeps: name -> content."""
+    """Files that the result keeps: name -> content."""
 
     @property
     def dtype(self) -> str:
-        """The number format that its config.json names, as transformers 4 and 5 do, or float32 as they take it."""
+        """The dtype in its config.json, as in transformers 4 and 5; float32 by default."""
         raw = self._config()
         named = str(raw.get("dtype", raw.get("torch_dtype")))
         return named if named in _DTYPES else "float32"
 
     @property
     def lr(self) -> float:
-        """AdamW's rate where no flag gives one: less for wider models, in which one step adds up more.
+        """Default learning rate of AdamW: lower for wider models, in which a step has a larger effect.
 
-        At width 256 it is 9.8e-4. 80 kB of plays brought our model there from 3.040 held-out bits per byte to 1.869 at
-        2e-4, 1.715 at 1e-3 and 1.733 at 2e-3. GPT-2 (768) gets 1.9e-4, a model of 7 billion (4,096) 1.5e-5.
+        At width 256 it is 9.8e-4. There, fine-tuning our model on 80 kB of plays lowered held-out bits per byte from
+        3.040 to 1.869 at 2e-4, 1.715 at 1e-3 and 1.733 at 2e-3. GPT-2 (768) gets 1.9e-4, a 7 B model (4,096) 1.5e-5.
         """
         rate: float = _LR_BY_WIDTH / self.shape.width**1.5
         return rate
 
     def window(self, context: int | None) -> int:
-        """Tokens of a training window where --context says so. Raises ConfigError."""
+        """Tokens per training window. context: value of --context. Raises ConfigError."""
         most = self.shape.context
         if context is not None and not 2 <= context <= most:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Base:
         return context or min(most, _LONGEST_WINDOW)
 
     def decoder(self, device: torch.device) -> Decoder:
-        """Its weights in float32, ready to learn. Raises CheckpointError where they are not whole or not its own."""
+        """Loads its weights in float32 for training. Raises CheckpointError if they are damaged or do not match."""
         checkpoint = load(self.directory, device=device, dtype=torch.float32)
         check_manifest(self.directory, checkpoint.hashes)
         if device.type == "cpu":
@@ -94,7 +94,7 @@ class Base:
         return checkpoint.decoder.requires_grad_(True)
 
     def result(self, decoder: Decoder, dtype: torch.dtype) -> dict[str, bytes]:
-        """The directory with these weights instead: name -> content."""
+        """Files of the directory with these weights: name -> content."""
         name, raw = str(dtype).removeprefix("torch."), self._config()
         config = self.files[_CONFIG]
         if name != self.dtype:
@@ -108,15 +108,15 @@ class Base:
         return parse_object(self.files[_CONFIG])
 
 
-def base_of(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base | None:
-    """What --init names; None without it. A run that goes on reads what it kept in `work`.
+def load_base(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base | None:
+    """The model of --init; None without the flag. A resumed run reads its copy in `work`.
 
     Raises CheckpointError, ConfigError and TokenizerError.
     """
-    kept = work / _FOLDER
+    kept = work / _BASE_FOLDER
     if resumes and kept.is_dir() != bool(options.init):
-        how = "began with --init: give it again" if kept.is_dir() else "did not begin with --init: leave it out"
-        raise ConfigError(f"the run in {work} {how}, or start anew with --overwrite")
+        how = "started with --init: pass it again" if kept.is_dir() else "started without --init: omit it"
+        raise ConfigError(f"the run in {work} {how}, or start over with --overwrite")
     if not options.init:
         return None
     if not resumes:
@@ -124,18 +124,15 @@ def base_of(options: argparse.Namespace, work: Path, *, resumes: bool) -> Base |
     return _read(kept if resumes else Path(options.init))
 
 
-def start_anew(base: Base | None, work: Path) -> None:
-    """What a run keeps of the model that it goes on from, in place of what the one before kept.
-
-    Raises CheckpointError.
-    """
-    shutil.rmtree(work / _FOLDER, ignore_errors=True)
+def save_base_files(base: Base | None, work: Path) -> None:
+    """Copies the files of the base model to `work`, replacing those of a previous run. Raises CheckpointError."""
+    shutil.rmtree(work / _BASE_FOLDER, ignore_errors=True)
     if base is not None:
-        write_files(work / _FOLDER, base.files)
+        write_files(work / _BASE_FOLDER, base.files)
 
 
-def settle(options: argparse.Namespace, base: Base) -> None:
-    """Holds the flags against the model, and fills in those whose defaults depend on it. Raises ConfigError."""
+def apply_base_defaults(options: argparse.Namespace, base: Base) -> None:
+    """Checks the flags against the model, and sets those whose defaults depend on it. Raises ConfigError."""
     model = f"the {base.family.name} in {base.directory}"
     check_sources(options, model, has_encoder=base.shape.n_encoder_layers > 0)
     options.context = base.window(options.context)
@@ -144,8 +141,8 @@ def settle(options: argparse.Namespace, base: Base) -> None:
 
 
 def _read(directory: Path) -> Base:
-    names = sorted(path.name for path in directory.iterdir() if _KEPT.fullmatch(path.name))
-    files = {name: read_bytes(directory / name, _MOST_BYTES) for name in names}
+    names = sorted(path.name for path in directory.iterdir() if _KEPT_FILES.fullmatch(path.name))
+    files = {name: read_bytes(directory / name, _MAX_BYTES) for name in names}
     config, generation = read_json(directory / _CONFIG), read_json(directory / _GENERATION, optional=True)
     try:
         family, shape = read_config(config)
@@ -159,16 +156,20 @@ def _read(directory: Path) -> Base:
     named = {**config, **generation}.get("eos_token_id")
     end = named[0] if isinstance(named, list) and named else named
     return Base(
-        directory=directory, family=family, shape=shape, tokenizer=_ended(tokenizer, end, directory), files=files
+        directory=directory,
+        family=family,
+        shape=shape,
+        tokenizer=_with_end_token(tokenizer, end, directory),
+        files=files,
     )
 
 
-def _ended(tokenizer: Tokenizer, end: Any, directory: Path) -> Tokenizer:
-    """The same tokenizer, whose end token is the model's; a model of single characters may have none."""
+def _with_end_token(tokenizer: Tokenizer, end: Any, directory: Path) -> Tokenizer:
+    """The same tokenizer with the model's end token; a character-level model may have none."""
     if end is None or end == tokenizer.eos_id:
         return tokenizer
     piece = tokenizer.piece(end) if type(end) is int and end >= 0 else ""
     if not piece:
-        raise CheckpointError(f"{directory / _CONFIG}: eos_token_id {end!r} is no token of its tokenizer.json")
+        raise CheckpointError(f"{directory / _CONFIG}: eos_token_id {end!r} is not in its tokenizer.json")
     bos = None if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
     return Tokenizer(RustTokenizer.from_str(tokenizer.files()["tokenizer.json"]), piece, bos)

@@ -18,16 +18,16 @@ from model.command_line import Optimizer
 from model.config import ModelConfig
 from model.device import choose_dtype
 from model.nn.transformer import Decoder
-from model.train.data.batch import Batch, EncoderInputs, of_windows
+from model.train.data.batch import Batch, EncoderInputs, batch_of_windows
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import computing_for
+from model.train.step.loss_backend import resolve_loss_backend
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 
 _TERA = 1e12
 _BFLOAT16_PEAKS = {
-    # Dense bfloat16 with float32 sums, from the vendors' data sheets; theirs with sparsity are twice that.
+    # Dense bfloat16 with float32 accumulation, from the vendors' data sheets (figures with sparsity are twice that).
     "A100": 312.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
@@ -35,20 +35,20 @@ _BFLOAT16_PEAKS = {
     "L40S": 362.0,
     "L4": 121.0,
 }
-"""TFLOP/s by a part of the device's name."""
-_SLOWER = {"Laptop", "Mobile", "MIG", "NVL"}
-"""Parts of what the rest of such a name promises."""
-_SIDE = 512
+"""Part of the device's name -> TFLOP/s."""
+_SLOWER_VARIANTS = {"Laptop", "Mobile", "MIG", "NVL"}
+"""Words in the names of slower variants."""
+_MATRIX_SIZE = 512
 _SECONDS = 0.1
 _FEWEST = 5
-"""Products that are timed, however slow a busy machine makes them."""
+"""Minimum number of products to time, even on a busy machine."""
 
 
 def flops_per_token(config: ModelConfig, context: float) -> float:
-    """Forward and backward pass of one token of a text of `context` tokens: 6 N + 12 L H Q T.
+    """FLOPs of forward and backward pass per token, at `context` tokens: 6 N + 12 L H Q T.
 
-    PaLM's convention (arXiv:2204.02311, appendix B): attention counts every pair of tokens, also those that causality
-    leaves out. N: the parameters that are multiplied; of embeddings only those that are the head too.
+    PaLM's convention (arXiv:2204.02311, appendix B): attention counts all pairs of tokens, also masked ones. N: number
+    of parameters in matrix products, which includes an embedding only if it is also the head.
     """
     with torch.device("meta"):
         decoder = Decoder(config)
@@ -61,8 +61,8 @@ def flops_per_token(config: ModelConfig, context: float) -> float:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of `device` in `dtype`, or None if it is unknown.
 
-    Of a GPU the data sheet's. A CPU's is measured for a tenth of a second: the fastest product of one thread that
-    stays in its cache, times the threads. Of all threads together, a busy machine gave a twentieth of that.
+    GPU: from the data sheet. CPU: measured for a tenth of a second as the fastest matrix product of one thread in
+    cache, times the threads. Measuring all threads together gave a twentieth of that on a busy machine.
     """
     if device.type == "cuda":
         return known_peak(torch.cuda.get_device_name(device)) if dtype == torch.bfloat16 else None
@@ -70,9 +70,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def known_peak(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the GPU that calls itself so; None for one that is not in the table."""
+    """Dense bfloat16 FLOP/s of the GPU with this name; None if it is not in the table."""
     words = name.replace("-", " ").split()
-    if not _SLOWER.isdisjoint(words):
+    if not _SLOWER_VARIANTS.isdisjoint(words):
         return None
     found = [part for part in _BFLOAT16_PEAKS if set(part.split()) <= set(words)]
     return _BFLOAT16_PEAKS[max(found, key=len)] * _TERA if found else None
@@ -80,11 +80,11 @@ def known_peak(name: str) -> float | None:
 
 def _measured_peak(dtype: torch.dtype) -> float:
     n_threads = torch.get_num_threads()
-    left, right = (torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(2))
+    left, right = (torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=dtype) for _ in range(2))
     times: list[float] = []
     try:
         torch.set_num_threads(1)
-        torch.mm(left, right)  # makes the kernel, too, which took longer than all of this on a busy machine: MFU 779 %
+        torch.mm(left, right)  # warm-up: without it, kernel creation on a busy machine led to an MFU of 779 %
         end = time.perf_counter() + _SECONDS
         while len(times) < _FEWEST or time.perf_counter() < end:
             start = time.perf_counter()
@@ -92,99 +92,99 @@ def _measured_peak(dtype: torch.dtype) -> float:
             times.append(time.perf_counter() - start)
     finally:
         torch.set_num_threads(n_threads)
-    return n_threads * 2.0 * _SIDE**3 / min(times)
+    return n_threads * 2.0 * _MATRIX_SIZE**3 / min(times)
 
 
 _FLOAT = 4
 _STATES = {"muon": 1, "adamw": 2}
-"""Numbers that the optimiser keeps for each number of a matrix; for the others it is always AdamW's two."""
+"""Optimizer state per element of a block's matrix; all other parameters use AdamW with two."""
 _SLACK = 4 << 20
-"""Tokenizer, card, curve, log."""
-_TIMES = 3
+"""Bytes for tokenizer, model card, plot and log."""
+_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes."""
+    """Bytes of a run's state."""
 
     weights: int
-    """In float32; the gradients are as many."""
-    optimiser: int
+    """Weights in float32; the gradients take as much."""
+    optimizer: int
     average: int
-    """Of --ema; 0 without."""
+    """Averaged weights of --ema; 0 without."""
     result: int
-    """The weights as they are written in the end."""
+    """Exported weights."""
 
     @property
     def in_memory(self) -> int:
-        """Without activations, which depend on the batch."""
-        return 2 * self.weights + self.optimiser + self.average
+        """Memory without activations, which depend on the batch."""
+        return 2 * self.weights + self.optimizer + self.average
 
     @property
     def snapshot(self) -> int:
-        """The best weights so far stand in the place of the gradients."""
+        """Size of a snapshot, which stores the best weights but no gradients."""
         return self.in_memory
 
     @property
     def on_disk(self) -> int:
-        """The most at any time: a snapshot is whole before the one before it goes."""
+        """Peak disk space: a snapshot is complete before the previous one is removed."""
         return 2 * self.snapshot + self.result + _SLACK
 
 
 def sizes(decoder: Decoder, optimizer: Optimizer, *, ema: float, export_dtype: str) -> Sizes:
-    """Of a run that trains `decoder`, which may be without numbers (device meta)."""
+    """Sizes of a run that trains `decoder`, which may be on the meta device."""
     blocks = (decoder.blocks, decoder.encoder_blocks)
     n, n_matrices = decoder.n_params, sum(p.numel() for part in blocks for p in part.parameters() if p.ndim == 2)
     return Sizes(
         weights=_FLOAT * n,
-        optimiser=_FLOAT * (_STATES[optimizer] * n_matrices + _STATES["adamw"] * (n - n_matrices)),
+        optimizer=_FLOAT * (_STATES[optimizer] * n_matrices + _STATES["adamw"] * (n - n_matrices)),
         average=_FLOAT * n if ema else 0,
         result=getattr(torch, export_dtype).itemsize * n,
     )
 
 
 def require_memory(n_bytes: int, free: int) -> None:
-    """Whether a run has so much memory, before it takes it. Raises ValueError."""
+    """Raises ValueError if less than `n_bytes` are free."""
     if n_bytes > free:
         raise ValueError(
-            f"weights, gradients and optimiser need {describe_bytes(n_bytes)} of memory, {describe_bytes(free)} are "
-            "free; take a smaller --preset, or less of --width, --layers or --vocab-size"
+            f"weights, gradients and optimizer need {describe_bytes(n_bytes)} of memory, {describe_bytes(free)} are "
+            "free; use a smaller --preset, --width, --layers or --vocab-size"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """As measured."""
+    """Measured training speed."""
 
     row_seconds: float
     update_seconds: float
     micro_rows: int
-    """Rows at once."""
+    """Rows per micro-batch."""
     activations: int
-    """Bytes that the backward pass of so many rows needs of the forward pass."""
+    """Bytes saved in the forward pass of `micro_rows` rows for the backward pass."""
 
     def step_seconds(self, rows: int) -> float:
-        """Of a step over so many rows."""
+        """Seconds of a step over `rows` rows."""
         return rows * self.row_seconds + self.update_seconds
 
 
 def measure(shape: ModelConfig, options: argparse.Namespace, device: torch.device, row_tokens: int) -> Speed:
-    """Trains a new decoder on noise, once to warm up and then a few times."""
-    decoder = Decoder(shape).initialise(0).to(device)
+    """Measures training of a new decoder on random tokens, after a warm-up."""
+    decoder = Decoder(shape).initialize(0).to(device)
     rates = {"matrix_lr": options.matrix_lr, "other_lr": options.lr, "weight_decay": options.weight_decay}
-    optimiser = ParameterUpdates(decoder, options.optimizer, **rates)
-    computing = computing_for(options.compile, device.type, has_encoder=shape.n_encoder_layers > 0)
-    objective = Objective(decoder, device, choose_dtype(options.dtype, device), computing)
-    learner = Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=options.micro_windows)
+    optimizer = ParameterUpdates(decoder, options.optimizer, **rates)
+    loss_backend = resolve_loss_backend(options.compile, device.type, has_encoder=shape.n_encoder_layers > 0)
+    objective = Objective(decoder, device, choose_dtype(options.dtype, device), loss_backend)
+    trainer = Trainer(objective, optimizer, ema=0.0, ranks=ProcessGroup(), micro_windows=options.micro_windows)
     batch = _noise(shape, options.windows, row_tokens)
-    one = batch.split(learner.rows_at_once(batch))[0]
-    part = batch.split(len(one.inputs_RN) * learner.workers)[0]  # as in a run, a micro-batch for each thread
+    one = batch.split(trainer.micro_batch_rows(batch))[0]
+    part = batch.split(len(one.inputs_RN) * trainer.workers)[0]  # as in a run, a micro-batch for each thread
     rows = len(part.inputs_RN)
-    activations = _kept_by(lambda: learner.gradients(one), decoder) * rows // len(one.inputs_RN)
-    learner.update(0, 0.0)
+    activations = _saved_bytes(lambda: trainer.gradients(one), decoder) * rows // len(one.inputs_RN)
+    trainer.update(0, 0.0)
     return Speed(
-        row_seconds=_seconds(lambda: learner.gradients(part), device) / rows,
-        update_seconds=_seconds(lambda: learner.optimiser.step(0.0), device, before=lambda: learner.gradients(part)),
+        row_seconds=_seconds(lambda: trainer.gradients(part), device) / rows,
+        update_seconds=_seconds(lambda: trainer.optimizer.step(0.0), device, before=lambda: trainer.gradients(part)),
         micro_rows=rows,
         activations=activations,
     )
@@ -192,15 +192,15 @@ def measure(shape: ModelConfig, options: argparse.Namespace, device: torch.devic
 
 def _noise(shape: ModelConfig, rows: int, row_tokens: int) -> Batch:
     tokens_RN = torch.randint(shape.vocab_size, (rows, row_tokens + 1), generator=torch.Generator().manual_seed(0))
-    batch = of_windows(tokens_RN)
+    batch = batch_of_windows(tokens_RN)
     if not shape.n_encoder_layers:
         return batch
     read = EncoderInputs(tokens_RS=batch.inputs_RN, real_RS=torch.ones_like(batch.inputs_RN, dtype=torch.bool))
     return Batch(inputs_RN=batch.inputs_RN, targets_RN=batch.targets_RN, sources=read)
 
 
-def _kept_by(work: Callable[[], object], decoder: Decoder) -> int:
-    """Bytes of the storages that autograd saves during `work`, but the parameters' own."""
+def _saved_bytes(work: Callable[[], object], decoder: Decoder) -> int:
+    """Bytes of the storages that autograd saves during `work`, excluding parameters."""
     own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
     kept: dict[int, int] = {}
 
@@ -216,18 +216,18 @@ def _kept_by(work: Callable[[], object], decoder: Decoder) -> int:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
-    """The least of a few times: whatever else the machine does only ever adds."""
+    """The minimum of a few measurements: other load on the machine only adds time."""
     measured = []
-    for _ in range(_TIMES):
+    for _ in range(_REPEATS):
         before()
-        _wait(device)
+        _synchronize(device)
         started = time.perf_counter()
         work()
-        _wait(device)
+        _synchronize(device)
         measured.append(time.perf_counter() - started)
     return min(measured)
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

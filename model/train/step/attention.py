@@ -1,4 +1,4 @@
-"""Attention for training: the layout of q, k and v, torch's fused kernel, and a CPU version with its own gradient."""
+"""Attention for training: the layout of q, k and v, torch's fused kernel, and a CPU version with its own backward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from model.config import ModelConfig
-from model.nn.attention import hidden
+from model.nn.attention import masked_positions
 
 # Shape legend: T tokens, H query heads, K kv heads, C head_dim, B sequences, N tokens of each.
 
 
 class FusedAttend:
-    """Computes model.nn.attention.CausalAttend: sequences of one length, each token over itself and those before."""
+    """CausalAttend of model.nn.attention by torch's scaled_dot_product_attention."""
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
@@ -28,34 +28,34 @@ class FusedAttend:
 
     def __call__(self, _layer: int, q_THC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> Tensor:
         group = q_THC.shape[1] // k_TKC.shape[1]
-        # Of a GPU's kernels only that for 16 bits shares keys among heads; for float32 they would be very slow.
+        # On a GPU, only the 16-bit kernel supports grouped queries; the float32 one would be very slow with them.
         shares = group > 1 and v_TKC.dtype != torch.float32
         if group > 1 and not shares:
             k_TKC, v_TKC = (x_TKC.repeat_interleave(group, 1) for x_TKC in (k_TKC, v_TKC))
         q_BHNC, k_BKNC, v_BKNC = (
             x.to(v_TKC.dtype).unflatten(0, (-1, self.length)).transpose(1, 2) for x in (q_THC, k_TKC, v_TKC)
         )
-        seen_NN = None if self.window is None else ~self._hidden(q_THC.device)
+        seen_NN = None if self.window is None else ~self._mask(q_THC.device)
         out_BHNC = F.scaled_dot_product_attention(
             q_BHNC, k_BKNC, v_BKNC, attn_mask=seen_NN, is_causal=seen_NN is None, enable_gqa=shares
         )
         return out_BHNC.transpose(1, 2).flatten(0, 1)
 
-    def _hidden(self, device: torch.device) -> Tensor:
-        return hidden(torch.arange(self.length, device=device)[:, None], self.length, self.window)
+    def _mask(self, device: torch.device) -> Tensor:
+        return masked_positions(torch.arange(self.length, device=device)[:, None], self.length, self.window)
 
 
-# What model.nn.attention.CausalAttend computes, by the same tiles. Autograd kept the scores of every tile in float32
-# and filled whole matrices with zeros for each slice; here only the weights are kept, in the format of the computation.
+# CausalAttend of model.nn.attention with the same tiles and a handwritten backward. Autograd saves the scores of every
+# tile in float32 and fills whole matrices with zeros for each slice; this saves only the weights, in the compute dtype.
 #
 # Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim, N tokens of a sequence, M sequences times K,
-# R = N G rows of queries (those of one token stand together), Y rows of a tile, X keys of a tile.
+# R = N G rows of queries (grouped by token), Y rows of a tile, X keys of a tile.
 
 _TILE = 128
 
 
 class TrainingAttend:
-    """Whole sequences of one length behind one another, each token over itself and those before it."""
+    """Causal attention over concatenated sequences of equal length, with a handwritten backward."""
 
     def __init__(self, length: int, window: int | None = None) -> None:
         self.length = length
@@ -74,36 +74,36 @@ class TrainingAttend:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some queries of a sequence, and the keys that any of them looks at."""
+    """A range of queries of a sequence, and the keys that they attend to."""
 
     start: int
     stop: int
     first_key: int
-    hidden_NX: Tensor
-    """0 where a query looks, minus infinity where it may not."""
+    bias_NX: Tensor
+    """Added to the scores: 0 where a query attends, minus infinity where it must not."""
 
     @staticmethod
     def make(start: int, length: int, window: int | None) -> Tile:
-        """For the queries from `start` on."""
+        """The tile of queries that begins at `start`."""
         stop = min(start + _TILE, length)
         first = 0 if window is None else max(0, start - window + 1)
         positions_N1 = torch.arange(start, stop)[:, None]
-        mask_NX = hidden(positions_N1, stop, window)[:, first:]
-        hidden_NX = torch.zeros(mask_NX.shape).masked_fill(mask_NX, float("-inf"))
-        return Tile(start, stop, first, hidden_NX)
+        mask_NX = masked_positions(positions_N1, stop, window)[:, first:]
+        bias_NX = torch.zeros(mask_NX.shape).masked_fill(mask_NX, float("-inf"))
+        return Tile(start, stop, first, bias_NX)
 
     def rows(self, group: int) -> slice:
-        """Of R."""
+        """Range in R."""
         return slice(self.start * group, self.stop * group)
 
     @property
     def keys(self) -> slice:
-        """Of N."""
+        """Range in N."""
         return slice(self.first_key, self.stop)
 
 
 def tiles_of(length: int, window: int | None) -> list[Tile]:
-    """All queries of a sequence."""
+    """Tiles that cover all queries of a sequence."""
     return [Tile.make(start, length, window) for start in range(0, length, _TILE)]
 
 
@@ -111,10 +111,10 @@ def attention(q_MRC: Tensor, k_MNC: Tensor, v_MNC: Tensor, tiles: list[Tile]) ->
     """softmax(q k^T / sqrt(C)) v, and the weights of each tile."""
     group, scale = q_MRC.shape[1] // k_MNC.shape[1], q_MRC.shape[-1] ** -0.5
     out_MRC, weights = torch.empty_like(q_MRC), []
-    with torch.autocast(q_MRC.device.type, enabled=False):  # which would have softmax make float32 of everything
+    with torch.autocast(q_MRC.device.type, enabled=False):  # autocast would compute softmax in float32
         for tile in tiles:
             rows, keys = tile.rows(group), tile.keys
-            mask_YX = tile.hidden_NX.to(q_MRC).repeat_interleave(group, 0)
+            mask_YX = tile.bias_NX.to(q_MRC).repeat_interleave(group, 0)
             scores_MYX = torch.baddbmm(mask_YX, q_MRC[:, rows], k_MNC[:, keys].mT, alpha=scale)
             weights_MYX = scores_MYX.softmax(-1)
             torch.bmm(weights_MYX, v_MNC[:, keys], out=out_MRC[:, rows])
@@ -155,13 +155,13 @@ class _Attention(Function):
 
 
 def _by_kv_head(x_TKX: Tensor, length: int) -> Tensor:
-    """[T, K, ..] -> [M, N, ..], whole in memory."""
+    """[T, K, ..] -> [M, N, ..], contiguous."""
     x_MNX: Tensor = x_TKX.unflatten(0, (-1, length)).transpose(1, 2).flatten(0, 1)
     return x_MNX.contiguous()
 
 
-# A head is turned as x cos + swapped(x) sin, its halves swapped by a copy: the inner loops are then as long as the
-# heads that share a kv head, not half of one (preset small: 2 % of a gradient's time, where half by half it took 6 %).
+# A head is rotated as x cos + swapped(x) sin, with its halves swapped by a copy: the inner loops then span all heads of
+# a kv head instead of half a head (preset small: 2 % of the time of a gradient instead of 6 %).
 #
 # Shape legend: T tokens, H query heads, K kv heads, G = H / K, C head_dim, F its half, B sequences, N tokens of each,
 # M = B K, R = N G rows of queries, L = G C or C, W = (H + 2 K) C.
@@ -169,71 +169,73 @@ def _by_kv_head(x_TKX: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Of the tokens of a micro-batch; all sequences are equally long."""
+    """Rotary tables and tiles for a micro-batch of sequences of equal length."""
 
     cos_NL: Tensor
-    """For the queries of a kv head; its key takes the first C columns."""
+    """Cosines for the queries of a kv head; its key uses the first C columns."""
     sin_NL: Tensor
-    """Negative for the first half of each head."""
+    """Sines, negated for the first half of each head."""
     tiles: list[Tile]
 
     @staticmethod
     def make(rope_NC: Tensor, group: int, tiles: list[Tile]) -> Positions:
-        """From cosines and sines [N, F] side by side."""
+        """From cosines and sines [N, F], concatenated."""
         cos_NF, sin_NF = rope_NC.chunk(2, dim=-1)
         return Positions(cos_NF.repeat(1, 2 * group), torch.cat((-sin_NF, sin_NF), -1).repeat(1, group), tiles)
 
 
-def _parts(qkv_TW: Tensor, at: Positions, config: ModelConfig) -> list[Tensor]:
-    """q, k, v [B, K, N, L] as they lie in the product."""
-    length, n_kv = len(at.cos_NL), config.n_kv_heads
+def _parts(qkv_TW: Tensor, positions: Positions, config: ModelConfig) -> list[Tensor]:
+    """Views q, k, v [B, K, N, L] of the product."""
+    length, n_kv = len(positions.cos_NL), config.n_kv_heads
     sizes = [heads * config.head_dim for heads in (config.n_heads, n_kv, n_kv)]
     parts = qkv_TW.unflatten(0, (-1, length)).split(sizes, dim=-1)
     return [part.unflatten(-1, (n_kv, -1)).transpose(1, 2) for part in parts]
 
 
 def _swapped(x: Tensor, head_dim: int) -> Tensor:
-    """The two halves of each head the other way round."""
+    """Swaps the two halves of each head."""
     halves = x.unflatten(-1, (-1, 2, head_dim // 2))
     return torch.cat((halves[..., 1:, :], halves[..., :1, :]), -2).flatten(-3)
 
 
-def _turn(x_BKNL: Tensor, swapped_BKNL: Tensor, at: Positions, sign: int, out_BKNL: Tensor) -> None:
-    """Writes x turned, or with sign -1 turned back."""
+def _rotate(x_BKNL: Tensor, swapped_BKNL: Tensor, positions: Positions, sign: int, out_BKNL: Tensor) -> None:
+    """Writes x rotated by its position, or rotated back with sign -1."""
     size = x_BKNL.shape[-1]
-    torch.mul(x_BKNL, at.cos_NL[:, :size], out=out_BKNL)
-    out_BKNL.addcmul_(swapped_BKNL, at.sin_NL[:, :size], value=sign)
+    torch.mul(x_BKNL, positions.cos_NL[:, :size], out=out_BKNL)
+    out_BKNL.addcmul_(swapped_BKNL, positions.sin_NL[:, :size], value=sign)
 
 
-def to_heads(qkv_TW: Tensor, at: Positions, config: ModelConfig) -> list[Tensor]:
-    """q [M, R, C], k and v [M, N, C], whole in memory; q and k turned."""
-    parts, swapped = (_parts(x_TW, at, config) for x_TW in (qkv_TW, _swapped(qkv_TW, config.head_dim)))
-    found = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
+def to_heads(qkv_TW: Tensor, positions: Positions, config: ModelConfig) -> list[Tensor]:
+    """q [M, R, C], k and v [M, N, C], contiguous; q and k rotated."""
+    parts, swapped = (_parts(x_TW, positions, config) for x_TW in (qkv_TW, _swapped(qkv_TW, config.head_dim)))
+    outputs = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
     for i in range(2):
-        _turn(parts[i], swapped[i], at, 1, found[i])
-    found[2].copy_(parts[2])
-    return [out.unflatten(-1, (-1, config.head_dim)).flatten(2, 3).flatten(0, 1) for out in found]
+        _rotate(parts[i], swapped[i], positions, 1, outputs[i])
+    outputs[2].copy_(parts[2])
+    return [out.unflatten(-1, (-1, config.head_dim)).flatten(2, 3).flatten(0, 1) for out in outputs]
 
 
-def from_heads(dq_MRC: Tensor, dk_MNC: Tensor, dv_MNC: Tensor, at: Positions, config: ModelConfig) -> Tensor:
-    """The gradient of the product that to_heads was given."""
+def from_heads(dq_MRC: Tensor, dk_MNC: Tensor, dv_MNC: Tensor, positions: Positions, config: ModelConfig) -> Tensor:
+    """Gradient of the input of to_heads()."""
     width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
     dqkv_TW = dq_MRC.new_empty(dk_MNC.shape[0] // config.n_kv_heads * dk_MNC.shape[1], width)
-    dq, dk, dv = _parts(dqkv_TW, at, config)
+    dq, dk, dv = _parts(dqkv_TW, positions, config)
     for grad, out in ((dq_MRC, dq), (dk_MNC, dk)):
-        _turn(grad.view(out.shape), _swapped(grad, config.head_dim).view(out.shape), at, -1, out)
+        _rotate(grad.view(out.shape), _swapped(grad, config.head_dim).view(out.shape), positions, -1, out)
     dv.copy_(dv_MNC.view(dv.shape))
     return dqkv_TW
 
 
-def by_kv_heads(x_TH: Tensor, at: Positions, config: ModelConfig) -> Tensor:
-    """[T, H C] -> [M, R, C], whole in memory."""
-    x_BNKGC = x_TH.view(-1, len(at.cos_NL), config.n_kv_heads, config.n_heads // config.n_kv_heads, config.head_dim)
+def by_kv_heads(x_TH: Tensor, positions: Positions, config: ModelConfig) -> Tensor:
+    """[T, H C] -> [M, R, C], contiguous."""
+    x_BNKGC = x_TH.view(
+        -1, len(positions.cos_NL), config.n_kv_heads, config.n_heads // config.n_kv_heads, config.head_dim
+    )
     return x_BNKGC.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def from_kv_heads(x_MRC: Tensor, config: ModelConfig) -> Tensor:
-    """The inverse of by_kv_heads."""
+    """The inverse of by_kv_heads()."""
     group, n_kv = config.n_heads // config.n_kv_heads, config.n_kv_heads
     x_BKNGC = x_MRC.view(-1, n_kv, x_MRC.shape[1] // group, group, config.head_dim)
     return x_BKNGC.transpose(1, 2).flatten(2).flatten(0, 1)

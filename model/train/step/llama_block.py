@@ -1,8 +1,8 @@
-"""A block of the llama layout, and its head, with their gradients written out, for training on a CPU.
+"""Block and head of the llama layout with handwritten backward passes, for training on a CPU.
 
-The passes over memory besides the matrix products took half of the time, so there are few of them: a norm's scale is
-multiplied into the matrix behind it once a step (its gradient comes from that matrix's), positions turn queries and
-keys on their way to where attention wants them, and what autograd would add up in new memory is added in place.
+Memory passes besides the matrix products took half of the time, so this minimizes them: norm weights are folded into
+the next matrix once per step (their gradients derive from the matrix's), queries and keys are rotated while being
+copied to attention's layout, and gradients accumulate in place instead of in new memory.
 
 Shape legend: T tokens, D width, H query heads, K kv heads, G = H / K, C head_dim, B sequences, N tokens of each,
 F mlp_width, V vocabulary, W = (H + 2 K) C.
@@ -52,16 +52,16 @@ _SWITCHES = {
     "rotary_dim": None,
     "embedding_scale": 1.0,
 }
-"""What is written out here."""
+"""Settings that are implemented here."""
 
 
 def is_llama(config: ModelConfig) -> bool:
-    """Whether llama_logits computes what the decoder would."""
+    """Whether FoldedWeights.logits() supports this config."""
     return config.mlp_width > 0 and all(getattr(config, name) == value for name, value in _SWITCHES.items())
 
 
-class Weights:
-    """A decoder's matrices in the format of the computation, with the norms in them; good until the next update."""
+class FoldedWeights:
+    """A decoder's matrices in the compute dtype, with norm weights folded in; valid until the next update."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         self.decoder = decoder
@@ -86,41 +86,41 @@ class Weights:
 class _Block(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, at: Positions, config: ModelConfig, folded: list[Tensor], *parameters: Tensor
+        ctx: Any, x_TD: Tensor, positions: Positions, config: ModelConfig, folded: list[Tensor], *parameters: Tensor
     ) -> Tensor:
         qkv_WD, out_DH, up_FD, down_DF = folded
         normed_TD, inverse_T1 = _norm(x_TD, config.norm_eps, qkv_WD.dtype)
-        q_MRC, k_MNC, v_MNC = to_heads(normed_TD @ qkv_WD.mT, at, config)
-        out_MRC, weights = attention(q_MRC, k_MNC, v_MNC, at.tiles)
+        q_MRC, k_MNC, v_MNC = to_heads(normed_TD @ qkv_WD.mT, positions, config)
+        out_MRC, weights = attention(q_MRC, k_MNC, v_MNC, positions.tiles)
         attended_TH = from_kv_heads(out_MRC, config)
         middle_TD = x_TD + attended_TH @ out_DH.mT
-        again_TD, inverse2_T1 = _norm(middle_TD, config.norm_eps, up_FD.dtype)
-        hidden_TF = again_TD @ up_FD.mT
+        normed2_TD, inverse2_T1 = _norm(middle_TD, config.norm_eps, up_FD.dtype)
+        hidden_TF = normed2_TD @ up_FD.mT
         gate_TF, up_TF = hidden_TF.chunk(2, dim=-1)
         silu_TF = F.silu(gate_TF)
         inner_TF = silu_TF * up_TF
-        kept = (normed_TD, inverse_T1, q_MRC, k_MNC, v_MNC, attended_TH, again_TD, inverse2_T1, hidden_TF, silu_TF)
-        ctx.save_for_backward(*kept, inner_TF, *parameters, *weights)
-        ctx.others = at, config, folded
+        saved = (normed_TD, inverse_T1, q_MRC, k_MNC, v_MNC, attended_TH, normed2_TD, inverse2_T1, hidden_TF, silu_TF)
+        ctx.save_for_backward(*saved, inner_TF, *parameters, *weights)
+        ctx.others = positions, config, folded
         return middle_TD.add_(inner_TF @ down_DF.mT)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        normed_TD, inverse_T1, q, k, v, attended_TH, again_TD, inverse2_T1, hidden_TF, silu_TF, *rest = (
+        normed_TD, inverse_T1, q, k, v, attended_TH, normed2_TD, inverse2_T1, hidden_TF, silu_TF, *rest = (
             ctx.saved_tensors
         )
         inner_TF, scale_D, qkv_param, _, scale2_D, up_param, _, *weights = rest
-        at, config, (qkv_WD, out_DH, up_FD, down_DF) = ctx.others
+        positions, config, (qkv_WD, out_DH, up_FD, down_DF) = ctx.others
         dout_TD = grad_TD.to(down_DF.dtype)
         d_down = _outer(dout_TD, inner_TF)
         dhidden_TF = _swiglu_backward(dout_TD @ down_DF, hidden_TF, silu_TF)
-        d_up, d_scale2 = _unfolded(_outer(dhidden_TF, again_TD), scale2_D, up_param)
-        grad_TD = _norm_backward(dhidden_TF @ up_FD, again_TD, inverse2_T1, grad_TD)
+        d_up, d_scale2 = _unfolded(_outer(dhidden_TF, normed2_TD), scale2_D, up_param)
+        grad_TD = _norm_backward(dhidden_TF @ up_FD, normed2_TD, inverse2_T1, grad_TD)
         dout_TD = grad_TD.to(out_DH.dtype)
         d_out = _outer(dout_TD, attended_TH)
-        dout_MRC = by_kv_heads(dout_TD @ out_DH, at, config)
-        dqkv_TW = from_heads(*attention_backward(dout_MRC, q, k, v, weights, at.tiles), at, config)
+        dout_MRC = by_kv_heads(dout_TD @ out_DH, positions, config)
+        dqkv_TW = from_heads(*attention_backward(dout_MRC, q, k, v, weights, positions.tiles), positions, config)
         d_qkv, d_scale = _unfolded(_outer(dqkv_TW, normed_TD), scale_D, qkv_param)
         grad_TD = _norm_backward(dqkv_TW @ qkv_WD, normed_TD, inverse_T1, grad_TD)
         return grad_TD, None, None, None, d_scale, d_qkv, d_out, d_scale2, d_up, d_down
@@ -165,7 +165,7 @@ def _scaled(matrix_ED: Tensor, scale_D: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unfolded(grad_ED: Tensor, scale_D: Tensor, matrix_ED: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of matrix and scale from that of their product, which is overwritten."""
+    """Gradients of matrix and scale from that of their product, which is overwritten."""
     d_scale_D = torch.linalg.vecdot(grad_ED, matrix_ED, dim=0)
     return grad_ED.mul_(scale_D), d_scale_D
 
@@ -175,19 +175,19 @@ def _head(decoder: Decoder) -> Tensor:
 
 
 def _outer(grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-    """The gradient of a matrix, in float32."""
+    """Gradient of a matrix, in float32."""
     return (grad_TE.mT @ x_TD).float()
 
 
 def _norm(x_TD: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x over its root mean square, and what it was multiplied by."""
+    """x / root mean square, and the factor applied."""
     norm_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True)
     inverse_T1 = norm_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
     return (x_TD * inverse_T1).to(dtype), inverse_T1
 
 
 def _norm_backward(grad_TD: Tensor, normed_TD: Tensor, inverse_T1: Tensor, passed_TD: Tensor) -> Tensor:
-    """The gradient of x: through the norm, plus what passed it by."""
+    """Gradient of x: through the norm, plus the residual's."""
     along_T1 = torch.linalg.vecdot(grad_TD, normed_TD)[:, None] / grad_TD.shape[-1]  # mean() takes 1.6 times as long
     through_TD = grad_TD.addcmul_(normed_TD, along_T1, value=-1)
     return torch.addcmul(passed_TD, through_TD.float(), inverse_T1)

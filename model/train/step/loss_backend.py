@@ -1,10 +1,10 @@
-"""How a device computes the loss: hand-written gradients, torch's own, or compiled (--compile). No torch.
+"""How a device computes the loss: handwritten gradients, torch's autograd, or compiled (--compile).
 
          | --compile off     | auto                                       | on
     CPU  | gradients by hand | gradients by hand                          | torch's own, compiled (C++)
     CUDA | torch's own       | compiled where Triton and a C compiler are | compiled, or an error
 
-Hand-written gradients spare a CPU passes over memory; on a GPU they would be thousands of small kernels.
+Handwritten gradients save memory passes on a CPU; on a GPU they would be thousands of small kernels.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
-Asked = Literal["auto", "on", "off"]
-ASKED: tuple[Asked, ...] = get_args(Asked)
+CompileMode = Literal["auto", "on", "off"]
+COMPILE_MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBackend:
     """One way to compute the loss."""
 
-    by_hand: bool = False
-    """Whether gradients are those written out in this package; else torch's own, of plain modules."""
+    is_handwritten: bool = False
+    """Whether to use the handwritten gradients of this package instead of autograd."""
     backend: str | None = None
-    """Of torch.compile; None: not compiled."""
+    """Backend of torch.compile; None means not compiled."""
     may_fall_back: bool = False
-    """Whether a compiler that fails is only warned of."""
+    """Whether a compiler failure is only a warning."""
 
 
-def choose(asked: Asked, device: str, *, missing: str = "", has_encoder: bool = False) -> LossBackend:
-    """device: cpu | cuda. missing: what a compiler for it lacks here. Raises ValueError.
+def choose_loss_backend(mode: CompileMode, device: str, *, missing: str = "", has_encoder: bool = False) -> LossBackend:
+    """The backend for --compile. device: cpu | cuda. missing: what the compiler lacks here. Raises ValueError.
 
-    Rows of an encoder differ in length from step to step, and each length would be compiled anew.
+    Models with an encoder are not compiled: their rows vary in length, and each length would be compiled separately.
     """
-    if asked == "on" and has_encoder:
-        raise ValueError("--compile on: a model with an encoder is not compiled; leave the flag out")
-    if asked == "on" and missing:
-        raise ValueError(f"--compile on needs {missing}, which is missing here; install it, or leave the flag out")
-    if asked == "on" or (asked == "auto" and device == "cuda" and not missing and not has_encoder):
-        return LossBackend(backend="inductor", may_fall_back=asked == "auto")
-    return LossBackend(by_hand=device == "cpu")
+    if mode == "on" and has_encoder:
+        raise ValueError("--compile on: a model with an encoder is not compiled; omit the flag")
+    if mode == "on" and missing:
+        raise ValueError(f"--compile on needs {missing}, which is missing here; install it, or omit the flag")
+    if mode == "on" or (mode == "auto" and device == "cuda" and not missing and not has_encoder):
+        return LossBackend(backend="inductor", may_fall_back=mode == "auto")
+    return LossBackend(is_handwritten=device == "cpu")
 
 
 def missing_for(device: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What torch's compiler needs for a device and this machine has not; nothing where it has all."""
+    """What torch's compiler needs for a device but this machine lacks; empty if nothing is missing."""
     if device == "cuda" and find_spec("triton") is None:
         return "the package triton"
     language, variable, usual = ("C", "CC", ("gcc", "clang", "cc")) if device == "cuda" else ("C++", "CXX", ("g++",))
@@ -61,7 +61,7 @@ def missing_for(device: str, environment: Mapping[str, str] = os.environ) -> str
     return ""
 
 
-def computing_for(asked: Asked, device: str, *, has_encoder: bool = False) -> LossBackend:
-    """What `asked` means on this machine. Raises ValueError."""
-    missing = "" if asked == "off" or (asked, device) == ("auto", "cpu") else missing_for(device)
-    return choose(asked, device, missing=missing, has_encoder=has_encoder)
+def resolve_loss_backend(mode: CompileMode, device: str, *, has_encoder: bool = False) -> LossBackend:
+    """The backend for --compile on this machine. Raises ValueError."""
+    missing = "" if mode == "off" or (mode, device) == ("auto", "cpu") else missing_for(device)
+    return choose_loss_backend(mode, device, missing=missing, has_encoder=has_encoder)

@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy with its gradient, the objective on batches, held-out bits per byte."""
+"""The training loss: cross-entropy with its gradient, loss on batches, held-out bits per byte."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from torch.autograd.function import once_differentiable
 
 from model.nn.attention import Attend, CausalAttend, CrossAttend, EncoderAttend, MemoryAttend
 from model.nn.transformer import Decoder
-from model.train.common.console import tell
-from model.train.data.batch import IGNORED, Batch
+from model.train.common.console import print_stderr
+from model.train.data.batch import IGNORE_INDEX, Batch
 from model.train.step.attention import FusedAttend, TrainingAttend, tiles_of
-from model.train.step.llama_block import Weights, is_llama
-from model.train.step.loss_backend import LossBackend, choose
+from model.train.step.llama_block import FoldedWeights, is_llama
+from model.train.step.loss_backend import LossBackend, choose_loss_backend
 
 # Shape legend: T tokens, V vocabulary, S tokens of a slice.
 
-_AT_ONCE = 2**18
-"""Numbers of a slice: in float32 they stay in a core's own cache."""
+_SLICE_ELEMENTS = 2**18
+"""Elements per slice: in float32 they fit into a core's own cache."""
 
 
-def cross_entropy(logits_TV: Tensor, targets_T: Tensor, *, weight: float, ignored: int) -> Tensor:
-    """Nats summed over the targets other than `ignored`, times `weight`.
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor, *, weight: float, ignore_index: int) -> Tensor:
+    """Nats summed over the targets other than `ignore_index`, times `weight`.
 
-    The logits are used up: their gradient is written over them, in their own format. So their maker must not need them
-    for its own gradient; a matrix product does not.
+    Overwrites the logits with their gradient, in their dtype. So the operation that computes the logits must not need
+    them for its own backward; a matrix product does not.
     """
-    loss: Tensor = _CrossEntropy.apply(logits_TV, targets_T, weight, ignored)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(logits_TV, targets_T, weight, ignore_index)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, weight: float, ignored: int) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, weight: float, ignore_index: int) -> Tensor:
         ctx.gradient_TV = logits_TV.detach()
-        size = max(1, _AT_ONCE // logits_TV.shape[1])
-        # Made once: fresh memory of this size costs more than what is computed in it.
-        room_SV, scores_SV = torch.empty(2, size, logits_TV.shape[1], device=logits_TV.device)
+        size = max(1, _SLICE_ELEMENTS // logits_TV.shape[1])
+        # Allocated once: new memory of this size costs more than the computation in it.
+        scratch_SV, scores_SV = torch.empty(2, size, logits_TV.shape[1], device=logits_TV.device)
         losses = []
         for slice_SV, targets_S in zip(ctx.gradient_TV.split(size), targets_T.split(size), strict=True):
             n_rows = len(slice_SV)
-            losses.append(_in_place(slice_SV, targets_S, weight, ignored, room_SV[:n_rows], scores_SV[:n_rows]))
+            losses.append(
+                _logits_to_gradient(slice_SV, targets_S, weight, ignore_index, scratch_SV[:n_rows], scores_SV[:n_rows])
+            )
         return torch.stack(losses).sum() * weight
 
     @staticmethod
@@ -57,16 +59,16 @@ class _CrossEntropy(Function):
         return gradient_TV if grad.is_cpu and float(grad) == 1.0 else gradient_TV.mul_(grad), None, None, None
 
 
-def _in_place(
-    slice_SV: Tensor, targets_S: Tensor, weight: float, ignored: int, room_SV: Tensor, scores_SV: Tensor
+def _logits_to_gradient(
+    slice_SV: Tensor, targets_S: Tensor, weight: float, ignore_index: int, scratch_SV: Tensor, scores_SV: Tensor
 ) -> Tensor:
-    """Logits to their gradient. Returns the sum of the losses."""
-    counts_S1 = targets_S.ne(ignored)[:, None]
+    """Replaces logits with their gradient. Returns the sum of the losses."""
+    counts_S1 = targets_S.ne(ignore_index)[:, None]
     targets_S1 = targets_S.clamp(min=0)[:, None]
-    torch.softmax(room_SV.copy_(slice_SV), -1, out=scores_SV)
-    # log softmax without its pass over exp, which costs more than softmax: the largest logit's is -log of its score.
-    largest_S1, most_S1 = (x_SV.amax(-1, keepdim=True) for x_SV in (room_SV, scores_SV))
-    losses_S1 = largest_S1 - room_SV.gather(1, targets_S1) - most_S1.log()
+    torch.softmax(scratch_SV.copy_(slice_SV), -1, out=scores_SV)
+    # log softmax without another pass of exp, which costs more than softmax: uses the score of the largest logit.
+    largest_S1, most_S1 = (x_SV.amax(-1, keepdim=True) for x_SV in (scratch_SV, scores_SV))
+    losses_S1 = largest_S1 - scratch_SV.gather(1, targets_S1) - most_S1.log()
     loss = losses_S1.masked_fill(~counts_S1, 0.0).sum()
     scores_SV.scatter_add_(1, targets_S1, torch.full_like(targets_S1, -1, dtype=torch.float32))
     slice_SV.copy_(scores_SV.mul_(counts_S1 * weight))
@@ -77,39 +79,41 @@ class Objective:
     """The decoder's loss on batches, computed in `dtype`."""
 
     def __init__(
-        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, computing: LossBackend | None = None
+        self, decoder: Decoder, device: torch.device, dtype: torch.dtype, loss_backend: LossBackend | None = None
     ) -> None:
-        """computing: by default that of the device, not compiled."""
+        """loss_backend: by default that of the device, not compiled."""
         self.decoder = decoder
         self.device = device
         self.dtype = dtype
-        self.computing = computing or choose("off", device.type)
-        self._is_written_out = self.computing.by_hand and is_llama(decoder.config)
-        self._weights: Weights | None = None
-        backend = self.computing.backend
+        self.loss_backend = loss_backend or choose_loss_backend("off", device.type)
+        self._is_handwritten_llama = self.loss_backend.is_handwritten and is_llama(decoder.config)
+        self._weights: FoldedWeights | None = None
+        backend = self.loss_backend.backend
         self._compiled = torch.compile(self._plain, backend=backend) if backend else None
 
     def loss_sum(self, batch: Batch, weight: float = 1.0) -> Tensor:
-        """Nats, summed over the targets that count, times `weight`."""
+        """Nats summed over the targets that are not ignored, times `weight`."""
         targets_T = batch.targets_RN.flatten().to(self.device)
-        if self.computing.by_hand:
-            logits_TV = self._written_out(batch) if self._is_written_out else self._logits(batch, TrainingAttend)
-            return cross_entropy(logits_TV, targets_T, weight=weight, ignored=IGNORED)
+        if self.loss_backend.is_handwritten:
+            logits_TV = (
+                self._handwritten_logits(batch) if self._is_handwritten_llama else self._logits(batch, TrainingAttend)
+            )
+            return cross_entropy(logits_TV, targets_T, weight=weight, ignore_index=IGNORE_INDEX)
         if self._compiled and batch.sources is None:
             return weight * self._compiled_or_plain(batch, targets_T)
         return weight * self._plain(batch, targets_T)
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within the block the weights do not change: each is made bfloat16 once, not for every micro-batch."""
+    def frozen_weights(self) -> Iterator[None]:
+        """Within the block the weights must not change: each is cast once, not for every micro-batch."""
         if self._compiled:
-            yield  # a cast is part of what is compiled
+            yield  # the compiled code includes the casts
             return
-        if not self._is_written_out:
+        if not self._is_handwritten_llama:
             with self._autocast():
                 yield
             return
-        self._weights = Weights(self.decoder, self.dtype)
+        self._weights = FoldedWeights(self.decoder, self.dtype)
         try:
             yield
         finally:
@@ -122,26 +126,26 @@ class Objective:
         for batch in batches:
             targets_T = batch.targets_RN.flatten().to(self.device)
             logits_TV = self._logits(batch, FusedAttend if self.device.type == "cuda" else CausalAttend).float()
-            nats += float(F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED))
-            counted = batch.targets_RN[batch.targets_RN.ne(IGNORED)]
-            n_bytes += sum(len(bytes_of[token]) for token in counted.tolist())
+            nats += float(F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORE_INDEX))
+            targets = batch.targets_RN[batch.targets_RN.ne(IGNORE_INDEX)]
+            n_bytes += sum(len(bytes_of[token]) for token in targets.tolist())
         return nats / math.log(2) / max(n_bytes, 1)
 
     def _plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
         logits_TV = self._logits(batch, FusedAttend)
-        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORED)
+        return F.cross_entropy(logits_TV.float(), targets_T, reduction="sum", ignore_index=IGNORE_INDEX)
 
     def _compiled_or_plain(self, batch: Batch, targets_T: Tensor) -> Tensor:
         assert self._compiled is not None
-        there = Batch(inputs_RN=batch.inputs_RN.to(self.device), targets_RN=batch.targets_RN)
+        on_device = Batch(inputs_RN=batch.inputs_RN.to(self.device), targets_RN=batch.targets_RN)
         try:
-            loss: Tensor = self._compiled(there, targets_T)
+            loss: Tensor = self._compiled(on_device, targets_T)
             return loss
         except torch._dynamo.exc.TorchDynamoException as error:
-            what = " ".join(str(error).splitlines()[:2])  # who failed, and how
-            if not self.computing.may_fall_back:
-                raise ValueError(f"--compile on: torch's compiler failed ({what}); leave the flag out") from None
-            tell(f"warning: torch's compiler failed ({what}); training goes on without it")
+            what = " ".join(str(error).splitlines()[:2])  # component and reason
+            if not self.loss_backend.may_fall_back:
+                raise ValueError(f"--compile on: torch's compiler failed ({what}); omit the flag") from None
+            print_stderr(f"warning: torch's compiler failed ({what}); training continues without it")
             self._compiled = None
             return self._plain(batch, targets_T)
 
@@ -152,8 +156,8 @@ class Objective:
             hidden_TD = self.decoder(inputs_T, self._positions(batch.inputs_RN), attend, self._read_source(batch))
             return self.decoder.head(hidden_TD)
 
-    def _written_out(self, batch: Batch) -> Tensor:
-        weights = self._weights or Weights(self.decoder, self.dtype)
+    def _handwritten_logits(self, batch: Batch) -> Tensor:
+        weights = self._weights or FoldedWeights(self.decoder, self.dtype)
         return weights.logits(batch.inputs_RN, tiles_of(batch.inputs_RN.shape[1], self.decoder.config.sliding_window))
 
     def _autocast(self) -> AbstractContextManager[Any]:

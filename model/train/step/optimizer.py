@@ -1,7 +1,7 @@
-"""Which optimizer updates which parameter, and Muon for all matrices of one shape at once.
+"""Optimizers of all parameters, and a Muon that updates all matrices of one shape together.
 
-Each parameter has an optimizer of its own. A CPU runs each on one thread, several at a time: the numbers do not depend
-on the number of threads, and threads synchronize once an update. A GPU updates all matrices of one shape together.
+Each parameter has its own optimizer. A CPU runs each on one thread, several at a time: results do not depend on the
+number of threads, and threads synchronize once per update. A GPU updates all matrices of one shape together.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.optim import Muon
 
 from model.command_line import Optimizer
 from model.nn.transformer import Decoder
-from model.train.common.thread_pool import one_by_one
+from model.train.common.thread_pool import run_each
 
-# torch.optim.Muon orthogonalizes one matrix after another: about 25 kernels for each, 1,800 for ten layers, which keep
-# a GPU waiting for its launches. Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+# torch.optim.Muon orthogonalizes one matrix after another: about 25 kernels each, 1,800 for ten layers, whose launches
+# stall a GPU. Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
 # Shape legend: M matrices of one shape, A rows, B columns.
 
 
 @torch.no_grad()
 def step_stacked(optimizers: Sequence[Muon]) -> None:
-    """What step() and zero_grad() of each optimizer do, which has one matrix; their settings but `lr` must be equal.
+    """step() and zero_grad() of all optimizers, each of one matrix; settings other than `lr` must be equal.
 
-    State stays where torch keeps it. Numbers differ from torch's by rounding: a batched product sums in another order.
+    Uses torch's optimizer state. Results differ from torch's by rounding: a batched product sums in another order.
     """
     by_shape = defaultdict[torch.Size, list[Muon]](list)
     for optimizer in optimizers:
@@ -40,7 +40,7 @@ def step_stacked(optimizers: Sequence[Muon]) -> None:
 def orthogonalized(
     matrices_MAB: Tensor, *, coefficients: tuple[float, float, float], steps: int, epsilon: float
 ) -> Tensor:
-    """[M, A, B] bfloat16: near U V^T of each matrix U S V^T, by Newton-Schulz iterations of the fifth order."""
+    """[M, A, B] bfloat16: approximately U V^T of each matrix U S V^T, by quintic Newton-Schulz iterations."""
     a, b, c = coefficients
     is_tall = matrices_MAB.shape[1] > matrices_MAB.shape[2]
     x_MAB = matrices_MAB.bfloat16()
@@ -53,7 +53,7 @@ def orthogonalized(
 
 
 def _step_group(optimizers: list[Muon]) -> None:
-    """Of one shape."""
+    """Updates matrices of one shape."""
     matrices, settings = [_matrix(optimizer) for optimizer in optimizers], optimizers[0].param_groups[0]
     gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
     buffers = [_momentum(optimizer) for optimizer in optimizers]
@@ -88,8 +88,8 @@ def _momentum(optimizer: Muon) -> Tensor:
 class ParameterUpdates:
     """muon: Muon for the matrices of the blocks, AdamW for embeddings and norms. adamw: AdamW for everything.
 
-    One learning-rate schedule over both; only the matrices of the blocks decay. Source of Muon: Jordan et al. 2024;
-    Newton-Schulz orthogonalised momentum as in torch.optim.Muon.
+    Both share one learning-rate schedule; weight decay applies only to the matrices of the blocks. Source of Muon:
+    Jordan et al. 2024; Newton-Schulz orthogonalized momentum as in torch.optim.Muon.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ParameterUpdates:
         self._parameters = list(decoder.parameters())
 
     def clip(self) -> Tensor:
-        """Scales the gradients down to norm 1. Returns the norm before, on the device: reading it would wait."""
+        """Clips the gradients to norm 1. Returns the norm before clipping as a tensor: reading it synchronizes."""
         return torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
 
     def step(self, lr_factor: float) -> None:
@@ -118,14 +118,14 @@ class ParameterUpdates:
                 part.param_groups[0]["lr"] = self._base_lr[name] * lr_factor
         if self._parameters[0].is_cpu:
             in_order = sorted([*self._muon, *self._adamw], key=_size, reverse=True)
-            one_by_one(_step, in_order)  # the largest first: the last ones to end are small
+            run_each(_step, in_order)  # the largest first, so that threads finish at about the same time
             return
         step_stacked(self._muon)
         for adamw in self._adamw:
             _step(adamw)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state as flat names: part.parameter.key."""
+        """All state, by flat names: optimizer.index.key."""
         return {
             f"{name}.{index}.{key}": value
             for name, parts in self.parts.items()

@@ -1,4 +1,4 @@
-"""Learning-rate schedule, and how far a run has come. No torch."""
+"""Learning-rate schedule, and limits of a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal, get_args
 
 Shape = Literal["linear", "cosine", "constant"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
-_LONGEST_WARM_UP = 0.1
-"""Of the run: one of eighty steps never came to its full rate."""
+_MAX_WARM_UP = 0.1
+"""Maximum fraction of the run: otherwise a run of eighty steps never reached its full rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Warm-up by steps, then a shape over the whole run.
+    """Warm-up in steps, then a curve over the whole run.
 
     ```
     linear    /-------\\      constant until the last `warm_down` of the run, then straight to 0
@@ -25,13 +25,13 @@ class Schedule:
 
     shape: Shape
     warm_up: int
-    """Steps until the rate is whole, in a run that is long enough: it is so after a tenth of any run."""
+    """Steps until the full rate, but at most a tenth of the run."""
     warm_down: float
-    """Share of the run, for linear."""
+    """Fraction of the run, for linear."""
 
     def lr_factor(self, step: int, done: float) -> float:
-        """Share of the full learning rate. done: how much of the run is done, in [0, 1]."""
-        warm_up = min(1.0, max((step + 1) / max(self.warm_up, 1), done / _LONGEST_WARM_UP))
+        """Fraction of the full learning rate. done: completed fraction of the run, in [0, 1]."""
+        warm_up = min(1.0, max((step + 1) / max(self.warm_up, 1), done / _MAX_WARM_UP))
         match self.shape:
             case "cosine":
                 return warm_up * 0.5 * (1.0 + math.cos(math.pi * done))
@@ -43,7 +43,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a run is to be: what is reached first ends it. One of them is given."""
+    """Limits of a run, at least one: the first one reached ends it."""
 
     steps: int | None = None
     epochs: float | None = None
@@ -51,7 +51,7 @@ class Limits:
     minutes: float | None = None
 
     def done(self, *, step: int, epochs: float, tokens: float, seconds: float) -> float:
-        """How much of the run is done: the largest share of any limit given. Of what one step is, its share."""
+        """Completed fraction of the run: the largest over all limits. With the values of one step: its fraction."""
         shares = [
             step / self.steps if self.steps else 0.0,
             epochs / self.epochs if self.epochs else 0.0,
@@ -61,7 +61,7 @@ class Limits:
         return max(shares)
 
     def flags(self) -> dict[str, str]:
-        """Flag -> value, of those that are given."""
+        """Flag -> value, for all limits that are set."""
         given = {
             "--steps": self.steps,
             "--epochs": self.epochs,

@@ -1,4 +1,4 @@
-"""One training step with all of its state: decoder, optimizer, averaged weights, best weights."""
+"""One training step and its state: decoder, optimizer, averaged weights, best weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.nn.transformer import Decoder
-from model.train.common.thread_pool import in_shares
+from model.train.common.thread_pool import map_shares
 from model.train.data.batch import Batch
 from model.train.data.sources import DataError
 from model.train.step.distributed import ProcessGroup
@@ -21,37 +21,39 @@ from model.train.step.optimizer import ParameterUpdates
 
 
 class WeightAverage:
-    """The exponential moving average of a decoder's parameters, in float32: one more copy of them.
+    """Exponential moving average of a decoder's parameters, a float32 copy.
 
-    The first steps count for more than `decay` would let them, else the average would remember the random start:
-    over step s it is at most (1 + s) / (10 + s). Off by default: on a linear schedule it gains nothing (held-out
-    bits per byte of nano after 300 steps of 1,024 tokens: 1.874 without, 1.877 with any decay from 0.9 to 0.995).
+    The decay of early steps is lower, at most (1 + s) / (10 + s) at step s, so that the average forgets the random
+    initialization. Off by default: no gain on a linear schedule (held-out bits per byte of nano after 300 steps of
+    1,024 tokens: 1.874 without, 1.877 with any decay from 0.9 to 0.995).
     """
 
     def __init__(self, decoder: Decoder, decay: float) -> None:
         self.decay = decay
-        self._live = dict(decoder.named_parameters())
-        self._averaged = {name: p.detach().float().clone() for name, p in self._live.items()}
+        self._parameters = dict(decoder.named_parameters())
+        self._averaged = {name: p.detach().float().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Takes in the weights as they are after `step` steps."""
+        """Adds the weights after `step` steps to the average."""
         weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self._averaged.values()), [p.detach().float() for p in self._live.values()], weight)
+        torch._foreach_lerp_(
+            list(self._averaged.values()), [p.detach().float() for p in self._parameters.values()], weight
+        )
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block, the decoder has the averaged weights."""
-        kept = {name: p.detach().clone() for name, p in self._live.items()}
-        _copy(self._averaged, self._live)
+    def swapped_in(self) -> Iterator[None]:
+        """Swaps the averaged weights into the decoder within the block."""
+        saved = {name: p.detach().clone() for name, p in self._parameters.items()}
+        _copy(self._averaged, self._parameters)
         try:
             yield
         finally:
-            _copy(kept, self._live)
+            _copy(saved, self._parameters)
 
-    def settle(self) -> None:
-        """Leaves the averaged weights in the decoder: nothing is learnt any more."""
-        _copy(self._averaged, self._live)
+    def copy_to_decoder(self) -> None:
+        """Copies the averaged weights to the decoder; ends the training."""
+        _copy(self._averaged, self._parameters)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state: parameter -> its average."""
@@ -63,32 +65,32 @@ class WeightAverage:
 
 
 class BestWeights:
-    """A copy of the best weights measured, in the machine's memory, and what they were."""
+    """A copy of the best evaluated weights, in CPU memory, with their step and bits per byte."""
 
     def __init__(self) -> None:
         self.step = 0
         self.bits = math.inf
         self._weights: dict[str, Tensor] = {}
 
-    def consider(self, decoder: Decoder, step: int, bits: float) -> None:
-        """Keeps the decoder's weights where they are the best. Of equal ones the first stays."""
+    def keep_if_best(self, decoder: Decoder, step: int, bits: float) -> None:
+        """Copies the decoder's weights if they are the best so far; the first of equal ones wins."""
         if bits < self.bits:
             self.step, self.bits = step, bits
-            # One copy, taken from the device where they are: .cpu() alone would share a CPU's own weights.
+            # Copy explicitly: .cpu() alone would share memory with weights on the CPU.
             self._weights = {name: p.detach().to("cpu", copy=True) for name, p in decoder.named_parameters()}
 
     @torch.no_grad()
-    def settle(self, decoder: Decoder) -> None:
-        """Leaves the best weights in the decoder: nothing is learnt any more."""
+    def copy_to(self, decoder: Decoder) -> None:
+        """Copies the best weights to the decoder; ends the training."""
         for name, parameter in decoder.named_parameters():
             parameter.copy_(self._weights[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by name; none before the first measurement."""
+        """The weights by name; empty before the first evaluation."""
         return self._weights
 
     def load(self, tensors: Mapping[str, Tensor], *, step: int, bits: float) -> None:
-        """Puts back what a snapshot kept."""
+        """Restores the state of a snapshot."""
         self.step, self.bits, self._weights = step, bits, dict(tensors)
 
 
@@ -98,118 +100,118 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         tensor.copy_(source[name])
 
 
-_AT_ONCE = 2048
-"""Tokens that a CPU computes at once: enough for its caches to be worth it, few enough to stay in them."""
+_CPU_MICRO_BATCH_TOKENS = 2048
+"""Tokens per micro-batch on a CPU: large enough to be efficient, small enough to fit into the caches."""
 
 
 class Trainer:
-    """A step is gradients(), then update(); what is between them may look at the gradients and refuse them."""
+    """Runs training steps: gradients(), then update(); the caller may check or reject the gradients in between."""
 
     def __init__(
         self,
         objective: Objective,
-        optimiser: ParameterUpdates,
+        optimizer: ParameterUpdates,
         *,
         ema: float,
         ranks: ProcessGroup,
         micro_windows: int | None,
     ) -> None:
-        self.objective, self.optimiser, self.ranks = objective, optimiser, ranks
+        self.objective, self.optimizer, self.ranks = objective, optimizer, ranks
         self.decoder = objective.decoder
         self.average = WeightAverage(self.decoder, ema) if ema else None
         self.micro_windows = micro_windows
-        """Rows at once; None: as many as fit."""
+        """Rows per micro-batch; None means as many as fit."""
         self._may_shrink = micro_windows is None
 
-    def gradients(self, batch: Batch, breathe: Callable[[], None] = lambda: None) -> tuple[float, float]:
+    def gradients(self, batch: Batch, check_stop: Callable[[], None] = lambda: None) -> tuple[float, float]:
         """(mean loss in nats per target, norm of its gradient) over the rows of all ranks; clips the gradients.
 
-        breathe: called before each micro-batch. Where it raises, the state is that of the last whole step.
+        check_stop: called before each micro-batch. If it raises, the state is that of the last complete step.
         """
         share, n_targets = self.ranks.share(batch), batch.n_targets
         while True:
             try:
-                loss = self._accumulate(share, n_targets, breathe)
+                loss = self._accumulate(share, n_targets, check_stop)
                 break
             except torch.OutOfMemoryError:
-                self._shrink(len(share.inputs_RN))
+                self._halve_micro_batch(len(share.inputs_RN))
         gradients = [p.grad for p in self.decoder.parameters() if p.grad is not None]
-        self.ranks.add_up([loss, *gradients])
-        # One wait for the device in a step: everything after it is launched while the update runs.
-        nats, norm = torch.stack([loss.float(), self.optimiser.clip().float()]).tolist()
+        self.ranks.all_reduce_sum([loss, *gradients])
+        # The only synchronization with the device in a step: later work is launched while the update runs.
+        nats, norm = torch.stack([loss.float(), self.optimizer.clip().float()]).tolist()
         return nats, norm
 
     def update(self, step: int, lr_factor: float) -> None:
-        """Moves the weights along the gradients, and the average after them. step: how many were done before."""
-        self.optimiser.step(lr_factor)
+        """Updates the weights and their average. step: number of steps before this one."""
+        self.optimizer.step(lr_factor)
         if self.average:
             self.average.update(step + 1)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within the block, the decoder has the weights that are measured and exported."""
-        return self.average.in_place() if self.average else nullcontext()
+        """Within the block, the decoder has the weights to evaluate and export."""
+        return self.average.swapped_in() if self.average else nullcontext()
 
     def is_finite(self) -> bool:
-        """Whether every weight is a number."""
+        """Whether all weights are finite."""
         return all(bool(parameter.isfinite().all()) for parameter in self.decoder.parameters())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state by name. What is random (the first weights, the order of the data) comes from the seed alone."""
+        """All state by name. Randomness (initial weights, order of the data) depends only on the seed."""
         weights = {f"decoder.{name}": tensor for name, tensor in self.decoder.state_dict().items()}
         average = self.average.tensors() if self.average else {}
-        return weights | self.optimiser.tensors() | {f"ema.{name}": tensor for name, tensor in average.items()}
+        return weights | self.optimizer.tensors() | {f"ema.{name}": tensor for name, tensor in average.items()}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of tensors()."""
-        self.decoder.load_state_dict(below("decoder", tensors))
-        self.optimiser.load_tensors(dict(tensors))
+        self.decoder.load_state_dict(select_prefix("decoder", tensors))
+        self.optimizer.load_tensors(dict(tensors))
         if self.average:
-            self.average.load_tensors(below("ema", tensors))
+            self.average.load_tensors(select_prefix("ema", tensors))
 
-    def take_micro_windows(self, kept: str) -> None:
-        """Goes on with as many rows at once as a snapshot names, unless a flag says how many."""
-        if self._may_shrink and kept != "auto":
-            self.micro_windows = int(kept)
+    def restore_micro_windows(self, saved: str) -> None:
+        """Restores the micro-batch size of a snapshot, unless a flag sets it."""
+        if self._may_shrink and saved != "auto":
+            self.micro_windows = int(saved)
 
     @property
     def workers(self) -> int:
-        """How many micro-batches are computed side by side, where there are so many."""
-        return torch.get_num_threads() if self.objective.computing.by_hand else 1
+        """Maximum number of micro-batches computed in parallel."""
+        return torch.get_num_threads() if self.objective.loss_backend.is_handwritten else 1
 
-    def rows_at_once(self, share: Batch) -> int:
-        """How many of these rows make a micro-batch."""
+    def micro_batch_rows(self, share: Batch) -> int:
+        """Rows per micro-batch."""
         if self.micro_windows is not None:
             return self.micro_windows
         if self.objective.device.type == "cuda":
             return len(share.inputs_RN)
-        return max(2, _AT_ONCE // share.row_tokens)
+        return max(2, _CPU_MICRO_BATCH_TOKENS // share.row_tokens)
 
-    def _accumulate(self, share: Batch, n_targets: int, breathe: Callable[[], None]) -> Tensor:
-        """Adds up the gradients of a share, micro-batch after micro-batch. Returns its part of the mean loss."""
+    def _accumulate(self, share: Batch, n_targets: int, check_stop: Callable[[], None]) -> Tensor:
+        """Accumulates the gradients of a share over its micro-batches. Returns its part of the mean loss."""
         self.decoder.zero_grad(set_to_none=True)
-        parameters, caller = list(self.decoder.parameters()), threading.get_ident()
+        parameters, main_thread = list(self.decoder.parameters()), threading.get_ident()
 
-        def learn(parts: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
+        def accumulate(parts: Sequence[Batch]) -> tuple[Tensor, list[Tensor]]:
             losses: list[Tensor] = []
             sums: list[Tensor] = []
             for part in parts:
-                if threading.get_ident() == caller:  # what it may raise is the run's
-                    breathe()
+                if threading.get_ident() == main_thread:  # it may raise, which must happen in the main thread
+                    check_stop()
                 loss = self.objective.loss_sum(part, 1 / n_targets)
-                found = torch.autograd.grad(loss, parameters, materialize_grads=True)
-                sums = [a.add_(b) for a, b in zip(sums, found, strict=True)] if sums else list(found)
+                gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+                sums = [a.add_(b) for a, b in zip(sums, gradients, strict=True)] if sums else list(gradients)
                 losses.append(loss.detach())
             return torch.stack(losses).sum(), sums
 
-        with self.objective.at_once():
-            parts = share.split(self.rows_at_once(share))
-            learned = in_shares(learn, parts, self.workers)
+        with self.objective.frozen_weights():
+            parts = share.split(self.micro_batch_rows(share))
+            results = map_shares(accumulate, parts, self.workers)
         for i, parameter in enumerate(parameters):
-            parameter.grad = functools.reduce(Tensor.add_, (sums[i] for _, sums in learned))
-        return torch.stack([loss for loss, _ in learned]).sum()
+            parameter.grad = functools.reduce(Tensor.add_, (sums[i] for _, sums in results))
+        return torch.stack([loss for loss, _ in results]).sum()
 
-    def _shrink(self, rows: int) -> None:
-        """Half as many rows at once, as the device has not enough memory for more."""
+    def _halve_micro_batch(self, rows: int) -> None:
+        """Halves the micro-batch after the device ran out of memory."""
         tried = min(rows, self.micro_windows or rows)
         if tried == 1 or not self._may_shrink:
             raise DataError(
@@ -220,6 +222,6 @@ class Trainer:
         self.micro_windows = (tried + 1) // 2
 
 
-def below(owner: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def select_prefix(owner: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors named owner.NAME, by NAME."""
     return {name.removeprefix(f"{owner}."): t for name, t in tensors.items() if name.startswith(f"{owner}.")}

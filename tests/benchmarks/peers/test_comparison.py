@@ -112,7 +112,7 @@ def test_a_random_checkpoint_is_whole_and_its_tokenizer_has_as_many_tokens(tmp_p
 @pytest.mark.parametrize("shape", ["A", "C"])
 def test_every_tensor_has_a_name_of_its_own_in_a_gguf_file(shape: str) -> None:
     config = SHAPES[shape]
-    theirs = [name for piece in family_of(config).pieces(config) for name, _ in piece.theirs]
+    theirs = [name for mapping in family_of(config).mappings(config) for name, _ in mapping.source]
     names = [gguf_name(name) for name in theirs]
     assert len(set(names)) == len(names)
     assert {"token_embd.weight", "output_norm.weight", "blk.7.ffn_down.weight", "blk.0.attn_norm.weight"} <= set(names)

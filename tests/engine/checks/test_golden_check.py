@@ -80,7 +80,7 @@ def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
     (directory / MANIFEST_FILE).write_bytes(manifest_file(files))
     assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} met")
     (directory / "generation_config.json").write_text("{}")
-    with pytest.raises(EngineStartError, match=r"generation_config\.json: is not the file that manifest\.json names"):
+    with pytest.raises(EngineStartError, match=r"generation_config\.json: differs from manifest\.json"):
         build_engine(_config(directory, "float32"))
 
 

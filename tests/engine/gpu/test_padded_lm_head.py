@@ -39,7 +39,9 @@ def test_the_matrix_is_there_once(shape: ModelConfig) -> None:
     assert matrix.untyped_storage().nbytes() == 384 * decoder.config.width * 4
     matrix.data.zero_()
     bias_V = torch.zeros(ODD) if decoder.head_bias is None else decoder.head_bias
-    assert torch.equal(head(torch.ones(1, decoder.config.width)), decoder.capped(bias_V)[None]), "it is the one used"
+    assert torch.equal(head(torch.ones(1, decoder.config.width)), decoder.cap_logits(bias_V)[None]), (
+        "it is the one used"
+    )
     assert decoder.untied_head is None or torch.equal(decoder.embedding, before)
 
 

@@ -113,7 +113,7 @@ def test_tensors_that_do_not_fit_are_named(directory: Path, kind: str) -> None:
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "mamba.*supported: llama"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "weights are quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
         ({"hidden_act": "mish"}, "mish"),
         ({"attention_bias": True}, "q_proj.bias|k_proj.bias"),

@@ -20,9 +20,9 @@ CASES = [
     ({"ckpt.pt"}, "model.safetensors", "ckpt.pt is not read"),
     ({"model-00001-of-00002.safetensors"}, "model.safetensors", "index.json is missing"),
     (set(), "model.safetensors", "model.safetensors: no such file$"),
-    ({"tokenizer.model"}, "tokenizer.json", "save_pretrained.* makes it of tokenizer.model"),
-    ({"vocab.json", "merges.txt"}, "tokenizer.json", "makes it of merges.txt"),
-    ({"snapshots"}, "config.json", "give the folder below snapshots"),
+    ({"tokenizer.model"}, "tokenizer.json", "save_pretrained.* of transformers from tokenizer.model"),
+    ({"vocab.json", "merges.txt"}, "tokenizer.json", "of transformers from merges.txt"),
+    ({"snapshots"}, "config.json", "pass the revision folder under snapshots"),
     ({"adapter_config.json"}, "config.json", "an adapter: merge it"),
 ]
 
@@ -54,7 +54,7 @@ def test_half_a_download_is_called_one(directory: Path, capsys: pytest.CaptureFi
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     assert check([str(directory)]) == 2
-    assert "cut short" in capsys.readouterr().err
+    assert "it is truncated" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_to_note_a_tensor_reads_nothing_from_its_device() -> None:
     check, path = FiniteCheck(), Path("file")
     with Watch():
         for name, number in (("a", 1.0), ("b", torch.nan), ("c", torch.inf)):
-            check.note(path, name, torch.full((3, 4), number))
+            check.add(path, name, torch.full((3, 4), number))
         with pytest.raises(AssertionError, match="waits for the device"):
             torch.ones(1).item()
     with pytest.raises(CheckpointError, match="file: b holds numbers"):

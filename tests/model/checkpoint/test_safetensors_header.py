@@ -42,12 +42,12 @@ def test_the_example_of_these_tests_is_right(tmp_path: Path) -> None:
 LIES: dict[str, tuple[Any, str]] = {
     "gap": (
         {"a": A, "b": B | {"data_offsets": [25, 27]}},
-        "b begins at byte 25, where the tensor before it ends at 24",
+        "b begins at byte 25, but the tensor before it ends at 24",
     ),
     "overlap": ({"a": A, "b": B | {"data_offsets": [22, 24]}}, "b begins at byte 22"),
     "late start": ({"a": A | {"data_offsets": [2, 26]}}, "a begins at byte 2"),
     "early end": ({"a": A}, "end at byte 24 of 26"),
-    "late end": ({"a": A, "b": B | {"dtype": "F64", "data_offsets": [24, 32]}}, "need 32 bytes and 26 are there"),
+    "late end": ({"a": A, "b": B | {"dtype": "F64", "data_offsets": [24, 32]}}, "need 32 bytes, but the file has 26"),
     "shape": ({"a": A | {"shape": [3, 3]}, "b": B}, "a takes 36 bytes by its shape, 24 by its data_offsets"),
     "negative": ({"a": A | {"shape": [-2, -3]}, "b": B}, "sizes of at least 0"),
     "backwards": ({"a": A | {"data_offsets": [24, 0]}, "b": B}, "24 bytes by its shape, -24"),
@@ -58,19 +58,19 @@ LIES: dict[str, tuple[Any, str]] = {
     "no dtype": ({"a": {"shape": [], "data_offsets": [0, 1]}}, "a must have dtype, shape and data_offsets"),
     "extra": ({"a": A | {"x": 1}, "b": B}, "nothing else"),
     "metadata": ({"__metadata__": {"a": 1}, "a": A, "b": B}, "__metadata__ must be an object of strings"),
-    "twice": (b'{"a": 1, "a": 2}', "the key 'a' stands there twice"),
+    "twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
     "list": (b"[]", "must hold a JSON object"),
     "utf-8": (b'{"\xff": 1}', "not JSON"),
     "deep": (b'{"a":' + b"[" * 100_000, "not JSON"),
     "nested": (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper"),
-    "nan": (b'{"a": NaN}', "NaN is no number"),
+    "nan": (b'{"a": NaN}', "NaN is not a JSON number"),
 }
 
 
 @pytest.mark.parametrize("kind", LIES)
 def test_a_lie_is_named(tmp_path: Path, kind: str) -> None:
     header, words = LIES[kind]
-    with pytest.raises(CheckpointError, match=f"x.safetensors: the header is wrong: .*{words}") as caught:
+    with pytest.raises(CheckpointError, match=f"x.safetensors: invalid header: .*{words}") as caught:
         read_header(_file(tmp_path, header))
     assert str(caught.value).isprintable()
 

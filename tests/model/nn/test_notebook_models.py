@@ -125,9 +125,9 @@ def test_any_other_architecture_is_noticed(name: str, switches: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", ["textbook", "standalone", "toy", "gpt"])
 def test_a_causal_mask_that_is_one_off_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.hidden
+    right = attention.masked_positions
     assert distance(name, 6) < TOLERANCE
-    monkeypatch.setattr(attention, "hidden", lambda positions, *rest: right(positions + 1, *rest))
+    monkeypatch.setattr(attention, "masked_positions", lambda positions, *rest: right(positions + 1, *rest))
     assert distance(name, 6) > NOTICED
 
 

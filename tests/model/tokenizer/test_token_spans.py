@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from model.tokenizer.token_spans import CompactSpans, Spans, in_pieces, result_of
+from model.tokenizer.token_spans import CompactSpans, Spans, encode_in_pieces, run_to_completion
 from model.tokenizer.tokenizer import Tokenizer
 from tests.model.tokenizer.test_tokenizer_kinds import _TEXTS, LOSSLESS, pair, written
 from tests.support.model.sample_tokenizers import KINDS, gpt2
@@ -48,7 +48,7 @@ def test_pieces_give_the_tokens_of_the_whole(name: str, piece: int, texts: list[
         return ours.encode_spans(part).flat()
 
     seen: list[int] = []
-    assert list(result_of(in_pieces(encode, text, piece))) == list(ours.encode_spans(text))
+    assert list(run_to_completion(encode_in_pieces(encode, text, piece))) == list(ours.encode_spans(text))
     assert len(seen) > 1 or len(text) <= piece
 
 
@@ -62,7 +62,7 @@ def test_a_long_text_is_not_read_in_one() -> None:
         return ours.encode_spans(part).flat()
 
     text = "Once upon a time there was a fox. " * 300
-    assert list(result_of(in_pieces(encode, text, 1024))) == list(ours.encode_spans(text))
+    assert list(run_to_completion(encode_in_pieces(encode, text, 1024))) == list(ours.encode_spans(text))
     assert longest == 1024
 
 
@@ -124,18 +124,18 @@ def test_tokens_are_the_text_they_were_made_of(name: str, text: str) -> None:
     """But for what the tokenizer itself changes: composed characters, a first space that is one with its own."""
     ours, _ = pair(name)
     expected = written(name, text)
-    assert ours.written(ours.encode_many([text])[0]).decode() == (
+    assert ours.decode_with_specials(ours.encode_many([text])[0]).decode() == (
         expected.removeprefix(" ") if ours.strips_first_space else expected
     )
     if name not in ("prefixed", "mistral", "unigram"):
-        assert ours.encode(ours.written(ours.encode(text)).decode()) == ours.encode(text)
+        assert ours.encode(ours.decode_with_specials(ours.encode(text)).decode()) == ours.encode(text)
 
 
 def test_special_tokens_are_written_and_found_again() -> None:
     ours, _ = pair("llama2")
     text = "<s>a fox</s>"
     ids = ours.encode(text)
-    assert ours.written(ids) == text.encode()
+    assert ours.decode_with_specials(ids) == text.encode()
     assert ours.specials == {0: "<unk>", 1: "<s>", 2: "</s>"}
     spans = ours.encode_spans(text).flat()
     assert spans.ids.tolist() == ids, "one BOS, as in encode()"
@@ -167,4 +167,4 @@ def test_a_space_belongs_to_the_token_that_has_its_byte(nested: bool) -> None:
 
 def test_ids_that_only_the_model_has_are_no_text() -> None:
     ours, _ = pair("gpt2")
-    assert ours.written([10**6]) == b""
+    assert ours.decode_with_specials([10**6]) == b""

@@ -31,7 +31,7 @@ def test_a_run_goes_on_without_room_for_snapshots_and_says_so(
     assert train(text, out, *TINY, "--steps", "3", "--save-seconds", "0.0001") == 0
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 4 and warnings[0].startswith("warning: no snapshot of step 1, there is none yet: ")
-    assert warnings[-1].endswith("No space left on device); the run goes on")
+    assert warnings[-1].endswith("No space left on device); training continues")
     assert load_config(out).width == 32
 
 
@@ -47,7 +47,7 @@ def test_a_signal_without_room_for_a_snapshot_names_the_one_that_stands(
         assert train(text, out, *flags, "--resume") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert f"no snapshot of step 3, {out}/.training/step-00000002 stays the last one" in errors[0]
+    assert f"no snapshot of step 3, {out}/.training/step-00000002 remains the latest" in errors[0]
     assert train(text, out, *flags, "--resume") == 0
     assert state_of(out)[0] == 4
 
@@ -102,6 +102,8 @@ def test_a_disk_without_a_byte_left_is_told_in_one_line_and_nothing_stays(
     monkeypatch.setattr("os.ftruncate", lambda *_: None)  # of what is no file
     assert train(text, tmp_path / "new" / "out", *TINY, "--steps", "1") == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --out {tmp_path}/new/out: cannot be written (No space left on device); make room")
+    assert error.startswith(
+        f"error: --out {tmp_path}/new/out: cannot be written (No space left on device); free some space"
+    )
     assert error.count("\n") == 1
     assert list(tmp_path.glob("new*")) == []

@@ -66,7 +66,7 @@ def test_a_rate_that_is_far_too_high_ends_with_three(
 ) -> None:
     out = tmp_path / "out"
     assert train(text, out, "--steps", "40", "--lr", "1e30", "--warm-up", "0") == 3
-    assert "there was no snapshot yet" in capsys.readouterr().err
+    assert "there is no snapshot yet" in capsys.readouterr().err
     assert newest_snapshot(out / ".training") is None
 
 

@@ -14,7 +14,15 @@ from model.presets import ARCHS, PRESET_NAMES, SIZES, preset
 from model.train.__main__ import main
 from model.train.run import Run
 from model.train.setup import dry_run
-from model.train.setup.dry_run import Texts, amount_of, choose, parts, read_texts, settle_size, steps_of
+from model.train.setup.dry_run import (
+    TextSample,
+    choose_preset,
+    count_steps,
+    estimate_dataset_size,
+    parts,
+    read_texts,
+    resolve_preset,
+)
 from model.train.setup.options import parse, shape
 from model.train.setup.resources import Speed, measure, sizes
 from model.train.step.optimizer import ParameterUpdates
@@ -58,7 +66,7 @@ def test_sizes_are_those_of_the_real_parts(arch: str, optimizer: str, ema: float
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step(0.0)
     numbers = [t.nbytes for t in optimiser.tensors().values() if t.ndim]
-    assert told.optimiser == sum(numbers)
+    assert told.optimizer == sum(numbers)
     assert told.weights == sum(p.nbytes for p in decoder.parameters()) == 2 * told.result
     assert told.average == (told.weights if ema else 0)
 
@@ -74,7 +82,7 @@ def test_the_disk_that_is_told_is_the_disk_that_is_used(flags: list[str], tmp_pa
     result = (tmp_path / "out/model.safetensors").stat().st_size
     assert told.result <= result < told.result + 10_000
     stored = sum(path.stat().st_size for path in (tmp_path / "out/.training").glob("*/*.bin"))
-    assert abs(amount_of(options, 32).stored - stored) < 0.05 * stored
+    assert abs(estimate_dataset_size(options, 32).stored - stored) < 0.05 * stored
 
 
 def test_activations_grow_with_the_rows_and_are_about_what_the_network_keeps() -> None:
@@ -105,8 +113,8 @@ def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
     assert (texts.n_documents, sum(map(len, texts.sample)) <= 200_000) == (300, True)
     options = parse(["--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *flags[4:], *TINY])
     options.context = 32
-    material = Run(options, "").material
-    assert abs(amount_of(options, 32).per_epoch - material.per_epoch) < 0.03 * material.per_epoch
+    material = Run(options, "").dataset
+    assert abs(estimate_dataset_size(options, 32).per_epoch - material.per_epoch) < 0.03 * material.per_epoch
 
 
 @pytest.mark.parametrize(
@@ -121,7 +129,7 @@ def test_the_estimate_of_tokens_is_near_what_the_tokenizer_makes(
 )
 def test_the_first_limit_reached_ends_a_run(flags: list[str], limits: list[str], steps: int) -> None:
     amount = argparse.Namespace(row_tokens=32, per_epoch=100)
-    assert steps_of(parse([*flags, *limits]), amount, step_seconds=0.5) == steps  # type: ignore[arg-type]
+    assert count_steps(parse([*flags, *limits]), amount, step_seconds=0.5) == steps  # type: ignore[arg-type]
 
 
 def _speed(row_seconds: float) -> Speed:
@@ -135,7 +143,7 @@ def _speed(row_seconds: float) -> Speed:
         (20, 1e9, 1e6, "small", "base wants 72.78 M tokens or more, 8 epochs of this text"),
         (20, 1000, 10, "nano", "nano wants 4.35 M tokens or more, this run has 600,000"),
         (4000, 100_000, 60, "base", "medium wants 440.50 M tokens or more, this run has 360.00 M"),
-        (4000, 1e9, 60, "medium", "the largest there is"),
+        (4000, 1e9, 60, "medium", "the largest"),
     ],
 )
 def test_auto_takes_the_largest_size_that_text_and_time_feed(
@@ -150,10 +158,10 @@ def test_auto_takes_the_largest_size_that_text_and_time_feed(
         return _speed(row_tokens / tokens_per_second)
 
     monkeypatch.setattr(dry_run, "measure", speed)
-    monkeypatch.setattr(Texts, "tokenised", lambda *_: (4.0, 1000))
-    texts = Texts(n_documents=1, n_bytes=round(megabytes * 1e6), sample=[])
+    monkeypatch.setattr(TextSample, "measure_tokens", lambda *_: (4.0, 1000))
+    texts = TextSample(n_documents=1, n_bytes=round(megabytes * 1e6), sample=[])
     options = parse(["--data", "x", "--out", "y", "--max-minutes", str(minutes), "--preset", "auto"])
-    chosen, why = choose(options, texts)
+    chosen, why = choose_preset(options, texts)
     assert chosen == taken
     assert because in why
 
@@ -164,10 +172,10 @@ def test_a_run_that_goes_on_keeps_the_size_that_was_chosen(
     (tmp_path / "text.txt").write_text(TEXT)
     data = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--context", "32", *TINY]
     assert main([*data, "--preset", "auto", "--steps", "1"]) == 0
-    assert "--preset auto takes nano: the smallest there is; nano wants" in capsys.readouterr().out
-    monkeypatch.setattr(dry_run, "choose", None)
+    assert "--preset auto takes nano: the smallest; nano wants" in capsys.readouterr().out
+    monkeypatch.setattr(dry_run, "choose_preset", None)
     options = parse([*data, "--preset", "auto", "--steps", "2", "--resume"])
-    settle_size(options)
+    resolve_preset(options)
     assert options.preset == "nano"
 
 

@@ -137,7 +137,7 @@ def test_a_run_goes_on_bit_for_bit_although_the_directory_it_began_from_is_gone(
     shutil.rmtree(ours)
     capsys.readouterr()
     assert main(["--data", str(text), "--out", str(tmp_path / "halves"), *flags, "--resume"]) == 2
-    assert "began with --init: give it again" in capsys.readouterr().err
+    assert "started with --init: pass it again" in capsys.readouterr().err
     assert _train(tmp_path / "another", text, tmp_path / "halves", *flags, "--resume") == 2
     assert f"had --init {ours}" in capsys.readouterr().err
     assert _train(ours, text, tmp_path / "halves", *flags, "--resume") == 0
@@ -152,7 +152,7 @@ def test_a_run_from_nothing_does_not_go_on_from_weights(
     assert main(["--data", str(text), "--out", str(tmp_path / "out"), *shape, *QUICK, "--steps", "1"]) == 0
     capsys.readouterr()
     assert _train(ours, text, tmp_path / "out", "--steps", "2", "--resume") == 2
-    assert "did not begin with --init: leave it out" in capsys.readouterr().err
+    assert "started without --init: omit it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -210,9 +210,9 @@ def test_lines_too_are_ended_as_the_model_ends_a_text(tmp_path: Path, ours: Path
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--preset", "nano"], "--preset and --init contradict"),
-        (["--layers", "3", "--vocab-size", "300"], "--layers, --vocab-size and --init contradict"),
-        (["--tokenizer", "words"], "--tokenizer and --init contradict"),
+        (["--preset", "nano"], "--preset cannot be combined with --init"),
+        (["--layers", "3", "--vocab-size", "300"], "--layers, --vocab-size cannot be combined with --init"),
+        (["--tokenizer", "words"], "--tokenizer cannot be combined with --init"),
     ],
 )
 def test_flags_that_contradict_the_model_are_named(
@@ -270,9 +270,9 @@ def _changed(base: Path) -> None:
         (lambda base: sample_tokenizers.save(sample_tokenizers.gpt2(), base), None),
         (lambda base: shutil.copy(base / "config.json", base / "tokenizer.json"), "tokenizer.json: not a tokenizer"),
         (_pickled, "pytorch_model.bin is not read"),
-        (_quantised, "the weights are quantised"),
+        (_quantised, "quantized weights"),
         (_endless, "eos_token_id 5000"),
-        (_changed, "is not the file that manifest.json names"),
+        (_changed, "differs from manifest.json"),
     ],
 )
 def test_a_directory_that_is_no_model_is_refused(

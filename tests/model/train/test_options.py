@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from model.command_line import count, language, license_id, small_share
+from model.command_line import language, license_id, positive_int, small_fraction
 from model.train.setup.options import parse, parser
 from tests.support.paths import ROOT
 
@@ -63,7 +63,7 @@ def test_every_option_that_the_code_reads_is_a_flag_or_of_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "good", "bad"), [(count, "3", "0"), (count, "3", "3.5"), (small_share, "0.3", "0.31")]
+    ("kind", "good", "bad"), [(positive_int, "3", "0"), (positive_int, "3", "3.5"), (small_fraction, "0.3", "0.31")]
 )
 def test_numbers_out_of_range_are_refused(kind: object, good: str, bad: str) -> None:
     assert callable(kind)

@@ -71,14 +71,14 @@ def test_each_preset_learns_is_saved_and_comes_back(
 ) -> None:
     out = tmp_path / "out"
     run = Run(parse(["--preset", name, "--out", str(out), *data[form], *flags, *EXACT]), "the command")
-    before, batch = run.loop.bits_per_byte(), run.material.batch(0)
+    before, batch = run.loop.bits_per_byte(), run.dataset.batch(0)
     first = float(run.objective.loss_sum(batch).detach())
     run.train()
     assert float(run.objective.loss_sum(batch).detach()) < 0.9 * first
     assert run.loop.bits_per_byte() < 0.9 * before
     decoder = load(out, device=torch.device("cpu"), dtype=torch.float32).decoder
     assert decoder.config == run.shape
-    prompt = run.material.prompts[0]
+    prompt = run.dataset.prompts[0]
     told = generate(decoder, prompt.tokens[:3], 3, source=prompt.source)
     assert told == generate(run.decoder, prompt.tokens[:3], 3, source=prompt.source)
     assert len(told) == 3
@@ -93,7 +93,7 @@ def test_the_toy_answers_both_questions_with_no_flag_but_its_data(
     out = tmp_path / "out"
     run = Run(parse(["--preset", "toy", *data["lines"], "--out", str(out), "--seed", str(seed)]), "")
     run.train()
-    tokenizer = run.material.tokenizer
+    tokenizer = run.dataset.tokenizer
     for dtype in (torch.float32, torch.bfloat16):
         decoder = load(out, device=torch.device("cpu"), dtype=dtype).decoder
         for question in ("what is statquest <EOS>", "statquest is what <EOS>"):
@@ -113,7 +113,7 @@ def test_pairs_teach_an_encoder_and_decoder_to_reverse_what_it_never_saw(
     flags = ["--preset", "cross", *data["pairs"], *TINY, "--steps", "200", "--out", str(tmp_path / "out")]
     run = Run(parse(flags), "")
     run.train()
-    tokenizer, right = run.material.tokenizer, 0
+    tokenizer, right = run.dataset.tokenizer, 0
     for source, target in sorted(unseen):
         read, told = tokenizer.encode_many([source, target])
         right += generate(run.decoder, tokenizer.encode(""), 8, source=read, eos_ids=(0,)) == [*told, 0]
@@ -129,7 +129,7 @@ def test_pairs_need_no_flag_but_their_file_be_it_ever_so_small(
     assert parse(flags).steps > 1000
     assert main(flags) == 0
     size = Tokenizer.load(tmp_path / "out").vocab_size
-    assert f"a vocabulary of {size}, the text supports no more; held-out: none" in capsys.readouterr().out
+    assert f"a vocabulary of {size}, the maximum for this text; held-out: none" in capsys.readouterr().out
     assert 257 < size < 300
     assert main([*flags, "--overwrite", "--vocab-size", str(size)]) == 0
     assert "supports" not in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
     flags = ["--preset", "gpt", "--per-line", *WORDS, *TINY, "--data", str(path), "--out", str(tmp_path / "out")]
     run = Run(parse([*flags, "--steps", "60"]), "")
     run.train()
-    tokenizer = run.material.tokenizer
+    tokenizer = run.dataset.tokenizer
     told = generate(run.decoder, tokenizer.encode(""), 12, eos_ids=(0,))
     assert tokenizer.decode(told).strip() in lines
 
@@ -156,18 +156,18 @@ def test_a_model_of_lines_says_one_from_an_empty_prompt(tmp_path: Path) -> None:
         ("cross", ["--pairs"], "1 2\t2 1\n \t1\n", "line 2: the source is empty"),
         ("cross", ["--pairs"], "1 2\t2 1\n" + "1 " * 17 + "\t1\n", "line 2: the source has 17 tokens"),
         ("cross", ["--pairs"], "1 2\t2 1\n1\t" + "1 " * 15 + "\n", "line 2: the target with its start and end has 17"),
-        ("cross", ["--per-line", "--pairs"], "1\t1\n", "--per-line goes with --data"),
+        ("cross", ["--per-line", "--pairs"], "1\t1\n", "--per-line needs --data"),
         ("cross", ["--data"], "1\t1\n", "use --pairs FILE.tsv"),
         ("gpt", ["--pairs"], "1\t1\n", "use --data, or --preset cross"),
         ("toy", ["--data"], "a b\n\n" + "a " * 16 + "\n", "line 3: the line with its end has 17 tokens"),
-        ("toy", ["--data"], "a b\n<EOS>\n", "line 2: nothing stands before the end token"),
+        ("toy", ["--data"], "a b\n<EOS>\n", "line 2: there is no text before the end token"),
         ("toy", ["--end-token", "a b", "--data"], "a b\n", "--end-token must be one word"),
         ("toy", ["--vocab-size", "2", "--data"], "a b\n", "--vocab-size must be at least 3"),
-        ("gpt", ["--per-line", "--straighten", "0.5", "--data"], "a b\n", "--straighten is for running text"),
-        ("gpt", ["--width", "100", "--heads", "3", "--data"], "a b\n", "cannot be shared by 3 heads"),
-        ("small", ["--heads", "4", "--kv-heads", "3", "--data"], "a b\n", "cannot share 3 key/value heads"),
-        ("small", ["--width", "12", "--heads", "4", "--data"], "a b\n", "even share"),
-        ("gpt", ["--end-token", "The", "--vocab-size", "300", "--data"], TEXT * 2, "also a piece of the text"),
+        ("gpt", ["--per-line", "--straighten", "0.5", "--data"], "a b\n", "--straighten needs running text"),
+        ("gpt", ["--width", "100", "--heads", "3", "--data"], "a b\n", "is not divisible by 3 heads"),
+        ("small", ["--heads", "4", "--kv-heads", "3", "--data"], "a b\n", "not divisible by 3 key/value heads"),
+        ("small", ["--width", "12", "--heads", "4", "--data"], "a b\n", "must be even"),
+        ("gpt", ["--end-token", "The", "--vocab-size", "300", "--data"], TEXT * 2, "also a token of the text"),
     ],
 )
 def test_what_cannot_be_learnt_is_one_clear_line(

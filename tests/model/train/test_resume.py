@@ -67,7 +67,7 @@ def test_where_there_is_nothing_to_go_on_from_that_is_told(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(text, tmp_path / "out", *TINY, "--steps", "1", "--resume") == 0
-    assert "note: there is no snapshot to go on from; the run begins anew" in capsys.readouterr().out
+    assert "note: there is no snapshot to resume from; the run starts over" in capsys.readouterr().out
 
 
 def test_a_run_that_stands_there_is_neither_lost_nor_continued_by_accident(
@@ -99,7 +99,7 @@ def test_a_run_goes_on_only_with_the_flags_that_it_had(
         assert error.count("\n") == 1
         named = [word for word in error.split() if word.startswith("--")]
         assert sorted(named) == sorted([*other.split()[::2], "--overwrite"])
-    assert " had --seed 1 --lr 0.003; give the same" in error
+    assert " had --seed 1 --lr 0.003; pass the same" in error
     assert train(text, out, *flags, "--resume") == 0
 
 

@@ -63,7 +63,7 @@ def test_samples_in_the_middle_of_a_run_change_nothing_of_it(
     """Drawing takes chances of its own, and what it computes leaves nothing behind."""
     assert train(text, tmp_path / "without", *FLAGS) == 0
     monkeypatch.setattr("model.train.reporting.samples._FIRST_SECONDS", 0.0)
-    monkeypatch.setattr("model.train.reporting.samples._MOST_TIME", 1e6)
+    monkeypatch.setattr("model.train.reporting.samples._MAX_TIME_SHARE", 1e6)
     assert train(text, tmp_path / "with", *FLAGS, "--ema", "0.9", "--keep", "last") == 0
     stages = [record["step"] for record in read_records(tmp_path / "with/.training/samples.jsonl", start_step=99)]
     assert stages == [1, 3, 6, 12]

@@ -23,8 +23,12 @@ GOOD = {"text.txt": TEXT.encode()}
 DATA = ["--data", "text.txt"]
 
 CASES: dict[str, tuple[Mapping[str, bytes], list[str], str]] = {
-    "no length": (GOOD, [*DATA, *SHAPE], "say how long to train: --max-minutes, --epochs, --tokens or --steps"),
-    "no data": (GOOD, [*SHAPE, *STEPS], "say what to train on: --data PATH"),
+    "no length": (
+        GOOD,
+        [*DATA, *SHAPE],
+        "the length of the run is missing: --max-minutes, --epochs, --tokens or --steps",
+    ),
+    "no data": (GOOD, [*SHAPE, *STEPS], "the training data is missing: --data PATH"),
     "no such file": (GOOD, ["--data", "texd.txt", *SHAPE, *STEPS], "texd.txt: no such file or folder"),
     "empty file": ({"text.txt": b""}, [*DATA, *SHAPE, *STEPS], "no text in text.txt"),
     "blank file": ({"text.txt": b"\n\r\n\n\n"}, [*DATA, *SHAPE, *STEPS], "no text in text.txt"),
@@ -34,51 +38,55 @@ CASES: dict[str, tuple[Mapping[str, bytes], list[str], str]] = {
     "binary": (
         {"text.txt": TEXT.encode() + b"\0\1"},
         [*DATA, *SHAPE, *STEPS],
-        "text.txt, line 41: there is a NUL byte",
+        "text.txt, line 41: contains a NUL byte",
     ),
     "latin-1": ({"text.txt": b"Good.\ncaf\xe9\n"}, [*DATA, *SHAPE, *STEPS], "line 2: not UTF-8 text (byte 0xe9)"),
     "utf-16": ({"text.txt": "Hi.".encode("utf-16")}, [*DATA, *SHAPE, *STEPS], "this is UTF-16, not UTF-8: convert it"),
     "pdf": ({"text.txt": b"%PDF-1.7 ..."}, [*DATA, *SHAPE, *STEPS], "text.txt: this is a PDF"),
     "zip": ({"text.txt": b"PK\x03\x04..."}, [*DATA, *SHAPE, *STEPS], "text.txt: this is a zip archive"),
-    "gzip by another name": ({"text.txt": gzip.compress(b"a")}, [*DATA, *SHAPE, *STEPS], "not called .gz: rename it"),
+    "gzip by another name": ({"text.txt": gzip.compress(b"a")}, [*DATA, *SHAPE, *STEPS], "not named .gz: rename it"),
     "torn gzip": ({"a.txt.gz": gzip.compress(b"a" * 99)[:-9]}, ["--data", ".", *SHAPE, *STEPS], "cannot be read"),
     "other json": (
         {"a.jsonl": b'{"text": "x"}\n{"body": "x", "n": 1}\n'},
         ["--data", ".", *SHAPE, *STEPS],
-        'a.jsonl, line 2: nothing under "text"; texts stand under body (--text-key)',
+        'a.jsonl, line 2: no key "text"; keys with text are body (--text-key)',
     ),
     "a key of no json": (
         GOOD,
         [*DATA, *SHAPE, *STEPS, "--text-key", "body"],
-        "--text-key is for .jsonl files, and there",
+        "--text-key needs .jsonl files",
     ),
     "no json": ({"a.jsonl": b"x\n"}, ["--data", ".", *SHAPE, *STEPS], "a.jsonl, line 1: must be a JSON object"),
     "too short": ({"text.txt": b"Too short."}, [*DATA, *STEPS, "--preset", "nano"], "too few for windows of 256"),
-    "nothing to spare": ({"text.txt": b"x"}, [*DATA, *STEPS, "--preset", "nano"], "too short to hold anything out"),
+    "nothing to spare": ({"text.txt": b"x"}, [*DATA, *STEPS, "--preset", "nano"], "too short to hold out a part"),
     "vocabulary": (GOOD, [*DATA, *STEPS, "--vocab-size", "9999"], "tokens, not 9999: give more text or a smaller"),
     "tiny vocabulary": (GOOD, [*DATA, *STEPS, "--vocab-size", "256"], "--vocab-size must be at least 257"),
     "long context": (GOOD, [*DATA, *SHAPE, *STEPS, "--context", "99999"], "give more text or --context "),
     "short context": (GOOD, [*DATA, *SHAPE, *STEPS, "--context", "1"], "--context must be at least 2 tokens, not 1"),
     "no context": (GOOD, [*DATA, *SHAPE, *STEPS, "--context", "0"], "argument --context: '0' is not a whole number"),
-    "preset": (GOOD, [*DATA, *STEPS, "--preset", "smal"], "no preset is called 'smal', did you mean small? there are"),
-    "layout": (GOOD, [*DATA, *STEPS, "--preset", "toy", "--arch", "gpt"], "--arch gpt is for the sizes nano, small"),
-    "heads": (GOOD, [*DATA, *SHAPE, *STEPS, "--width", "100", "--heads", "3"], "cannot be shared by 3 heads"),
+    "preset": (GOOD, [*DATA, *STEPS, "--preset", "smal"], "unknown preset 'smal', did you mean small? available:"),
+    "layout": (GOOD, [*DATA, *STEPS, "--preset", "toy", "--arch", "gpt"], "needs one of the presets nano, small"),
+    "heads": (GOOD, [*DATA, *SHAPE, *STEPS, "--width", "100", "--heads", "3"], "is not divisible by 3 heads"),
     "all held out": (GOOD, [*DATA, *SHAPE, *STEPS, "--held-out", "1"], "'1' is not a number above 0 and up to 0.3"),
     "none held out": (GOOD, [*DATA, *SHAPE, *STEPS, "--held-out", "0"], "'0' is not a number above 0 and up to 0.3"),
     "unseen is seen": (
         GOOD,
         [*DATA, *SHAPE, *STEPS, "--unseen", "text.txt"],
-        "--unseen text.txt: 1 of its 1 documents also stand in --data",
+        "--unseen text.txt: 1 of its 1 documents are also in --data",
     ),
     "no such unseen": (GOOD, [*DATA, *SHAPE, *STEPS, "--unseen", "b.txt"], "b.txt: no such file or folder"),
     "unseen lines": (
         GOOD,
         [*DATA, *SHAPE, *STEPS, "--per-line", "--unseen", "text.txt"],
-        "--unseen is for running text",
+        "--unseen needs running text",
     ),
-    "lines auto": (GOOD, [*DATA, *STEPS, "--per-line", "--preset", "auto"], "--preset auto is for running text"),
-    "stdin auto": (GOOD, ["--data", "-", *STEPS, "--preset", "auto"], "name a preset"),
-    "pairs and data": (GOOD, [*DATA, "--pairs", "text.txt", "--preset", "cross"], "--data and --pairs exclude"),
+    "lines auto": (GOOD, [*DATA, *STEPS, "--per-line", "--preset", "auto"], "--preset auto needs running text"),
+    "stdin auto": (GOOD, ["--data", "-", *STEPS, "--preset", "auto"], "choose a preset"),
+    "pairs and data": (
+        GOOD,
+        [*DATA, "--pairs", "text.txt", "--preset", "cross"],
+        "--data cannot be combined with --pairs",
+    ),
     "out is a file": (GOOD, [*DATA, *SHAPE, *STEPS, "--out", "text.txt"], "--out text.txt: cannot be written"),
     "out is below one": (GOOD, [*DATA, *SHAPE, *STEPS, "--out", "text.txt/x"], "--out text.txt/x: cannot be written"),
     "no right to write": (GOOD, [*DATA, *SHAPE, *STEPS, "--out", "/proc/x"], "--out /proc/x: cannot be written"),
@@ -86,7 +94,7 @@ CASES: dict[str, tuple[Mapping[str, bytes], list[str], str]] = {
     "no warm-down": (
         GOOD,
         [*DATA, *SHAPE, *STEPS, "--schedule", "cosine", "--warm-down", "0.2"],
-        "--warm-down is for --schedule linear",
+        "--warm-down needs --schedule linear",
     ),
     "no flag": (GOOD, [*DATA, *SHAPE, *STEPS, "--step", "2"], "unrecognized arguments: --step 2"),
     "newline in a name": (GOOD, ["--data", "a\nb", *SHAPE, *STEPS], r"a\nb: no such file or folder"),
@@ -130,7 +138,7 @@ def test_a_second_run_in_one_place_is_told_of_the_first(here: Path, capsys: pyte
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert _exit_code(*DATA, *SHAPE, *STEPS) == 2
-        assert "--out out: another run is at work there (process 4711)" in capsys.readouterr().err
+        assert "--out out: another run uses it (process 4711)" in capsys.readouterr().err
     assert _exit_code(*DATA, *SHAPE, *STEPS) == 0, "what a killed run left is no lock"
     assert not (here / "out/.training/lock").exists()
 
@@ -140,7 +148,7 @@ def test_weights_of_another_model_are_not_replaced_by_accident(here: Path, capsy
     tiny_weights(here / "out")
     before = (here / "out/model.safetensors").read_bytes()
     assert _exit_code(*DATA, *SHAPE, *STEPS) == 2
-    assert "--out out: holds a model that no run left there" in capsys.readouterr().err
+    assert "--out out: holds a model without a run" in capsys.readouterr().err
     assert (here / "out/model.safetensors").read_bytes() == before
     assert _exit_code(*DATA, *SHAPE, *STEPS, "--overwrite") == 0
     assert (here / "out/model.safetensors").read_bytes() != before
@@ -156,7 +164,7 @@ def test_a_disk_without_room_for_the_run_is_told_before_it_begins(
     error = capsys.readouterr().err
     assert "MiB for snapshots and result, its disk has 976.6 KiB free" in error and error.count("\n") == 1
     assert _exit_code(*DATA, *SHAPE, *STEPS, "--dry-run") == 2
-    assert "its disk has too little room" in capsys.readouterr().err
+    assert "not enough disk space" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_while_tokens_are_written_leaves_no_cache(

@@ -127,11 +127,11 @@ KV_BLOCKS = 64
 """What the service must be started with: more than a context of 256 needs, less than one of 8192."""
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a missing file": (_missing, "model.safetensors: no such file"),
-    "a truncated file": (_truncated, "the file is cut short"),
+    "a truncated file": (_truncated, "it is truncated"),
     "a wrong shape": (_shape, "config.json asks for"),
     "a wrong dtype": (_dtype, "has dtype I32"),
     "numbers that are not finite": (_not_finite, "not finite"),
-    "half a set of files": (_half_a_set, "is not the file that manifest.json names"),
+    "half a set of files": (_half_a_set, "differs from manifest.json"),
     "log-probabilities of another model": (_another_model, "the log-probabilities differ by"),
     "a tokenizer larger than the model": (_large_tokenizer, "tokenizer.json: has 320 tokens, the model only 319"),
     "a broken tokenizer.json": (_broken_tokenizer, "tokenizer.json"),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train.common.thread_pool import in_shares, one_by_one
-from model.train.data.batch import of_windows
+from model.train.common.thread_pool import map_shares, run_each
+from model.train.data.batch import batch_of_windows
 from model.train.step.distributed import ProcessGroup
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
@@ -35,7 +35,7 @@ def test_shares_are_in_order_and_the_last_is_the_callers(workers: int, shares: l
     def work(share: Sequence[int]) -> tuple[list[int], int, int]:
         return list(share), threading.get_ident(), torch.get_num_threads()
 
-    found = in_shares(work, range(4), workers)
+    found = map_shares(work, range(4), workers)
     assert [share for share, _, _ in found] == shares
     assert found[-1][1] == threading.get_ident()
     assert all(ident != threading.get_ident() for _, ident, _ in found[:-1])
@@ -53,7 +53,7 @@ def test_what_a_share_raises_reaches_the_caller_when_all_have_ended(bad: int) ->
         done.extend(share)
 
     with pytest.raises(RuntimeError, match="no more"):
-        in_shares(work, range(3), 3)
+        map_shares(work, range(3), 3)
     assert sorted(done) == [number for number in range(3) if number != bad]
     assert torch.get_num_threads() == 3
 
@@ -67,7 +67,7 @@ def test_each_item_is_done_once_on_one_thread_and_what_one_raises_reaches_the_ca
             raise RuntimeError("no more")
 
     with pytest.raises(RuntimeError, match="no more"):
-        one_by_one(work, range(5))
+        run_each(work, range(5))
     assert sorted(done) == [(item, 1) for item in range(5)]
     assert torch.get_num_threads() == 3
 
@@ -81,14 +81,14 @@ def test_an_update_has_the_bits_of_torchs_own_whatever_the_threads(kind: Literal
     found = []
     for n_threads in (1, 2, 3):
         torch.set_num_threads(n_threads)
-        decoder = Decoder(config).initialise(3)
+        decoder = Decoder(config).initialize(3)
         optimiser = ParameterUpdates(decoder, kind, matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
         for _ in range(2):
             _give(decoder, gradients)
             optimiser.step(0.5)
         found.append(list(decoder.parameters()))
     torch.set_num_threads(1)
-    decoder = Decoder(config).initialise(3)
+    decoder = Decoder(config).initialize(3)
     for part in _of_torch(decoder, kind):
         for _ in range(2):
             _give(decoder, gradients)
@@ -116,11 +116,11 @@ def _of_torch(decoder: Decoder, kind: str) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize("name", ["nano", "gpt"])
 def test_threads_learn_what_one_does_and_the_same_bits_every_time(name: str) -> None:
     config = reshaped(preset(name), n_layers=1, width=64, n_heads=2)
-    batch = of_windows(torch.randint(0, config.vocab_size, (4, 17), generator=torch.Generator().manual_seed(4)))
+    batch = batch_of_windows(torch.randint(0, config.vocab_size, (4, 17), generator=torch.Generator().manual_seed(4)))
     found = []
     for n_threads, dtype in ((1, torch.float32), (2, torch.float32), (2, torch.bfloat16), (2, torch.bfloat16)):
         torch.set_num_threads(n_threads)
-        decoder = Decoder(config).initialise(3)
+        decoder = Decoder(config).initialize(3)
         optimiser = ParameterUpdates(decoder, "muon", matrix_lr=0.02, other_lr=0.004, weight_decay=0.05)
         objective = Objective(decoder, torch.device("cpu"), dtype)
         Trainer(objective, optimiser, ema=0.0, ranks=ProcessGroup(), micro_windows=1).gradients(batch)

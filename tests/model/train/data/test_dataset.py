@@ -23,7 +23,7 @@ from model.train.common.console import Ticker
 from model.train.data.batch import StepOrder
 from model.train.data.corpus import Corpus, Document, document_key, prepare, split_documents
 from model.train.data.sources import DataError, Sources
-from model.train.data.token_cache import pieces
+from model.train.data.token_cache import split_text
 from model.train.data.vocabulary import Vocabulary
 from model.train.setup.dataset import _windows
 from tests.support.model.tiny_models import TEXT
@@ -67,7 +67,7 @@ def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rows.json.gz", gzip.compress(b"[]", mtime=0), ".jsonl"),
         ("broken.txt.gz", b"not gzip", "cannot be read"),
         ("damaged.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:30] + b"damage", "cannot be read"),
-        ("rows.jsonl", b'{"text": "\\ud800"}', "whole characters"),
+        ("rows.jsonl", b'{"text": "\\ud800"}', "valid Unicode"),
     ],
 )
 def test_sources_that_cannot_be_used_are_named(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
@@ -209,7 +209,7 @@ def test_what_a_run_writes_what_is_hidden_and_circles_of_folders_are_no_data(tmp
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")
     (tmp_path / "deep/circle").symlink_to("..")
-    assert _documents(tmp_path, without=tmp_path / "deep/../out") == ["a.txt", "deep/er/d.md"]
+    assert _documents(tmp_path, exclude=tmp_path / "deep/../out") == ["a.txt", "deep/er/d.md"]
     assert _documents(tmp_path) == ["a.txt", "deep/er/d.md", "out/README.md"]
 
 
@@ -236,7 +236,7 @@ def test_another_key_of_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [TEXT * 5, "word " * 3000, "a \n\n  b! \t c.\n" * 900, "x" * 9999, "日本語" * 3333])
 def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(text: str) -> None:
     tokenizer = VOCABULARY.train([TEXT, "word " * 100])
-    parts = list(pieces(text, 5000))
+    parts = list(split_text(text, 5000))
     assert "".join(parts) == text
     assert max(map(len, parts)) <= 5000 and len(parts) > 1
     ids = [token for part in tokenizer.encode_many(parts) for token in part]
@@ -257,7 +257,7 @@ def test_damaged_tokens_are_made_anew(
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     (folder / name).write_bytes(damage(before[name]))
     _prepare([path], cache)
-    assert "not as they were written; they are made anew" in capsys.readouterr().err
+    assert "are damaged; tokenizing again" in capsys.readouterr().err
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
@@ -296,7 +296,7 @@ def test_unseen_texts_are_kept_by_file_and_are_no_part_of_what_is_learnt(tmp_pat
     assert prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen).unseen
     with (tmp_path / "a.txt").open("a") as file:
         file.write("c " * 300)
-    with pytest.raises(DataError, match=r"c\.txt: 2 of its 2 documents also stand in --data"):
+    with pytest.raises(DataError, match=r"c\.txt: 2 of its 2 documents are also in --data"):
         prepare(sources, tmp_path / "cache", vocabulary=VOCABULARY, straighten=0.0, unseen=unseen)
 
 
@@ -320,7 +320,7 @@ def test_little_text_gets_a_smaller_vocabulary_than_the_preset_has_and_is_told_s
     assert main([*flags, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
     size = Tokenizer.load(tmp_path / "out").vocab_size
     assert 257 < size < 1024
-    assert f"a vocabulary of {size}, the text supports no more" in capsys.readouterr().out
+    assert f"a vocabulary of {size}, the maximum for this text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n_tokens", [2, 9, 10, 11, 100, 101, 4097, 5000])

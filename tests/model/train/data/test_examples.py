@@ -11,13 +11,13 @@ import torch
 
 from model.config import ModelConfig
 from model.presets import preset, reshaped
-from model.train.common.sample import Prompt, joined
-from model.train.data.batch import IGNORED, Example, Examples, padded, spread
+from model.train.common.sample import Prompt, join_prompt
+from model.train.data.batch import IGNORE_INDEX, Example, Examples, evenly_spaced, pad_batch
 from model.train.data.corpus import held_out_rows
-from model.train.data.examples import of_lines, of_pairs
+from model.train.data.examples import examples_of_lines, examples_of_pairs
 from model.train.data.sources import Sources
-from model.train.data.vocabulary import END, Vocabulary, started
-from model.train.setup.dataset import material_of_rows
+from model.train.data.vocabulary import END, Vocabulary, with_start_token
+from model.train.setup.dataset import dataset_of_examples
 from model.train.step.objective import Objective
 from tests.support.model.tiny_models import TEXT, tiny_decoder
 
@@ -51,7 +51,7 @@ def test_any_word_can_be_the_end_token_and_stand_in_front_of_prompts(kind: str) 
     assert "<|endoftext|>" not in "".join(tokenizer.files().values())
     ids = tokenizer.encode("the moon")
     assert END not in ids
-    with_start = started(tokenizer, "<END>")
+    with_start = with_start_token(tokenizer, "<END>")
     assert with_start.encode("the moon") == [END, *ids]
     assert with_start.encode("") == [END]
     assert with_start.encode_many(["the moon"]) == [ids]
@@ -68,15 +68,17 @@ def test_padding_is_no_part_of_the_loss(with_source: bool) -> None:
     objective = Objective(decoder, torch.device("cpu"), torch.float32)
     rows = [([3, 4], [5]), ([3, 4, 5, 6, 7, 8], [9, 10, 11, 12]), ([1, 2, 3], [4, 5])]
     examples = [Example(tokens, source if with_source else None) for tokens, source in rows]
-    together = padded(examples)
+    together = pad_batch(examples)
     assert together.inputs_RN.shape == (3, 5)
     assert together.n_targets == 1 + 5 + 2
-    alone = [objective.loss_sum(padded([example])) for example in examples]
+    alone = [objective.loss_sum(pad_batch([example])) for example in examples]
     assert torch.allclose(objective.loss_sum(together), torch.stack(alone).sum(), atol=1e-3)
     parts = [objective.loss_sum(part) for part in together.split(2)]
     assert len(parts) == 2
     assert torch.allclose(torch.stack(parts).sum(), torch.stack(alone).sum(), atol=1e-3)
-    told = dataclasses.replace(together, targets_RN=together.targets_RN.masked_fill(together.targets_RN == IGNORED, 0))
+    told = dataclasses.replace(
+        together, targets_RN=together.targets_RN.masked_fill(together.targets_RN == IGNORE_INDEX, 0)
+    )
     assert objective.loss_sum(told) > objective.loss_sum(together) + 0.1, "padding that counted would show"
 
 
@@ -97,10 +99,10 @@ def test_the_order_of_examples_is_a_function_of_seed_and_step_and_an_epoch_sees_
 
 
 def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:
-    batches = [padded([Example([i, i, i])]) for i in range(6)]
+    batches = [pad_batch([Example([i, i, i])]) for i in range(6)]
 
     def glance(n_targets: float) -> list[int]:
-        return [int(batch.inputs_RN[0, 0]) for batch in spread(batches, n_targets)]
+        return [int(batch.inputs_RN[0, 0]) for batch in evenly_spaced(batches, n_targets)]
 
     assert glance(0) == [0] and glance(4) == [0, 3] and glance(6) == [0, 2, 4]
     assert glance(12) == glance(math.inf) == [0, 1, 2, 3, 4, 5]
@@ -108,7 +110,7 @@ def test_a_glance_is_of_all_texts_and_not_of_the_first_ones() -> None:
 
 @pytest.mark.parametrize("answer", ["ba", " ba"])
 def test_a_pair_is_shown_with_one_space_around_its_arrow(answer: str) -> None:
-    assert joined(Prompt(text="ab", tokens=[END], source=[1]), answer) == "ab -> ba"
+    assert join_prompt(Prompt(text="ab", tokens=[END], source=[1]), answer) == "ab -> ba"
 
 
 def test_rows_are_held_out_only_where_there_are_enough() -> None:
@@ -120,10 +122,10 @@ def test_rows_are_held_out_only_where_there_are_enough() -> None:
 def test_held_out_lines_and_pairs_are_never_learnt_from_not_even_as_copies(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("".join(f"w{i} x{i}\ty{i}\nw{i}  x{i}\tz{i}\n" for i in range(100)))
-    lines = of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=True, context=16)
-    pairs = of_pairs(Sources([str(path)]), vocabulary=WORDS, context=16)
+    lines = examples_of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=True, context=16)
+    pairs = examples_of_pairs(Sources([str(path)]), vocabulary=WORDS, context=16)
     for texts, n_held_out in ((lines, 2), (pairs, 1)):
-        material = material_of_rows(texts, None, rows=7, seed=1)
+        material = dataset_of_examples(texts, None, rows=7, seed=1)
         (held_out,) = material.held_out
         assert material.measured == "held-out"
         assert material.per_epoch == 200 - 2
@@ -138,10 +140,12 @@ def test_lines_end_with_one_end_token_and_start_with_one_or_with_their_first_wor
 ) -> None:
     path, lines = tmp_path / "lines.txt", [*STATQUEST, "awesome is statquest"]
     path.write_text("\n".join([lines[0], f"<EOS> {lines[1]}" if from_end else lines[1], "", lines[2]]))
-    texts = of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=from_end, context=7)
-    material = material_of_rows(texts, None, rows=3, seed=1)
+    texts = examples_of_lines(Sources([str(path)]), vocabulary=WORDS, from_end=from_end, context=7)
+    material = dataset_of_examples(texts, None, rows=3, seed=1)
     encode_many, batch = material.tokenizer.encode_many, material.batch(0)
-    rows = {(int(row[0]), *t[t.ne(IGNORED)].tolist()) for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)}
+    rows = {
+        (int(row[0]), *t[t.ne(IGNORE_INDEX)].tolist()) for row, t in zip(batch.inputs_RN, batch.targets_RN, strict=True)
+    }
     without_end = encode_many([line.removesuffix(" <EOS>") for line in lines])
     assert rows == {(*[END] * from_end, *ids, END) for ids in without_end}
     assert material.tokenizer.encode("") == [END] * from_end, "prompts begin as rows do"

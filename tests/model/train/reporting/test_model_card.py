@@ -12,10 +12,10 @@ import yaml
 
 from model.config import ModelConfig
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.sample import GREEDY, LIVELY, Drawing, Sample
-from model.train.data.batch import of_windows
-from model.train.reporting.model_card import RunFacts, model_card, without_places
-from model.train.reporting.report import closing, opening
+from model.train.common.sample import DEFAULT_SAMPLING, GREEDY_SAMPLING, Sample, SamplingSettings
+from model.train.data.batch import batch_of_windows
+from model.train.reporting.model_card import RunFacts, model_card, shorten_names
+from model.train.reporting.report import closing_summary, opening_summary
 from model.train.setup.dataset import Dataset
 from model.train.step.schedule import Limits
 from tests.model.train.reporting.test_loss_plot import draw, records
@@ -41,14 +41,19 @@ FACTS = RunFacts(
     license="cc0-1.0",
     language="en",
 )
-SAMPLES = [Sample(prompt="Once", joined="Once upon\n\n# a *time*")]
+SAMPLES = [Sample(prompt="Once", full_text="Once upon\n\n# a *time*")]
 
 
 def card(
-    facts: RunFacts = FACTS, config: ModelConfig | None = None, drawing: Drawing = LIVELY, family: str = "llama"
+    facts: RunFacts = FACTS,
+    config: ModelConfig | None = None,
+    drawing: SamplingSettings = DEFAULT_SAMPLING,
+    family: str = "llama",
 ) -> tuple[dict[str, Any], str]:
     """(the head, what follows it)."""
-    text = model_card(config or tiny_config(), 4_740_352, facts, SAMPLES, drawing=drawing, sha256="f00d", family=family)
+    text = model_card(
+        config or tiny_config(), 4_740_352, facts, SAMPLES, sampling=drawing, sha256="f00d", family=family
+    )
     nothing, head, body = text.split("---\n", 2)
     assert not nothing
     return yaml.safe_load(head), body
@@ -101,7 +106,7 @@ def test_samples_are_quoted_as_they_came_and_say_how_they_were_drawn() -> None:
     _, body = card()
     assert "> Once upon  \n>\n> \\# a \\*time\\*  \n" in body
     assert "temperature 0.8, top_p 0.95 and repetition_penalty 1.05" in body
-    _, body = card(drawing=GREEDY)
+    _, body = card(drawing=GREEDY_SAMPLING)
     assert "The likeliest token each time, not chosen" in body
 
 
@@ -112,16 +117,16 @@ def test_the_card_says_plainly_what_the_model_cannot_do() -> None:
 
 
 def test_folders_of_files_are_hidden_unless_only_they_tell_them_apart() -> None:
-    assert without_places(["/home/me/a.txt", "b/*.md", "-"]) == ["a.txt", "*.md", "standard input"]
-    assert without_places(["/one/a.txt", "/two/a.txt"]) == ["/one/a.txt", "/two/a.txt"]
-    assert without_places(["same.txt", "same.txt"]) == ["same.txt", "same.txt"]
+    assert shorten_names(["/home/me/a.txt", "b/*.md", "-"]) == ["a.txt", "*.md", "standard input"]
+    assert shorten_names(["/one/a.txt", "/two/a.txt"]) == ["/one/a.txt", "/two/a.txt"]
+    assert shorten_names(["same.txt", "same.txt"]) == ["same.txt", "same.txt"]
 
 
 def test_the_last_line_is_the_command_that_serves(tmp_path: Path) -> None:
     out = tmp_path / "my model"
     out.mkdir()
     (out / "model.safetensors").write_bytes(b"x" * 2_500_000)
-    lines = closing(out, FACTS).splitlines()
+    lines = closing_summary(out, FACTS).splitlines()
     assert lines[0] == "held-out bits per byte 1.4158 after 2860 steps, 1h 50m"
     assert lines[1] == "unseen emma_*.txt: 1.4812 bits per byte"
     assert "(2.5 MB)" in lines[-2]
@@ -147,7 +152,7 @@ def test_the_picture_that_the_card_shows_is_one_that_github_may_show() -> None:
 def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
     material = Dataset(
         tokenizer=Tokenizer.train([TEXT], 300),
-        batch=lambda _: of_windows(torch.zeros(16, 257, dtype=torch.long)),
+        batch=lambda _: batch_of_windows(torch.zeros(16, 257, dtype=torch.long)),
         rows=16,
         per_epoch=8000,
         row_tokens=256,
@@ -158,8 +163,10 @@ def test_a_run_says_first_what_it_will_do(limits: Limits, plan: str) -> None:
         unseen={},
         digest="",
     )
-    said = opening(tiny_config(), 4_740_352, material, limits, machine="a machine, bfloat16", step=0).splitlines()
+    said = opening_summary(
+        tiny_config(), 4_740_352, material, limits, machine="a machine, bfloat16", step=0
+    ).splitlines()
     assert said[0].startswith("model: 4.74 M parameters (2 layers x 64, context 256, vocabulary ")
     assert said[0].endswith(" on a machine, bfloat16")
     assert said[1:] == ["data:  3 documents", f"plan:  {plan}; 16 rows, about 4,096 tokens a step"]
-    assert opening(tiny_config(), 1, material, limits, machine="", step=9).endswith("; goes on at step 9")
+    assert opening_summary(tiny_config(), 1, material, limits, machine="", step=9).endswith("; goes on at step 9")

@@ -133,7 +133,7 @@ def test_the_bar_is_one_line_that_ends_clean(terminal: Terminal, tmp_path: Path)
             assert len(rows) == 1 and f"step {step} " in rows[0] and len(rows[0]) < 80
         report.held_out(20, 1.5)
         above, below = terminal.rows()
-        assert above == "step 20: held-out bits per byte 1.5000 (a glance)" and "held-out 1.500 " in below
+        assert above == "step 20: held-out bits per byte 1.5000 (subset)" and "held-out 1.500 " in below
     last = terminal.rows()[1:]
     assert last[0].startswith("step 20 loss 2.0000 held-out 1.5000") and last[1:] == [""]
 
@@ -236,7 +236,7 @@ def test_ctrl_c_leaves_whole_lines_and_no_bar(
     assert train(text, tmp_path / "out", "--steps", "12", *TINY) == 130
     rows = terminal.rows()
     assert not [row for row in rows if "tok/s" in row or "\u2591" in row], "the bar is gone"
-    starts = ["model: ", "data: ", "plan: ", "saving, then ending", "step 3 loss", "interrupted by SIGINT"]
+    starts = ["model: ", "data: ", "plan: ", "saving, then exiting", "step 3 loss", "interrupted by SIGINT"]
     told = [row for row in rows if any(row.startswith(start) for start in starts)]
     assert [next(s for s in starts if row.startswith(s)) for row in told] == starts
     assert "--resume" in rows[-2] and rows[-1] == ""

@@ -14,11 +14,11 @@ from typing import ClassVar
 import pytest
 
 from model.train.reporting.metrics_log import MetricsLog, TensorBoardLog, read_records
-from model.train.reporting.progress import Outline, Pace, Progress
+from model.train.reporting.progress import Progress, RateTracker, RunInfo
 from model.train.reporting.report import Report
 from tests.support.paths import ROOT
 
-OUTLINE = Outline(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
+OUTLINE = RunInfo(title="nano", measured="held-out", bytes_per_target=2.0, rates={"lr": 0.004, "matrix_lr": 0.02})
 
 
 def progress(step: int, *, of: int = 20, loss: float = 2.0, seconds: float | None = None) -> Progress:
@@ -106,13 +106,13 @@ def test_a_log_that_cannot_be_written_is_told_once_and_ends_nothing(
 ) -> None:
     (tmp_path / "log.jsonl").mkdir()
     _tell(tmp_path, 1, 20)
-    assert capsys.readouterr().err.count("training goes on") == 1
+    assert capsys.readouterr().err.count("training continues") == 1
 
 
 def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None)
+    journal = MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, tensorboard=None)
     journal.add({"step": 1})
     with monkeypatch.context() as patch:
 
@@ -127,12 +127,12 @@ def test_a_disk_that_was_full_for_a_while_leaves_no_torn_record(
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
-    MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, board=None).add({"step": 1, "held_out": math.nan})
+    MetricsLog(tmp_path / "log.jsonl", OUTLINE, start_step=0, tensorboard=None).add({"step": 1, "held_out": math.nan})
     assert read_records(tmp_path / "log.jsonl", start_step=1) == [{"step": 1, "held_out": None}]
 
 
 def test_the_pace_is_that_of_the_last_minute() -> None:
-    pace = Pace()
+    pace = RateTracker()
     for step in range(1, 1001):  # ten steps a second, then one
         pace.add(progress(step, of=2000, seconds=step / 10 if step <= 900 else 90.0 + step - 900))
     assert pace.tokens_per_second == pytest.approx(100, rel=0.05)
@@ -140,7 +140,7 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
 
 
 def test_nothing_is_said_of_a_pace_that_is_not_known_yet() -> None:
-    pace = Pace()
+    pace = RateTracker()
     pace.add(progress(1))
     assert (pace.tokens_per_second, pace.seconds_left, pace.loss) == (0.0, None, 2.0)
 
@@ -159,7 +159,7 @@ def test_without_a_terminal_there_are_plain_lines_at_an_interval(
     lines = out.splitlines()
     assert "\r" not in out and "\x1b" not in out
     assert lines[0] == "step 5 loss 2.0000 tokens 500 epoch 0.50 100 tokens/s MFU n/a 25.0 % done, 15s left"
-    assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (a glance)"
+    assert len(lines) == 5 and lines[-1] == "step 20: held-out bits per byte 1.5000 (subset)"
 
 
 class FakeWriter:
@@ -180,7 +180,7 @@ class FakeWriter:
 def test_tensorboard_is_told_what_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=FakeWriter))
     board = TensorBoardLog(tmp_path / "tensorboard")
-    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, board=board) as report:
+    with Report(tmp_path, OUTLINE, start_step=0, report_seconds=60, tensorboard=board) as report:
         report.step(progress(1))
         report.held_out(1, 1.5)
         report.finish(1.25, [])

@@ -13,10 +13,18 @@ from app.engine.sampling.logits_processors import apply_penalties
 from app.engine.sampling.sampler_io import SamplingInput
 from model.nn.transformer import Decoder
 from model.tokenizer.tokenizer import Tokenizer
-from model.train.common.sample import LIVELY, Drawing, Prompt, Sample, _penalised, draw_samples, sample_text
-from model.train.data.batch import of_windows
+from model.train.common.sample import (
+    DEFAULT_SAMPLING,
+    Prompt,
+    Sample,
+    SamplingSettings,
+    _penalised,
+    generate_samples,
+    sample_text,
+)
+from model.train.data.batch import batch_of_windows
 from model.train.reporting.report import Report
-from model.train.reporting.samples import STAGES, Gallery, plain, quoted, visible
+from model.train.reporting.samples import STAGES, SampleLog, plain, quoted, visible
 from model.train.step.objective import Objective
 from tests.model.train.reporting.test_report import OUTLINE, progress
 from tests.support.model.tiny_models import TEXT, tiny_config
@@ -27,7 +35,7 @@ PROMPTS = ["Once upon", "\u201cWhere?\u201d"]
 
 
 def _draw(text: str) -> list[Sample]:
-    return [Sample(prompt=prompt, joined=f"{prompt} {text}") for prompt in PROMPTS]
+    return [Sample(prompt=prompt, full_text=f"{prompt} {text}") for prompt in PROMPTS]
 
 
 def _run(out: Path, first: int, last: int, *, seconds_a_step: float = 1000.0) -> list[int]:
@@ -83,7 +91,7 @@ def test_drawing_takes_a_hundredth_of_the_time_at_most(tmp_path: Path, monkeypat
     """Each drawing takes two seconds of a run of 1,000: there is time for four, and the fifth would be too many."""
     now = [0.0]
     monkeypatch.setattr("model.train.reporting.samples.time.monotonic", lambda: now[0])
-    gallery = Gallery(tmp_path / "samples.md", tmp_path / "store.jsonl", title="t", start_step=0)
+    gallery = SampleLog(tmp_path / "samples.md", tmp_path / "store.jsonl", title="t", start_step=0)
 
     def draw() -> list[Sample]:
         now[0] += 2.0
@@ -108,7 +116,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def decoder(tokenizer: Tokenizer) -> Decoder:
     """Untrained: every token has its chance."""
-    return Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialise(1)
+    return Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialize(1)
 
 
 class Ids(Tokenizer):
@@ -126,25 +134,25 @@ class Ids(Tokenizer):
 def test_drawing_again_gives_the_same_texts_and_touches_no_other_chance(decoder: Decoder, tokenizer: Tokenizer) -> None:
     prompts = [Prompt(text=text, tokens=tokenizer.encode(text)) for text in ("Once", "\u201cI")]
     before = torch.get_rng_state()
-    once, again = (draw_samples(decoder, tokenizer, prompts, 8, LIVELY) for _ in range(2))
-    assert once == again and once[0].joined != once[1].joined
+    once, again = (generate_samples(decoder, tokenizer, prompts, 8, DEFAULT_SAMPLING) for _ in range(2))
+    assert once == again and once[0].full_text != once[1].full_text
     assert torch.equal(torch.get_rng_state(), before)
-    assert (once[0].prompt, once[0].joined[:4]) == ("Once", "Once")
+    assert (once[0].prompt, once[0].full_text[:4]) == ("Once", "Once")
 
 
 def test_gradients_flow_after_texts_were_drawn(tokenizer: Tokenizer) -> None:
     """Nothing that inference mode has made may stay behind in the decoder."""
-    decoder = Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialise(1)
-    draw_samples(decoder, tokenizer, [Prompt(text="Once", tokens=tokenizer.encode("Once"))], 8, LIVELY)
+    decoder = Decoder(tiny_config(vocab_size=tokenizer.vocab_size)).initialize(1)
+    generate_samples(decoder, tokenizer, [Prompt(text="Once", tokens=tokenizer.encode("Once"))], 8, DEFAULT_SAMPLING)
     objective = Objective(decoder, torch.device("cpu"), torch.float32)
-    objective.loss_sum(of_windows(torch.arange(9)[None])).backward()
+    objective.loss_sum(batch_of_windows(torch.arange(9)[None])).backward()
     assert all(p.grad is not None for p in decoder.parameters())
 
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2, 2]])
 def test_a_large_enough_penalty_lets_no_token_come_twice(decoder: Decoder, prompt: list[int]) -> None:
-    drawing = Drawing(temperature=1e-4, repetition_penalty=1e4)
-    text = sample_text(decoder, Ids(), Prompt(text="", tokens=prompt), 60, seed=1, drawing=drawing)
+    drawing = SamplingSettings(temperature=1e-4, repetition_penalty=1e4)
+    text = sample_text(decoder, Ids(), Prompt(text="", tokens=prompt), 60, seed=1, sampling=drawing)
     ids = [int(word) for word in text.split()]
     assert len(ids) == min(60, decoder.config.context - len(prompt))
     assert len({*ids, *prompt}) == len(ids) + len(set(prompt))

@@ -12,7 +12,7 @@ from torch import Tensor
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train.data.batch import IGNORED, Batch, of_windows
+from model.train.data.batch import IGNORE_INDEX, Batch, batch_of_windows
 from model.train.step.attention import TrainingAttend
 from model.train.step.objective import Objective, cross_entropy
 
@@ -43,10 +43,10 @@ def test_attention_of_training_is_that_of_the_reference_with_its_gradient(
 def test_cross_entropy_is_that_of_torch_with_its_gradient(n_tokens: int, n_words: int) -> None:
     (logits,) = _heads((n_tokens, n_words))
     targets = torch.arange(n_tokens) * 5 % n_words
-    targets[1::3] = IGNORED
-    plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED) * 0.25
+    targets[1::3] = IGNORE_INDEX
+    plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX) * 0.25
     used_up = logits * 1.0
-    ours = cross_entropy(used_up, targets, weight=0.25, ignored=IGNORED)
+    ours = cross_entropy(used_up, targets, weight=0.25, ignore_index=IGNORE_INDEX)
     torch.testing.assert_close(ours, plain)
     gradients = [torch.autograd.grad(3 * loss, logits)[0] for loss in (ours, plain)]
     torch.testing.assert_close(*gradients)
@@ -55,7 +55,7 @@ def test_cross_entropy_is_that_of_torch_with_its_gradient(n_tokens: int, n_words
 def test_a_target_thought_impossible_costs_what_it_should() -> None:
     """Its score is 0 in float32; the loss is not infinite, which would end the run."""
     logits = torch.tensor([[0.0, 200.0, -50.0], [0.0, 0.0, 0.0]])
-    loss = cross_entropy(logits, torch.tensor([2, 1]), weight=1.0, ignored=IGNORED)
+    loss = cross_entropy(logits, torch.tensor([2, 1]), weight=1.0, ignore_index=IGNORE_INDEX)
     assert float(loss) == pytest.approx(250.0 + math.log(3))
 
 
@@ -69,11 +69,11 @@ def _plain_loss(decoder: Decoder, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(("name", "kv_heads"), [("nano", 1), ("nano", 2), ("nano", 4), ("gpt", 4), ("textbook", 4)])
 def test_a_decoder_learns_from_the_gradient_of_plain_autograd(name: str, kv_heads: int) -> None:
     config = reshaped(preset(name), n_layers=2, width=64, n_heads=4, n_kv_heads=kv_heads)
-    decoder = Decoder(config).initialise(3)
+    decoder = Decoder(config).initialize(3)
     generator = torch.Generator().manual_seed(4)
     for parameter in decoder.parameters():  # outputs that begin as zeros would hide what is behind them
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
-    batch = of_windows(torch.randint(0, config.vocab_size, (2, 141), generator=generator))
+    batch = batch_of_windows(torch.randint(0, config.vocab_size, (2, 141), generator=generator))
     parameters = list(decoder.parameters())
     ours = Objective(decoder, torch.device("cpu"), torch.float32).loss_sum(batch, 0.5)
     plain = 0.5 * _plain_loss(decoder, batch)
@@ -83,13 +83,13 @@ def test_a_decoder_learns_from_the_gradient_of_plain_autograd(name: str, kv_head
 
 
 def test_weights_are_made_bfloat16_once_a_step_and_learn_all_the_same() -> None:
-    decoder = Decoder(reshaped(preset("nano"), n_layers=1, width=64, n_heads=2)).initialise(3)
+    decoder = Decoder(reshaped(preset("nano"), n_layers=1, width=64, n_heads=2)).initialize(3)
     objective = Objective(decoder, torch.device("cpu"), torch.bfloat16)
-    batch = of_windows(torch.randint(0, 1024, (4, 33), generator=torch.Generator().manual_seed(4)))
+    batch = batch_of_windows(torch.randint(0, 1024, (4, 33), generator=torch.Generator().manual_seed(4)))
     found = []
     for at_once in (4, 2):
         decoder.zero_grad()
-        with objective.at_once():
+        with objective.frozen_weights():
             for part in batch.split(at_once):
                 objective.loss_sum(part, 0.01).backward()
         found.append([p.grad.clone() for p in decoder.parameters() if p.grad is not None])

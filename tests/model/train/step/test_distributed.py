@@ -118,7 +118,7 @@ def test_who_is_left_alone_ends_in_one_line(tmp_path: Path, text: Path) -> None:
     _wait_for_snapshot(out)
     os.kill(first.pid, signal.SIGKILL)
     assert (first.ended(), second.ended()) == (-signal.SIGKILL, 1)
-    assert "another process of this run has ended" in second.complained()
+    assert "another process of this run has exited" in second.complained()
     assert second.complained().count("\n") == 1
 
 
@@ -166,15 +166,15 @@ class Shelf:
 def test_who_waits_for_its_turn_may_wait_for_longer_than_for_numbers() -> None:
     """The first rank may tokenise for hours, where a backend gives its exchanges minutes."""
     store = Shelf()
-    first, second = (ProcessGroup(number=number, size=2, store=store) for number in range(2))
-    assert first.in_turn(lambda: "made") == "made"
+    first, second = (ProcessGroup(rank=number, size=2, store=store) for number in range(2))
+    assert first.main_process_first(lambda: "made") == "made"
     with pytest.raises(DataError):
-        first.in_turn(_refuse)  # the others find the same, and do not wait for ever
-    assert second.in_turn(lambda: "found") == "found"
+        first.main_process_first(_refuse)  # the others find the same, and do not wait for ever
+    assert second.main_process_first(lambda: "found") == "found"
     with pytest.raises(DataError):
-        second.in_turn(_refuse)
+        second.main_process_first(_refuse)
     assert min(store.patience) >= timedelta(days=1)
-    assert [rank.tells("no such file") for rank in (second, first)] == [True, False]
+    assert [rank.claims_message("no such file") for rank in (second, first)] == [True, False]
 
 
 def _refuse() -> None:
@@ -200,20 +200,20 @@ def test_torchrun_starts_and_ends_them(tmp_path: Path, text: Path, nightly: bool
 def test_windows_that_cannot_be_shared_are_refused(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.train.command.join", lambda **_: ProcessGroup(number=0, size=2))
+    monkeypatch.setattr("model.train.command.join", lambda **_: ProcessGroup(rank=0, size=2))
     assert train(text, tmp_path / "out", "--steps", "1", "--windows", "5") == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "--windows 5 cannot be shared by 2 processes" in error
+    assert error.count("\n") == 1 and "--windows 5 is not divisible by 2 processes" in error
 
 
 def test_ranks_share_rows_without_losing_one() -> None:
     rows = torch.arange(12).view(6, 2)
     batch = Batch(inputs_RN=rows, targets_RN=rows)
-    shares = [ProcessGroup(number=number, size=3).share(batch).inputs_RN for number in range(3)]
+    shares = [ProcessGroup(rank=number, size=3).share(batch).inputs_RN for number in range(3)]
     assert torch.equal(torch.cat(shares), rows)
     assert ProcessGroup().share(batch) is batch
     with pytest.raises(DataError, match="multiple"):
-        ProcessGroup(number=0, size=4).must_share(6)
+        ProcessGroup(rank=0, size=4).require_divisible(6)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,15 +234,15 @@ def test_waiting_reads_what_was_exchanged(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("model.train.step.distributed.dist.all_reduce", lambda *_: None)
     monkeypatch.setattr("model.train.step.distributed.torch.tensor", lambda *_, **__: [Late(), 0])
-    ProcessGroup(number=1, size=2).wait()
+    ProcessGroup(rank=1, size=2).barrier()
     assert read == ["read"]
 
 
 def test_one_process_alone_exchanges_nothing() -> None:
     alone = join({}, device="cpu")
-    assert alone.is_first and alone.size == 1
-    assert alone.agree(2.5, 15) == (2.5, 15)
-    assert alone.in_turn(lambda: "done") == "done"
+    assert alone.is_main and alone.size == 1
+    assert alone.all_reduce_max(2.5, 15) == (2.5, 15)
+    assert alone.main_process_first(lambda: "done") == "done"
     tensor = torch.ones(2)
-    alone.add_up([tensor])
+    alone.all_reduce_sum([tensor])
     assert tensor.tolist() == [1.0, 1.0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.train.loop import Loop
-from model.train.step.trainer import BestWeights, WeightAverage, below
+from model.train.step.trainer import BestWeights, WeightAverage, select_prefix
 from tests.support.model.tiny_models import tiny_decoder
 from tests.support.model.training_runs import EXACT, TINY, same, state_of, train, weights_of
 
@@ -43,7 +43,7 @@ def test_looking_at_the_average_gives_the_weights_back_bit_for_bit() -> None:
     before = {name: p.detach().clone() for name, p in decoder.named_parameters()}
     average = WeightAverage(decoder, 0.9)
     average.tensors()["embedding"].add_(1.0)
-    with contextlib.suppress(KeyboardInterrupt), average.in_place():
+    with contextlib.suppress(KeyboardInterrupt), average.swapped_in():
         assert not torch.equal(decoder.embedding, before["embedding"])
         raise KeyboardInterrupt
     assert same(before, dict(decoder.named_parameters()))
@@ -51,13 +51,13 @@ def test_looking_at_the_average_gives_the_weights_back_bit_for_bit() -> None:
 
 def test_the_best_weights_are_a_copy_and_the_first_of_equal_ones() -> None:
     decoder, best = _filled(1.0), BestWeights()
-    best.consider(decoder, 5, 2.0)
+    best.keep_if_best(decoder, 5, 2.0)
     with torch.no_grad():
         decoder.embedding.fill_(7.0)
-    best.consider(decoder, 10, 2.0)
-    best.consider(decoder, 15, float("nan"))
+    best.keep_if_best(decoder, 10, 2.0)
+    best.keep_if_best(decoder, 15, float("nan"))
     assert (best.step, best.bits) == (5, 2.0)
-    best.settle(decoder)
+    best.copy_to(decoder)
     assert bool((decoder.embedding == 1.0).all())
 
 
@@ -66,8 +66,8 @@ def test_an_average_is_exported_and_does_not_touch_what_is_learnt(tmp_path: Path
     assert train(text, tmp_path / "off", *flags) == 0
     assert train(text, tmp_path / "on", *flags, "--ema", "0.9", "--keep", "last") == 0
     (_, off), (_, on) = state_of(tmp_path / "off"), state_of(tmp_path / "on")
-    assert same(below("decoder", off), below("decoder", on))
-    averages, exported = below("ema", on), weights_of(tmp_path / "on")
+    assert same(select_prefix("decoder", off), select_prefix("decoder", on))
+    averages, exported = select_prefix("ema", on), weights_of(tmp_path / "on")
     assert torch.equal(averages["embedding"], exported["model.embed_tokens.weight"])
     assert not torch.equal(averages["embedding"], on["decoder.embedding"])
     assert "average of the last steps (decay 0.9) after the last step" in (tmp_path / "on/README.md").read_text()
@@ -85,5 +85,5 @@ def test_the_best_measurement_is_exported_where_the_run_got_worse(
     best, last = weights_of(tmp_path / "best")[name], weights_of(tmp_path / "last")[name]
     assert torch.equal(best, state["best.embedding"]) and not torch.equal(best, last)
     assert torch.equal(last, state["decoder.embedding"])
-    assert "after step 4 of 6, the fewest bits on the way" in (tmp_path / "best/README.md").read_text()
+    assert "after step 4 of 6, the fewest held-out bits" in (tmp_path / "best/README.md").read_text()
     assert "weights after the last step" in (tmp_path / "last/README.md").read_text()

@@ -13,11 +13,17 @@ from model.device import choose_dtype
 from model.nn.attention import CausalAttend
 from model.nn.transformer import Decoder
 from model.presets import preset, reshaped
-from model.train.data.batch import Batch, of_windows
+from model.train.data.batch import Batch, batch_of_windows
 from model.train.step import loss_backend
 from model.train.step.attention import FusedAttend
 from model.train.step.distributed import ProcessGroup
-from model.train.step.loss_backend import Asked, LossBackend, choose, computing_for, missing_for
+from model.train.step.loss_backend import (
+    CompileMode,
+    LossBackend,
+    choose_loss_backend,
+    missing_for,
+    resolve_loss_backend,
+)
 from model.train.step.objective import Objective
 from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
@@ -26,7 +32,7 @@ from tests.support.model.training_runs import TINY, train
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-_BY_HAND, _PLAIN = LossBackend(by_hand=True), LossBackend()
+_BY_HAND, _PLAIN = LossBackend(is_handwritten=True), LossBackend()
 
 
 @pytest.mark.parametrize(
@@ -42,15 +48,15 @@ _BY_HAND, _PLAIN = LossBackend(by_hand=True), LossBackend()
     ],
 )
 def test_a_gpu_compiles_and_a_cpu_has_its_gradients_by_hand(
-    asked: Asked, device: str, missing: str, expected: LossBackend
+    asked: CompileMode, device: str, missing: str, expected: LossBackend
 ) -> None:
-    assert choose(asked, device, missing=missing) == expected
+    assert choose_loss_backend(asked, device, missing=missing) == expected
 
 
 def test_an_encoder_is_never_compiled() -> None:
-    assert choose("auto", "cuda", has_encoder=True) == _PLAIN
+    assert choose_loss_backend("auto", "cuda", has_encoder=True) == _PLAIN
     with pytest.raises(ValueError, match="encoder is not compiled"):
-        choose("on", "cpu", has_encoder=True)
+        choose_loss_backend("on", "cpu", has_encoder=True)
 
 
 def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,8 +79,8 @@ def test_what_a_compiler_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_cpu_is_not_searched_for_a_compiler_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(loss_backend, "missing_for")
-    assert computing_for("auto", "cpu") == computing_for("off", "cpu") == _BY_HAND
-    assert computing_for("off", "cuda") == _PLAIN
+    assert resolve_loss_backend("auto", "cpu") == resolve_loss_backend("off", "cpu") == _BY_HAND
+    assert resolve_loss_backend("off", "cuda") == _PLAIN
 
 
 def test_compile_on_without_a_compiler_is_one_line(
@@ -106,7 +112,7 @@ def test_fused_attention_is_that_of_the_reference(
 
 def _decoder(name: str, **sizes: Any) -> Decoder:
     """Outputs that begin as zeros would hide what is behind them."""
-    decoder = Decoder(reshaped(preset(name), n_layers=2, width=64, n_heads=4, **sizes)).initialise(3)
+    decoder = Decoder(reshaped(preset(name), n_layers=2, width=64, n_heads=4, **sizes)).initialize(3)
     generator = torch.Generator().manual_seed(4)
     for parameter in decoder.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
@@ -115,12 +121,12 @@ def _decoder(name: str, **sizes: Any) -> Decoder:
 
 def _batch(decoder: Decoder, rows: int = 2, tokens: int = 40) -> Batch:
     generator = torch.Generator().manual_seed(rows)
-    return of_windows(torch.randint(0, decoder.config.vocab_size, (rows, tokens + 1), generator=generator))
+    return batch_of_windows(torch.randint(0, decoder.config.vocab_size, (rows, tokens + 1), generator=generator))
 
 
 def _learnt(decoder: Decoder, way: LossBackend, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     objective = Objective(decoder, CPU, dtype, way)
-    with objective.at_once():
+    with objective.frozen_weights():
         loss = objective.loss_sum(_batch(decoder), 0.5)
         return [loss.detach(), *torch.autograd.grad(loss, list(decoder.parameters()))]
 

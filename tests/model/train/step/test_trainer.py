@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.train.data.batch import Batch, of_windows
+from model.train.data.batch import Batch, batch_of_windows
 from model.train.data.sources import DataError
 from model.train.step.distributed import ProcessGroup
 from model.train.step.objective import Objective
@@ -14,7 +14,7 @@ from model.train.step.optimizer import ParameterUpdates
 from model.train.step.trainer import Trainer
 from tests.support.model.tiny_models import tiny_decoder
 
-BATCH = of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
+BATCH = batch_of_windows(torch.randint(300, (6, 17), generator=torch.Generator().manual_seed(1)))
 
 
 def _learner(micro_windows: int | None) -> Trainer:
@@ -73,5 +73,5 @@ def test_what_a_flag_asks_for_is_not_changed_but_refused(monkeypatch: pytest.Mon
 def test_a_snapshot_says_how_many_rows_unless_a_flag_does() -> None:
     for flag, kept, then in ((None, "4", 4), (None, "auto", None), (2, "4", 2)):
         learner = _learner(flag)
-        learner.take_micro_windows(kept)
+        learner.restore_micro_windows(kept)
         assert learner.micro_windows == then
