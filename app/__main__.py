@@ -15,11 +15,11 @@ from app import VERSION
 _USAGE = """usage: inkstream VERB [options]
 
   serve                serve a weights directory over HTTP
-  complete "text"      continue a text through a running service
-  bench --url URL      load a running service and print its speed
+  complete "text"      complete a text with a running service
+  bench --url URL      benchmark a running service
   check DIR            validate a weights directory
-  compile              build the native kernels up front
-  keys add|list|revoke NAME        say who may use a service
+  compile              build the native kernels ahead of time
+  keys add|list|revoke NAME        manage the API keys of a service
   train --data PATH... --out DIR   train a model (python -m model.train)
 
 inkstream VERB --help lists a verb's options; inkstream --version prints the version."""
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of our output has exited (| head); the interpreter must not try to flush it at exit.
+        # The reader of this output has exited (| head); the interpreter must not try to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Opens /dev/null in place of closed standard streams: otherwise our socket could get descriptor 0, 1 or 2.
+    """Opens /dev/null in place of closed standard streams: otherwise a socket could get descriptor 0, 1 or 2.
 
     sys.stdin and sys.stdout stay None, so that a verb can report that it has no input or no output.
     """
@@ -67,7 +67,7 @@ def _open_standard_streams() -> None:
 def _run(verb: str, rest: list[str]) -> int:
     # Ctrl+C during an import: pydantic and torch turn it into a traceback. There is nothing to clean up yet.
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # otherwise the parent process wants SIGINT ignored
+    if before is signal.default_int_handler:  # otherwise the parent process has set SIGINT to be ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     # Imports leave almost no garbage; collecting took an eighth of the API's CPU time at startup, and a third for a
     # verb that imports torch.
@@ -76,22 +76,20 @@ def _run(verb: str, rest: list[str]) -> int:
     gc.freeze()
     gc.enable()
     if run is None:
-        return _explain(verb)
+        return _print_usage(verb)
     if verb != "serve":  # the server installs its own handler before there is anything to clean up
         signal.signal(signal.SIGINT, before)
     return run(rest)
 
 
-def _explain(verb: str) -> int:
+def _print_usage(verb: str) -> int:
     """Prints the version, the usage, or an error that lists the known verbs."""
     if verb in ("-V", "--version"):
         print(f"inkstream {VERSION}")
         return 0
     if verb and verb not in ("-h", "--help", "help"):
         known = ", ".join(re.findall(r"^  ([a-z]+)", _USAGE, re.MULTILINE))
-        print(
-            f"error: {verb[:60]!r} is no verb; verbs are {known}; inkstream --help tells what they do", file=sys.stderr
-        )
+        print(f"error: {verb[:60]!r} is not a verb; the verbs are {known}; see inkstream --help", file=sys.stderr)
         return 2
     print(_USAGE, file=sys.stderr if not verb else sys.stdout)
     return 2 if not verb else 0

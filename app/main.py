@@ -32,7 +32,7 @@ from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.http import errors
 from app.http.auth import AuthMiddleware, public_routes
-from app.http.connection_limits import ConnectionLimits, HttpLimits, possible_connections, watch_descriptors
+from app.http.connection_limits import ConnectionLimits, HttpLimits, ensure_file_limit, monitor_descriptors
 from app.http.host_filter import CorsMiddleware, HostFilter
 from app.http.request_log import RequestLogMiddleware
 from app.serving.hot_reload import HotReload
@@ -45,7 +45,7 @@ from model.checkpoint.tensor_index import check_layout
 
 _DESCRIPTION = """Text completion by a decoder-only transformer. `POST /complete` streams server-sent events.
 
-Errors have one shape: `{"error": {"message", "type", "param", "code", "request_id"}}`."""
+Errors have a common format: `{"error": {"message", "type", "param", "code", "request_id"}}`."""
 
 _log = logging.getLogger("inkstream")
 
@@ -55,27 +55,33 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async def make() -> ModelInstance:
-            return await _serve_next(settings, engine or make_fleet)
+        async def open_instance() -> ModelInstance:
+            return await _open_instance(settings, engine or make_engine_pool)
 
-        app.state.long_texts = long_texts = TokenizerPool()
-        served = await make()
-        app.state.service = service = Service(settings, served, long_texts)
+        app.state.tokenizer_pool = tokenizer_pool = TokenizerPool()
+        instance = await open_instance()
+        app.state.service = service = Service(settings, instance, tokenizer_pool)
         app.state.metrics = metrics = Metrics(lambda: service.engines, connections)
-        app.state.shelf = shelf = ResumeStore(settings.resume_seconds)
-        served.start()
-        app.state.reloader = reloader = HotReload(service, make, metrics.reloaded)
-        works = [service.load(), reloader.run(), metrics.watch_loop(), watch_descriptors(), service.failures.run()]
-        works.append(build_for_next_start(served.engine, settings.cache_dir))
-        tasks = [asyncio.create_task(work) for work in works]
+        app.state.resume_store = resume_store = ResumeStore(settings.resume_seconds)
+        instance.start()
+        app.state.reloader = reloader = HotReload(service, open_instance, metrics.record_reload)
+        coroutines = [
+            service.load(),
+            reloader.run(),
+            metrics.watch_loop(),
+            monitor_descriptors(),
+            service.failures.run(),
+        ]
+        coroutines.append(build_for_next_start(instance.engine, settings.cache_dir))
+        tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            long_texts.close()
-            shelf.clear()
+            tokenizer_pool.close()
+            resume_store.clear()
             await service.close()
 
     app = DescribedApp(
@@ -90,7 +96,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    _guard(app, settings)
+    _add_middleware(app, settings)
     app.state.connections = connections = ConnectionLimits(_connection_limits(settings))
     errors.install(app)
     for module in (routes, openai_routes, score):
@@ -100,7 +106,7 @@ def create_app(settings: Settings, engine: Callable[[Settings], EnginePool] | No
     return app
 
 
-def _guard(app: FastAPI, settings: Settings) -> None:
+def _add_middleware(app: FastAPI, settings: Settings) -> None:
     """Adds the middleware, which runs before routing; the last one added runs first."""
     keys = ApiKeys(settings.keys_file) if settings.keys_file else None
     app.add_middleware(AuthMiddleware, keys=keys, public=public_routes([health.router, static_pages.router]))
@@ -110,12 +116,12 @@ def _guard(app: FastAPI, settings: Settings) -> None:
     app.add_middleware(RequestLogMiddleware)
 
 
-async def _serve_next(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
-    """A model instance of the current weights directory, even if a symlink to it is switched later.
+async def _open_instance(settings: Settings, make_engine: Callable[[Settings], EnginePool]) -> ModelInstance:
+    """Opens an instance of the current weights directory; a symlink to it may be changed later.
 
     Raises CheckpointError.
     """
-    seen = await asyncio.to_thread(take_fingerprint, settings.weights)
+    fingerprint = await asyncio.to_thread(take_fingerprint, settings.weights)
     weights = await asyncio.to_thread(without_links, settings.weights)
     snapshot = await asyncio.to_thread(WeightsSnapshot.open, weights)
     try:
@@ -126,12 +132,12 @@ async def _serve_next(settings: Settings, make_engine: Callable[[Settings], Engi
         raise
     return ModelInstance(
         weights,
-        seen,
+        fingerprint,
         engine,
         chat_template,
         grammar_seconds=settings.guide_seconds,
         snapshot=snapshot,
-        copies=_folders_for_copies(settings),
+        copies=_copy_directories(settings),
     )
 
 
@@ -142,8 +148,8 @@ def _load_template(snapshot: WeightsSnapshot) -> ChatTemplate | None:
         return ChatTemplate.load(snapshot.directory)
 
 
-def _folders_for_copies(settings: Settings) -> list[Path]:
-    """Folders for copies of weights: the cache directory is on disk, the temporary one may be in memory."""
+def _copy_directories(settings: Settings) -> list[Path]:
+    """Directories for copies of weights: the cache directory is on disk, the temporary one may be in memory."""
     folders = [cache_directory(settings.cache_dir)]
     with contextlib.suppress(OSError):  # no writable temporary directory
         folders.append(Path(tempfile.gettempdir()))
@@ -151,9 +157,9 @@ def _folders_for_copies(settings: Settings) -> list[Path]:
 
 
 def _connection_limits(settings: Settings) -> HttpLimits:
-    connections = possible_connections(settings.max_connections)
+    connections = ensure_file_limit(settings.max_connections)
     if connections < settings.max_connections:
-        _log.warning("the limit of open files (ulimit -n) allows %d connections", connections)
+        _log.warning("the limit of open files (ulimit -n) allows only %d connections", connections)
     return HttpLimits(
         connections=connections,
         per_address=settings.max_connections_per_address or max(1, connections // 2),
@@ -163,24 +169,23 @@ def _connection_limits(settings: Settings) -> HttpLimits:
         head_seconds=settings.head_timeout,
         body_seconds=settings.body_timeout,
         write_seconds=settings.write_timeout,
-        answer_seconds=settings.body_timeout + settings.request_timeout + settings.write_timeout,
+        response_seconds=settings.body_timeout + settings.request_timeout + settings.write_timeout,
         idle_seconds=settings.keep_alive_timeout,
     )
 
 
-def make_fleet(settings: Settings) -> EnginePool:
+def make_engine_pool(settings: Settings) -> EnginePool:
     """Builds the pool of engine processes from the settings."""
     cores = available_cores()
     if settings.threads > cores:
         _log.warning(
-            "--threads %d is more than the %d cores there are: threads will wait for one another",
+            "--threads %d exceeds the %d available cores: threads will compete for them",
             settings.threads,
             cores,
         )
     if settings.replicas > (threads := settings.threads or cores):
         _log.warning(
-            "--replicas %d is more than the %d threads there are for them (--threads): each takes one, and they will "
-            "wait for one another",
+            "--replicas %d exceeds the %d threads (--threads): each replica takes one, and they will compete for cores",
             settings.replicas,
             threads,
         )
@@ -214,4 +219,4 @@ def _worker_configs(settings: Settings, cores: int) -> list[WorkerConfig]:
         log_level=settings.log_level,
         log_format=logs.resolve_format(settings.log_format),
     )
-    return [replace(config, replica=place) for place in range(settings.replicas)]
+    return [replace(config, replica=index) for index in range(settings.replicas)]

@@ -1,4 +1,4 @@
-"""The HTTP server process: uvicorn with our own listening socket, signal handling and exit codes."""
+"""The HTTP server process: uvicorn with its own listening socket, signal handling and exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from app.common.settings import Settings
 from app.engine.cpu.toolchain.backend_selection import check_native_available
 from app.engine_client.engine_pool import EnginePool
 from app.engine_client.supervisor import EngineStopped
-from app.http.connection_limits import ConnectionLimits, possible_connections
+from app.http.connection_limits import ConnectionLimits, ensure_file_limit
 from app.http.http_protocol import HttpProtocol
 from app.main import create_app
 from app.serving.kernel_prebuild import libraries_at_start
@@ -34,7 +34,7 @@ from app.serving.service import Service
 from model.checkpoint.tensor_index import check_layout, read_chat_template
 
 _UNSENT_BYTES = 1 << 14
-_LAST_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 """Seconds after the drain for clients to read the final events and for cancelled work to stop."""
 _log = logging.getLogger("inkstream")
 
@@ -46,7 +46,7 @@ class StartError(ValueError):
 class _Server(uvicorn.Server):
     """uvicorn with a graceful drain: the listener stays open until all streams have ended or the timeout expires."""
 
-    gone: EngineStopped | None = None
+    failure: EngineStopped | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,20 +59,20 @@ class _Server(uvicorn.Server):
         assert isinstance(self.config.app, FastAPI)
         self._service: Service = self.config.app.state.service
         self._connections: ConnectionLimits = self.config.app.state.connections
-        self._watching = asyncio.create_task(self._watch())
+        self._watch_task = asyncio.create_task(self._watch_engine())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Lets open streams finish while new requests get 503, then closes everything and ends the lifespan."""
-        self._watching.cancel()
-        for connection in self._open:
+        self._watch_task.cancel()
+        for connection in self._open_connections:
             connection.shutdown()
         await self._drain()
         for server in self.servers:
             server.close()
-        for connection in self._open:
-            connection.send_off()
+        for connection in self._open_connections:
+            connection.abort()
         if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=_LAST_SECONDS)
+            await asyncio.wait(self.server_state.tasks, timeout=_CLOSE_SECONDS)
         await self.lifespan.shutdown()
 
     def begin_drain(self) -> None:
@@ -82,7 +82,7 @@ class _Server(uvicorn.Server):
         self._connections.is_draining = True
 
     @property
-    def _open(self) -> list[HttpProtocol]:
+    def _open_connections(self) -> list[HttpProtocol]:
         return list(cast(set[HttpProtocol], self.server_state.connections))
 
     @property
@@ -90,38 +90,38 @@ class _Server(uvicorn.Server):
         """Seconds that open streams have to finish."""
         return self._service.settings.drain_timeout
 
-    async def _watch(self) -> None:
+    async def _watch_engine(self) -> None:
         """Stops the service once the engine has failed permanently."""
-        self.gone = await self._service.wait_stopped()
+        self.failure = await self._service.wait_stopped()
         self.begin_drain()
 
     async def _drain(self) -> None:
-        tasks = set(self.server_state.tasks)  # later tasks only send refusals
+        tasks = set(self.server_state.tasks)  # later tasks only send error responses
         if tasks:
             _, tasks = await asyncio.wait(tasks, timeout=self.drain_timeout)
         if tasks:
-            _log.warning("the drain time-out is over: %d requests are ended", len(tasks))
-            self._service.fail_all(NotReady("the service is shutting down: send it again in a moment", 5))
-            await asyncio.wait(tasks, timeout=_LAST_SECONDS)
-        for _ in range(100):  # a slow client may still be reading the last response
-            if not any(connection.flow.write_paused for connection in self._open):
+            _log.warning("drain timeout expired: ending %d requests", len(tasks))
+            self._service.fail_all(NotReady("the service is shutting down: try again in a moment", 5))
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+        for _ in range(100):  # slow clients may still be reading the last responses
+            if not any(connection.flow.write_paused for connection in self._open_connections):
                 break
-            await asyncio.sleep(_LAST_SECONDS / 100)
+            await asyncio.sleep(_CLOSE_SECONDS / 100)
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The listening socket, before anything slow. Raises StartError."""
+    """Opens the listening socket; called before anything slow. Raises StartError."""
     if not _has_keys(settings) and not settings.is_loopback and not settings.insecure_no_auth:
         raise StartError(
-            f"--host {settings.host} can be reached from other machines and no key protects the service: make one "
+            f"--host {settings.host} is reachable from other machines, but no key protects the service: create one "
             "(inkstream keys add NAME --keys-file FILE) and serve with --keys-file FILE, use --host 127.0.0.1, or "
-            "--insecure-no-auth behind a proxy that asks for keys"
+            "--insecure-no-auth behind a proxy that authenticates clients"
         )
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=2048)
     except (socket.gaierror, UnicodeError):  # UnicodeError: the name cannot be encoded for a DNS query
-        raise StartError(f"--host {settings.host}: no address is known for this name") from None
+        raise StartError(f"--host {settings.host}: this name has no address") from None
     except OSError as error:
         reason = os.strerror(error.errno or 0)  # str(error) would repeat the address
         raise StartError(
@@ -145,18 +145,18 @@ def serve(settings: Settings, engine: Callable[[Settings], EnginePool] | None = 
     os.environ["RUST_BACKTRACE"] = (
         "0"  # a panic in the tokenizers library is one log line of app/tokenization/text_encoder.py
     )
-    _check_files(settings)
+    _check_file_limit(settings)
     _check_weights(settings.weights)
     _check_kernels(settings)
     with bind(settings) as listener:
         # A thread that tokenizes a long text yields to the event loop after one millisecond, not five: with sixteen
         # concurrent 1 MB texts the p99 of health checks was 25 to 28 ms instead of 47 to 174 (R8).
         sys.setswitchinterval(0.001)
-        gone = event_loop.run(_serve(settings, listener, engine))
-    if gone is None:
+        failure = event_loop.run(_serve(settings, listener, engine))
+    if failure is None:
         return 0
-    logs.write_line(f"error: {gone}")
-    return gone.exit_code
+    logs.write_line(f"error: {failure}")
+    return failure.exit_code
 
 
 async def _serve(
@@ -169,13 +169,13 @@ async def _serve(
     config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, http=connection, ws="none")
     server = _Server(config)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        event_loop.on_signal(loop, number, functools.partial(_on_signal, server))
-    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_hangup, server, app, has_terminal()))
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        event_loop.on_signal(loop, signal_number, functools.partial(_on_signal, server))
+    event_loop.on_signal(loop, signal.SIGHUP, functools.partial(_on_sighup, server, app, has_terminal()))
     host, port = listener.getsockname()[:2]
     _log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     await server.serve(sockets=[listener])
-    return server.gone
+    return server.failure
 
 
 def _has_keys(settings: Settings) -> bool:
@@ -186,10 +186,10 @@ def _has_keys(settings: Settings) -> bool:
         raise StartError(str(error)) from None
 
 
-def _check_files(settings: Settings) -> None:
+def _check_file_limit(settings: Settings) -> None:
     """Raises StartError if the limit of open files is too low for an engine and its clients."""
     try:
-        possible_connections(settings.max_connections)
+        ensure_file_limit(settings.max_connections)
     except ValueError as error:
         raise StartError(str(error)) from None
 
@@ -213,7 +213,7 @@ def _check_kernels(settings: Settings) -> None:
         raise StartError(str(error)) from None
 
 
-def _on_hangup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
+def _on_sighup(server: _Server, app: FastAPI, had_terminal: bool) -> None:
     """SIGHUP from a closed terminal stops the service; any other SIGHUP reloads the weights."""
     if had_terminal and not has_terminal():
         _on_signal(server)
@@ -230,4 +230,4 @@ def _on_signal(server: _Server) -> None:
         server.should_exit = True
         return
     server.begin_drain()
-    _log.info("ending: open streams get up to %g s; a second signal ends at once", server.drain_timeout)
+    _log.info("ending: open streams get up to %g s; a second signal stops at once", server.drain_timeout)

@@ -102,7 +102,7 @@ class _ConnectionOnH11(HttpProtocol):
 
 def _ours(protocol: type[HttpProtocol]) -> Callable[[], Any]:
     seconds = dict.fromkeys(
-        ("head_seconds", "body_seconds", "answer_seconds", "write_seconds", "idle_seconds"), _SECONDS
+        ("head_seconds", "body_seconds", "response_seconds", "write_seconds", "idle_seconds"), _SECONDS
     )
     sizes = {"header_bytes": 16384, "headers": 100, "url_bytes": 8192}
     limits = HttpLimits(connections=1000, per_address=1000, **sizes, **seconds)  # type: ignore[arg-type]

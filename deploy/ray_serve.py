@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from app.cli.serve import read_settings
 from app.cluster import asgi_adapter
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Call, Part, ReplicaLost, Whole
+from app.cluster.messages import Call, FullResponse, ReplicaLost, ResponsePart
 from app.common import logs
 from app.common.errors import NotReady
 from app.common.settings import Settings
@@ -75,15 +75,15 @@ class EngineReplica:
             self._check()
             await asyncio.sleep(0.1)
 
-    async def answer(self, call: Call) -> AsyncGenerator[Part, None]:
+    async def answer(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
         """Streams one request's response; to the application a cancellation is a client disconnect."""
-        async with aclosing(asgi_adapter.answer(self._app, call, self._name)) as parts:
+        async with aclosing(asgi_adapter.stream_response(self._app, call, self._name)) as parts:
             async for part in parts:
                 yield part
 
-    async def whole(self, call: Call) -> Whole:
+    async def whole(self, call: Call) -> FullResponse:
         """The whole response, for broadcasts."""
-        return await asgi_adapter.whole(self._app, call, self._name)
+        return await asgi_adapter.full_response(self._app, call, self._name)
 
     async def check_health(self) -> None:
         """Raises once the service has failed permanently, so that Ray replaces it; engine restarts are not failures."""
@@ -109,7 +109,7 @@ class FrontReplica:
     """Ray Serve ingress: the gateway as an ASGI application."""
 
     def __init__(self, settings: Settings, engine: DeploymentHandle, resends: int) -> None:
-        self._gateway = Gateway(settings, _RayReplicas(engine), resends=resends)
+        self._gateway = Gateway(settings, _RayReplicas(engine), max_retries=resends)
 
     def __serve_build_asgi_app__(self) -> Gateway:
         return self._gateway
@@ -122,7 +122,7 @@ class _RayReplicas:
         self._engine = engine
         self._answer = engine.options(method_name="answer", stream=True)
 
-    async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
+    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
         response: Any = self._answer.remote(call)
         is_open = True
         try:
@@ -136,7 +136,7 @@ class _RayReplicas:
             if is_open:
                 response.cancel()
 
-    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
+    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
         try:
             # Ray's public API returns nothing until the last replica has responded, and nothing at all if one hangs.
             results = await self._engine.broadcast("whole", call)._fetch_replica_results_async()
@@ -145,10 +145,10 @@ class _RayReplicas:
         return [asyncio.ensure_future(_whole(result)) for result in results]
 
 
-async def _whole(result: Any) -> Whole:
+async def _whole(result: Any) -> FullResponse:
     """One replica's response from Ray's ReplicaResult. Raises ReplicaLost."""
     try:
-        answer: Whole = await result.get_async()
+        answer: FullResponse = await result.get_async()
         return answer
     except asyncio.CancelledError:
         result.cancel()

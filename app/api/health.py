@@ -20,34 +20,36 @@ from app.serving.service import Service
 class Model(BaseModel):
     """The model that is served."""
 
-    id: str = Field(description="Its name: that of the weights directory.")
-    object: Literal["model"] = Field(description="What this is.")
-    created: int = Field(description="When the service started, in seconds since 1970.")
-    owned_by: str = Field(description="Who serves it.")
-    max_model_len: int = Field(description="Tokens that it reads, prompt and answer together.")
-    n_params: int = Field(description="Parameters.")
-    n_vocab: int = Field(description="Every token id is below this.")
-    has_encoder: bool = Field(description="Whether it reads a `source`.")
+    id: str = Field(description="Name of the model: that of the weights directory.")
+    object: Literal["model"] = Field(description="Type of the object.")
+    created: int = Field(description="When the service started, as a Unix time.")
+    owned_by: str = Field(description="Always inkstream.")
+    max_model_len: int = Field(description="Context length in tokens, prompt and completion together.")
+    n_params: int = Field(description="Number of parameters.")
+    n_vocab: int = Field(description="Size of the vocabulary: all token ids are below it.")
+    has_encoder: bool = Field(description="Whether the model has an encoder, which reads `source`.")
     dtype: str = Field(description="Number format of weights and cache.")
-    device: str = Field(description="Where it runs.")
-    numerics: str = Field(description="What computes (torch or native kernels), and in which number format.")
+    device: str = Field(description="Device that the model runs on.")
+    numerics: str = Field(description="Backend (torch or native kernels) and number format.")
     weights_version: str = Field(description="SHA-256 of the weights.")
-    sampling_defaults: dict[str, float] = Field(description="What POST /complete takes where a request says nothing.")
+    sampling_defaults: dict[str, float] = Field(
+        description="Defaults of POST /complete for fields that a request leaves out."
+    )
 
 
 class ModelList(BaseModel):
-    """Answer of GET /v1/models."""
+    """Response of GET /v1/models."""
 
-    object: Literal["list"] = Field(description="What this is.")
-    data: list[Model] = Field(description="One model.")
+    object: Literal["list"] = Field(description="Type of the object.")
+    data: list[Model] = Field(description="The model.")
 
 
 class Health(BaseModel):
-    """Answer of GET /health."""
+    """Response of GET /health."""
 
     status: str = Field(description="live, ready or not ready.")
-    phase: str | None = Field(None, description="What the service is doing.")
-    reason: str | None = Field(None, description="Why it is not ready, where it fails every request.")
+    phase: str | None = Field(None, description="Current phase of the service.")
+    reason: str | None = Field(None, description="Why the service is not ready, if all recent requests failed.")
 
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
@@ -61,7 +63,7 @@ router = APIRouter(tags=["operations"])
 @router.get("/health/live", response_model=Health, response_model_exclude_none=True)
 @public
 async def live() -> dict[str, str]:
-    """200 as long as the process answers."""
+    """200 as long as the process responds."""
     return {"status": "live"}
 
 
@@ -71,7 +73,7 @@ async def live() -> dict[str, str]:
 @router.get("/health/ready", response_model=Health, responses=_NOT_READY)
 @public
 async def ready(service: ServiceDep) -> JSONResponse:
-    """200 when completions are served; 503 during the start, while draining, and while every answer fails."""
+    """200 when the service accepts completions; 503 during startup, while draining, and while all requests fail."""
     try:
         service.require_ready()
     except NotReady as error:
@@ -91,21 +93,23 @@ async def metrics(metrics: MetricsDep) -> Response:
 
 @router.head("/metrics", include_in_schema=False)
 async def metrics_head() -> Response:
-    """Some benchmark clients ask whether there are metrics."""
+    """Some benchmark clients check whether metrics are available."""
     return Response(headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get("/v1/models", response_model=ModelList, responses=declared(401, 503))
 async def models(service: ServiceDep) -> dict[str, Any]:
-    """The one model that is served, and its facts."""
+    """The served model."""
     return {"object": "list", "data": [_facts(service)]}
 
 
 @router.get("/v1/models/{model_id:path}", response_model=Model, responses=declared(401, 404, 503))
 async def model(model_id: str, service: ServiceDep) -> dict[str, Any]:
-    """The facts of one model."""
+    """Information about one model."""
     if not model_id:
-        raise ApiError(404, "a model's name is missing: GET /v1/models tells it", param="model", code="model_not_found")
+        raise ApiError(
+            404, "the model name is missing: GET /v1/models returns it", param="model", code="model_not_found"
+        )
     check_model(model_id, service)
     return _facts(service)
 

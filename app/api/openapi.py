@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own, completed with bodies, errors, headers and streams."""
+"""The OpenAPI document: that of FastAPI, plus bodies, errors, headers and streams."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from app.api.dependencies import WEIGHTS_VERSION_HEADER
 from app.api.response_schemas import EVENTS, ErrorResponse
 
 TAGS = [
-    {"name": "completion", "description": "Text that goes on."},
-    {"name": "tokens", "description": "What the model reads in place of text."},
-    {"name": "operations", "description": "The model's facts, health and figures."},
+    {"name": "completion", "description": "Text completion and scoring."},
+    {"name": "tokens", "description": "Conversion between text and tokens."},
+    {"name": "operations", "description": "Model information, health and metrics."},
 ]
 _ERRORS = {
     400: "Invalid value, or combination of values; `param` names the field.",
     401: "Missing or invalid API key.",
-    403: "The key may not do this.",
+    403: "Not allowed, for example because of the origin.",
     404: "Unknown model, unknown request, or a request of another key.",
     405: "Method not allowed.",
     413: "The body is too large.",
     415: "The Content-Type is not JSON.",
-    429: "The key's own quota is used up: try again after `Retry-After` seconds.",
+    429: "The key's rate limit is exceeded: try again after `Retry-After` seconds.",
     500: "Internal error; look up the request id in the server's log.",
     503: "Loading, shutting down, or the queue is full: try again after `Retry-After` seconds.",
     504: "The request's deadline passed before its first token.",
 }
 _HEADERS = {
-    "X-Request-Id": {"description": "Names this request, also in the server's log.", "schema": {"type": "string"}}
+    "X-Request-Id": {"description": "Request id, which is also in the server's log.", "schema": {"type": "string"}}
 }
 _WEIGHTS_VERSION = {
-    WEIGHTS_VERSION_HEADER: {"description": "SHA-256 of the weights that answer.", "schema": {"type": "string"}}
+    WEIGHTS_VERSION_HEADER: {
+        "description": "SHA-256 of the weights that handled the request.",
+        "schema": {"type": "string"},
+    }
 }
-_KEY = {"type": "http", "scheme": "bearer", "description": "Where the service asks for keys."}
-_RETRY_AFTER = {"description": "Seconds to wait before the next try.", "schema": {"type": "integer"}}
+_KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the service is configured with keys."}
+_RETRY_AFTER = {"description": "Seconds to wait before the next attempt.", "schema": {"type": "integer"}}
 _REF = "#/components/schemas/{model}"
 _CHUNKS = """One JSON object or, where `stream` is true, a stream of frames without names: `data: ` and one line of
-JSON of the same shape, with what is new in `text`; an error as `{"error": ...}`; `data: [DONE]` is the last."""
+JSON of the same shape, with the new part in `text`; an error as `{"error": ...}`; `data: [DONE]` is the last."""
 _STREAM_EXAMPLE = """id: req-1:0
 event: start
 data: {"id": "req-1", "model": "weights", "seed": 7, "prompt_tokens": 4, "cached_tokens": 0, ...}
@@ -63,7 +66,7 @@ class DescribedApp(FastAPI):
     """FastAPI with a complete OpenAPI document."""
 
     def __init__(self, *, longest_deadline_ms: int, **others: Any) -> None:
-        """`longest_deadline_ms` is the server's limit; a request above it gets a 400."""
+        """`longest_deadline_ms` is the server's limit; a request above the limit gets a 400."""
         super().__init__(**others)
         self._longest_deadline_ms = longest_deadline_ms
 
@@ -92,10 +95,12 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
     document["servers"] = [{"url": "/", "description": "This service."}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            operation["responses"].pop("422", None)  # FastAPI's status for validation errors, which are 400 here
+            operation["responses"].pop(
+                "422", None
+            )  # FastAPI declares 422 for validation errors, but this service sends 400
             _describe_body(operation, schemas)
             if "401" in operation["responses"]:
-                operation["security"] = [{"key": []}, {}]  # with a key or, if no keys are configured, without one
+                operation["security"] = [{"key": []}, {}]  # {}: without a key, if no keys are configured
             for status, response in operation["responses"].items():
                 _describe_response(int(status), response)
             if method != "delete" and {"completion", "tokens"} & set(operation["tags"]):
@@ -142,7 +147,7 @@ def _describe_stream(response: dict[str, Any]) -> None:
     response["description"] = "\n".join(
         [
             f"{'One JSON object, or a' if content else 'A'} stream of events. Each has an `id`, a name and one line of",
-            "JSON in ASCII; exactly one `done` or `error` is the last. Comments (`: ping`) are signs of life.",
+            "JSON in ASCII; exactly one `done` or `error` is the last. Comments (`: ping`) are heartbeats.",
             "",
             *lines,
         ]

@@ -1,4 +1,4 @@
-"""One admitted request of any API: counted once, and always released."""
+"""One admitted request of any completion API: counted once, and always released."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from app.serving.model_instance import ModelInstance
 from app.serving.service import Admitted, Service
 
 _log = logging.getLogger("inkstream")
-_SUCCEEDED = ("stop", "length")
+_SUCCESS_REASONS = ("stop", "length")
 
 
 @dataclass(slots=True)
 class CollectedOutput:
     """The collected output of one choice."""
 
-    ended: Finished
+    finished: Finished
     text: str
     tokens: TokenTable = field(default_factory=TokenTable)
 
 
 class RequestHandle:
-    """Owns a completion; the caller must always call close()."""
+    """Owns one generation session; the caller must always call close()."""
 
     def __init__(self, name: str, admitted: Admitted, service: Service, metrics: Metrics) -> None:
         self.name = name
@@ -59,26 +59,26 @@ class RequestHandle:
         self.service = service
         self._metrics = metrics
         self._outcome: str | None = None
-        self._closed = False
+        self._is_closed = False
         self._has_failed = False
-        """Whether it failed through the server's fault."""
+        """Whether the request failed through the server's fault."""
         self._charged_seconds = 0.0
 
     @classmethod
     async def begin(
         cls,
         request: Request,
-        wish: GenerationRequest,
+        generation_request: GenerationRequest,
         service: Service,
         metrics: Metrics,
-        caller: Tenant,
+        tenant: Tenant,
         *,
         heartbeat: float = 10.0,
-        served: ModelInstance | None = None,
+        instance: ModelInstance | None = None,
     ) -> RequestHandle:
         """Admits a request; raises every error that can be detected before the first byte of the response.
 
-        `served` is the model instance whose chat template rendered the prompt, if one did.
+        `instance` is the model instance whose chat template rendered the prompt, if any.
         """
         name = request_id_of(request)
 
@@ -86,129 +86,129 @@ class RequestHandle:
             cls(name, admitted, service, metrics).close()
 
         try:
-            # Checking a grammar or tokenizing a long text may take a while: stop if the client disconnects.
-            work = service.begin(name, wish, caller, heartbeat, served)
+            # Validating a grammar or tokenizing a long text may take a while: stop if the client disconnects.
+            work = service.begin(name, generation_request, tenant, heartbeat, instance)
             admitted = await sse.until_disconnect(work, request.receive, discard=discard)
         except Exception as error:
             if isinstance(error, EngineError):
-                metrics.rejected(_reason(error))
-            if _is_ours(error):
+                metrics.record_rejected(_rejection_reason(error))
+            if _is_server_fault(error):
                 service.failures.record_failure()
             raise
         if admitted is None:
-            raise ApiError(499, "the client has left")
-        job = cls(name, admitted, service, metrics)
-        record_of(request).facts = job.facts
-        return job
+            raise ApiError(499, "the client has disconnected")
+        handle = cls(name, admitted, service, metrics)
+        record_of(request).log_fields = handle.log_fields
+        return handle
 
     @property
     def headers(self) -> dict[str, str]:
         """Response headers."""
-        left = self.admitted.reservation.headers(time.monotonic())
-        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **left}
+        rate_limit_headers = self.admitted.reservation.headers(time.monotonic())
+        return {"X-Request-Id": self.name, **version_header(self.admitted.weights_version), **rate_limit_headers}
 
     @property
     def engine(self) -> EnginePool:
-        """The engine pool on which it started, even after a hot reload."""
+        """The engine pool on which the request started, even after a hot reload."""
         return self.service.engine if is_armed("job.other_engine") else self.admitted.instance.engine
 
     @property
-    def completion(self) -> GenerationSession:
-        """Its generation session."""
+    def session(self) -> GenerationSession:
+        """The generation session."""
         return self.admitted.session
 
-    def breather(self) -> TimeSlice:
-        """Time slices of a long response, which alternate with those of other tenants."""
-        account = WorkAccount(self.completion.stream.requests[0].cache_namespace, self.admitted.reservation)
+    def time_slice(self) -> TimeSlice:
+        """Time slices for a long response, which alternate with the work of other tenants."""
+        account = WorkAccount(self.session.stream.requests[0].cache_namespace, self.admitted.reservation)
         return TimeSlice(partial(self.service.loop_share.pause, account))
 
     @property
     def _tokens(self) -> int:
         """Prompt and completion tokens so far."""
-        completion = self.completion
-        return completion.n_tokens + (completion.prompt_tokens if completion.times.started is not None else 0)
+        session = self.session
+        return session.n_tokens + (session.prompt_tokens if session.times.started is not None else 0)
 
-    def pause(self) -> None:
-        """Suspends the request after a disconnect: it uses neither the engine nor its tenant's limits until go_on()."""
-        self.completion.pause()
+    def suspend(self) -> None:
+        """Suspends the request after a disconnect: it uses no engine and no rate limits until resume()."""
+        self.session.pause()
         self.admitted.reservation.pause(self._tokens)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resumes the request. Raises Unavailable if the engine or the rate limits have no capacity now."""
-        completion = self.completion
-        # Generated text is prefilled again, and counts as prompt.
-        most = completion.prompt_tokens + sum(request.max_tokens for request in completion.stream.requests)
-        self.admitted.reservation.resume(most, time.monotonic())
+        session = self.session
+        # Generated tokens are prefilled again and count as prompt tokens.
+        max_tokens = session.prompt_tokens + sum(request.max_tokens for request in session.stream.requests)
+        self.admitted.reservation.resume(max_tokens, time.monotonic())
         try:
-            self.engine.resume(completion.stream)
+            self.engine.resume(session.stream)
         except BaseException:
             self.admitted.reservation.pause(0)
             raise
-        completion.resume()
+        session.resume()
 
-    def note(self, news: object) -> None:
-        """Updates the metrics for an event that is about to be sent."""
+    def record_event(self, event: object) -> None:
+        """Records the metrics of an event that is about to be sent."""
         self._charge_work()
-        if isinstance(news, Delta):
-            self._metrics.progressed(self.completion)
-        elif isinstance(news, Finished):
-            self._outcome = news.finish_reason
+        if isinstance(event, Delta):
+            self._metrics.record_progress(self.session)
+        elif isinstance(event, Finished):
+            self._outcome = event.finish_reason
 
-    def note_cancelled(self) -> None:
+    def record_cancelled(self) -> None:
         """Records that the request was cancelled through the API, even if no connection reads the final event."""
         self._outcome = "cancelled"
 
-    def failure(self, error: Exception) -> ApiError:
-        """The error that the client gets for an exception in mid-stream."""
+    def on_error(self, error: Exception) -> ApiError:
+        """Records an exception of the session; returns the error for the client."""
         self._outcome = "error"
-        self._has_failed |= _is_ours(error)
-        guide = self.admitted.request.grammar
-        if isinstance(error, InvalidRequest) and guide:
-            error.param = error.param or guide[0]
+        self._has_failed |= _is_server_fault(error)
+        grammar = self.admitted.request.grammar
+        if isinstance(error, InvalidRequest) and grammar:
+            error.param = error.param or grammar[0]
         if isinstance(error, EngineError):
             return from_engine(error)
-        _log.error("request %s failed in its stream", self.name, exc_info=error)
+        _log.error("request %s failed in mid-stream", self.name, exc_info=error)
         return ApiError(500, "internal error; look up the request id in the server's log")
 
     async def respond(self, work: Coroutine[Any, Any, Mapping[str, Any]], request: Request) -> Response:
-        """Responds with the result of `work`; the reservation ends when the client has the last byte."""
+        """Responds with the result of `work`; the rate limit reservation ends when the client has the last byte."""
         try:
-            answer = await sse.until_disconnect(work, request.receive)
-            if not answer:  # the client has disconnected
+            content = await sse.until_disconnect(work, request.receive)
+            if not content:  # the client has disconnected
                 self.close()
                 return Response(status_code=499)
-            fault("api.answer", answer)
+            fault("api.answer", content)
             self._end()
-            lease, used, facts = self.admitted.reservation, self._tokens, self.facts()
-            lease.record_usage(used)
-            # A slow client keeps the response alive, but not this object with all the state of generation.
-            record_of(request).facts = lambda: facts
-            return JsonStream(answer, self.headers, self.breather(), partial(lease.end, used))
+            lease, n_tokens, log_fields = self.admitted.reservation, self._tokens, self.log_fields()
+            lease.record_usage(n_tokens)
+            # With a slow client the response lives long, and must not keep this object and the session alive.
+            record_of(request).log_fields = lambda: log_fields
+            return JsonStream(content, self.headers, self.time_slice(), partial(lease.end, n_tokens))
         except BaseException as error:
-            self._has_failed |= isinstance(error, Exception) and _is_ours(error)
+            self._has_failed |= isinstance(error, Exception) and _is_server_fault(error)
             self.close()
             raise
 
     async def collect(self) -> list[CollectedOutput]:
-        """Collects the whole output by choice. Raises EngineError."""
-        texts: list[list[str]] = [[] for _ in self.completion.choices]
-        tokens = [TokenTable() for _ in self.completion.choices]
-        ends: dict[int, Finished] = {}
+        """Collects the output of all choices. Raises EngineError."""
+        text_parts: list[list[str]] = [[] for _ in self.session.choices]
+        tokens = [TokenTable() for _ in self.session.choices]
+        finished: dict[int, Finished] = {}
         try:
-            while not self.completion.is_done:
-                if not await self.completion.wait_event():
+            while not self.session.is_done:
+                if not await self.session.wait_event():
                     continue
-                news = self.completion.next_event()
-                self.note(news)
-                if isinstance(news, Delta):
-                    texts[news.index].append(news.text)
-                    tokens[news.index].extend(news.tokens)
-                elif isinstance(news, Finished):
-                    ends[news.index] = news
+                event = self.session.next_event()
+                self.record_event(event)
+                if isinstance(event, Delta):
+                    text_parts[event.index].append(event.text)
+                    tokens[event.index].extend(event.tokens)
+                elif isinstance(event, Finished):
+                    finished[event.index] = event
         except Exception as error:
-            self.failure(error)
+            self.on_error(error)
             raise
-        return [CollectedOutput(ends[i], "".join(text), tokens[i]) for i, text in enumerate(texts)]
+        return [CollectedOutput(finished[i], "".join(text), tokens[i]) for i, text in enumerate(text_parts)]
 
     def close(self) -> None:
         """Ends the request and counts it; idempotent."""
@@ -217,44 +217,44 @@ class RequestHandle:
 
     def _end(self) -> None:
         """Stops generation and releases the model instance."""
-        self.completion.close()
-        if not self._closed:
-            self._closed = True
+        self.session.close()
+        if not self._is_closed:
+            self._is_closed = True
             self._charge_work()
             self.admitted.instance.release()
             outcome = self._outcome or "disconnected"
-            self._metrics.ended(self.completion, outcome, self.completion.duration)
+            self._metrics.record_finished(self.session, outcome, self.session.duration)
             if self._has_failed:
                 self.service.failures.record_failure()
-            elif outcome in _SUCCEEDED:
+            elif outcome in _SUCCESS_REASONS:
                 self.service.failures.record_success()
 
     def _charge_work(self) -> None:
-        """Charges the tenant for the host work that was reported since the last call."""
-        seconds = self.completion.stream.work_seconds
+        """Charges the tenant for the CPU work that the engine reported since the last call."""
+        seconds = self.session.stream.work_seconds
         if seconds > self._charged_seconds:
             self.admitted.reservation.charge_work(seconds - self._charged_seconds, time.monotonic())
             self._charged_seconds = seconds
 
-    def facts(self) -> dict[str, Any]:
-        """Facts for the log line."""
-        completion, timings = self.completion, self.completion.timings()
+    def log_fields(self) -> dict[str, Any]:
+        """Fields for the log line."""
+        session, timings = self.session, self.session.timings()
         return {
             "outcome": self._outcome or "disconnected",
-            "prompt_tokens": completion.prompt_tokens,
-            "cached_tokens": completion.cached_tokens,
-            "completion_tokens": completion.n_tokens,
-            "queue_ms": None if completion.times.started is None else timings["queue_ms"],
-            "first_token_ms": None if completion.times.first_token is None else timings["first_token_ms"],
+            "prompt_tokens": session.prompt_tokens,
+            "cached_tokens": session.cached_tokens,
+            "completion_tokens": session.n_tokens,
+            "queue_ms": None if session.times.started is None else timings["queue_ms"],
+            "first_token_ms": None if session.times.first_token is None else timings["first_token_ms"],
         }
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether the server is to blame for a failed request, and neither the request nor too little time or capacity."""
+def _is_server_fault(error: Exception) -> bool:
+    """Whether a request failed through the server's fault, not because of its content, a deadline or the load."""
     return isinstance(error, EngineFailed) or not isinstance(error, EngineError | ApiError)
 
 
-def _reason(error: EngineError) -> str:
+def _rejection_reason(error: EngineError) -> str:
     match error:
         case QueueFull():
             return "queue_full"

@@ -9,50 +9,52 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from app import VERSION
-from app.api.completion_fields import GUIDES, SAMPLING
+from app.api.completion_fields import GRAMMAR_FIELDS, SAMPLING_FIELDS
 from app.generation.request import Finished, Prompt, TokenDetail, TokenTable
-from app.http.json_stream import Elements
+from app.http.json_stream import LazyArray
 from app.serving.service import Admitted
 from model.tokenizer.tokenizer import Tokenizer
 
 
 class TopToken(BaseModel):
-    """A candidate in one place of the text."""
+    """A candidate token at one position of the text."""
 
     id: int = Field(description="Token id.")
-    text: str = Field(description="The bytes as UTF-8; parts of a character show as U+FFFD.")
-    bytes: list[int] = Field(description="Exactly what the token writes; nothing for one that steers the model.")
-    logprob: float | None = Field(description="The model's own, before temperature and filters.")
+    text: str = Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")
+    bytes: list[int] = Field(description="Exact bytes of the token; empty for a special token.")
+    logprob: float | None = Field(description="Log-probability from the raw logits, before temperature and filters.")
 
 
 class Token(TopToken):
     """A token of the text and its alternatives."""
 
-    top: list[TopToken] = Field(description="The most likely tokens in this place, as many as were asked for.")
+    top: list[TopToken] = Field(description="The most likely tokens at this position, as many as requested.")
 
 
 class Choice(BaseModel):
     """One continuation."""
 
-    index: int = Field(description="Which one: that of the prompt, times n, and the continuation's own.")
-    text: str = Field(description="What was written; behind the prompt, where echo was asked for.")
+    index: int = Field(description="Index of the prompt times n, plus the index of the continuation.")
+    text: str = Field(description="The generated text; with echo, after the prompt.")
     finish_reason: str = Field(description="stop, length, timeout or cancelled.")
-    stop_reason: str | int | None = Field(description="The stop string or stop token that was met, if any.")
-    tokens: list[Token] | None = Field(description="Where logprobs were asked for.")
+    stop_reason: str | int | None = Field(description="The stop string or stop token that ended the text, if any.")
+    tokens: list[Token] | None = Field(description="The tokens of the text, if logprobs was requested.")
 
 
 class CachedTokens(BaseModel):
-    """How much of the prompt was found in the prefix cache."""
+    """Details of the prompt tokens."""
 
-    cached_tokens: int = Field(description="Prompt tokens that were not computed again.")
+    cached_tokens: int = Field(description="Prompt tokens whose keys and values were in the prefix cache.")
 
 
 class Usage(BaseModel):
     """Token counts of the engine."""
 
-    prompt_tokens: int = Field(description="Tokens that were read.")
-    completion_tokens: int = Field(description="Tokens that were generated; the end of the text and cut stops count.")
-    total_tokens: int = Field(description="Both together.")
+    prompt_tokens: int = Field(description="Number of prompt tokens.")
+    completion_tokens: int = Field(
+        description="Number of generated tokens, including end-of-text tokens and stops that were cut from the text."
+    )
+    total_tokens: int = Field(description="Sum of both.")
     prompt_tokens_details: CachedTokens
 
 
@@ -67,97 +69,97 @@ class Timings(BaseModel):
 
 
 class Receipt(BaseModel):
-    """Sent again with the prompt, it gives the same text on the same hardware and build."""
+    """Everything that determines the text besides the prompt; reproduces it on the same hardware and build."""
 
     weights_version: str = Field(description="SHA-256 of the weights.")
-    seed: int = Field(description="What the random numbers came from.")
-    settings: dict[str, Any] = Field(description="What held, under the names of the request's fields.")
-    prompt_sha256: str | list[str] = Field(description="Of the prompt; of each, where there were several.")
-    source_sha256: str | None = Field(None, description="Of the source.")
-    suffix_sha256: str | None = Field(None, description="Of the suffix.")
+    seed: int = Field(description="Seed of the random numbers.")
+    settings: dict[str, Any] = Field(description="Effective settings, under the names of the request's fields.")
+    prompt_sha256: str | list[str] = Field(description="SHA-256 of the prompt; a list if there were several.")
+    source_sha256: str | None = Field(None, description="SHA-256 of the source.")
+    suffix_sha256: str | None = Field(None, description="SHA-256 of the suffix.")
     numerics: str = Field(description="What computed (torch or native kernels), and in which number format.")
-    version: str = Field(description="Of this service.")
+    version: str = Field(description="Version of inkstream.")
 
 
 class CompleteResponse(BaseModel):
-    """Answer of POST /complete with "stream": false."""
+    """Response of POST /complete with "stream": false."""
 
-    id: str = Field(description="Of this request.")
-    model: str = Field(description="The model's name.")
+    id: str = Field(description="Request id.")
+    model: str = Field(description="Name of the model.")
     choices: list[Choice] = Field(description="The continuations, by index.")
     usage: Usage
     timings: Timings
     receipt: Receipt
-    truncated: bool | None = Field(None, description="True where truncate_prompt_tokens cut a prompt.")
-    user: str | None = Field(None, description="As it was sent.")
-    request_id: str | None = Field(None, description="As it was sent.")
+    truncated: bool | None = Field(None, description="True if truncate_prompt_tokens shortened a prompt.")
+    user: str | None = Field(None, description="Echo of the request's field.")
+    request_id: str | None = Field(None, description="Echo of the request's field.")
 
 
 class ErrorBody(BaseModel):
-    """What went wrong, for people and for programs."""
+    """The error object."""
 
     message: str = Field(description="What was wrong, what is allowed, what to change.")
-    type: str = Field(description="What sort of error this is.", examples=["invalid_request_error"])
-    param: str | None = Field(description="The field of the request that is at fault.")
-    code: str | None = Field(description="A fixed word for programs, for some errors.")
-    request_id: str = Field(description="Names the request in the server's log.")
-    prompt_tokens: int | None = Field(None, description="Of a prompt that is too long.")
-    max_model_len: int | None = Field(None, description="Tokens that the model can read, where a prompt is too long.")
+    type: str = Field(description="Type of the error.", examples=["invalid_request_error"])
+    param: str | None = Field(description="The field of the request that caused the error.")
+    code: str | None = Field(description="Error code for programs; some errors have none.")
+    request_id: str = Field(description="Request id, which is also in the server's log.")
+    prompt_tokens: int | None = Field(None, description="Number of tokens of a prompt that is too long.")
+    max_model_len: int | None = Field(None, description="Context length in tokens, if a prompt is too long.")
 
 
 class ErrorResponse(BaseModel):
-    """The shape of every error."""
+    """The common format of all errors."""
 
     error: ErrorBody
 
 
 class Cancellation(BaseModel):
-    """Answer of DELETE /complete/{id}."""
+    """Response of DELETE /complete/{id}."""
 
-    id: str = Field(description="Of the completion.")
-    cancelled: bool = Field(description="Always true; one that is over is not found.")
+    id: str = Field(description="Id of the completion.")
+    cancelled: bool = Field(description="Always true; a completion that has finished gives a 404.")
 
 
 class StartEvent(BaseModel):
     """`start`: the request has left the queue."""
 
-    id: str = Field(description="Of this request; DELETE /complete/{id} stops it.")
-    model: str = Field(description="The model's name.")
+    id: str = Field(description="Request id; DELETE /complete/{id} cancels the request.")
+    model: str = Field(description="Name of the model.")
     weights_version: str = Field(description="SHA-256 of the weights.")
-    seed: int = Field(description="What the random numbers come from; sent again, it gives the same text.")
-    prompt_tokens: int = Field(description="Tokens that are read.")
-    cached_tokens: int = Field(description="Prompt tokens that were found in the prefix cache.")
-    settings: dict[str, Any] = Field(description="The settings that hold, under the names of the request's fields.")
-    truncated: bool | None = Field(None, description="True where truncate_prompt_tokens cut a prompt.")
-    user: str | None = Field(None, description="As it was sent.")
-    request_id: str | None = Field(None, description="As it was sent.")
+    seed: int = Field(description="Seed of the random numbers; sent again, it gives the same text.")
+    prompt_tokens: int = Field(description="Number of prompt tokens.")
+    cached_tokens: int = Field(description="Prompt tokens whose keys and values were in the prefix cache.")
+    settings: dict[str, Any] = Field(description="Effective settings, under the names of the request's fields.")
+    truncated: bool | None = Field(None, description="True if truncate_prompt_tokens shortened a prompt.")
+    user: str | None = Field(None, description="Echo of the request's field.")
+    request_id: str | None = Field(None, description="Echo of the request's field.")
 
 
 class QueueEvent(BaseModel):
-    """`queue`: still waiting; at most once a second."""
+    """`queue`: the request is still waiting; sent at most once a second."""
 
-    position: int = Field(description="How many are before this request.")
-    eta_ms: int = Field(description="When its turn may come, as far as can be told.")
+    position: int = Field(description="Number of requests ahead of this one.")
+    eta_ms: int = Field(description="Estimated time until the request starts.")
 
 
 class TokenEvent(BaseModel):
-    """`token`: more text. The texts of a stream, one behind the other, are the text of the whole answer."""
+    """`token`: new text. The concatenated texts of a choice are its whole text."""
 
-    index: int = Field(description="Which choice goes on.")
+    index: int = Field(description="Index of the choice.")
     text: str = Field(description="New text of this choice; may be empty.")
-    tokens: list[Token] | None = Field(None, description="The tokens of this text, where logprobs were asked for.")
+    tokens: list[Token] | None = Field(None, description="The tokens of this text, if logprobs was requested.")
 
 
 class ChoiceEnd(BaseModel):
     """How a choice ended."""
 
-    index: int = Field(description="Which choice.")
+    index: int = Field(description="Index of the choice.")
     finish_reason: str = Field(description="stop, length, timeout or cancelled.")
-    stop_reason: str | int | None = Field(description="The stop string or stop token that was met, if any.")
+    stop_reason: str | int | None = Field(description="The stop string or stop token that ended the text, if any.")
 
 
 class DoneEvent(BaseModel):
-    """`done`: the last event of a stream that came to its end."""
+    """`done`: the last event of a stream that succeeded."""
 
     choices: list[ChoiceEnd] = Field(description="How each choice ended.")
     usage: Usage
@@ -176,7 +178,7 @@ EVENTS: dict[str, type[BaseModel]] = {
     "done": DoneEvent,
     "error": ErrorEvent,
 }
-"""Name of the event -> its data."""
+"""Event name -> schema of its data."""
 
 
 def piece(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
@@ -186,7 +188,7 @@ def piece(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[st
 
 
 def token(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, Any]:
-    """One token, and the most likely ones in its place."""
+    """One token, and the most likely ones at its position."""
     top = [piece(tokenizer, token_id, logprob) for token_id, logprob in detail.top]
     return piece(tokenizer, detail.id, detail.logprob) | {"top": top}
 
@@ -196,32 +198,32 @@ def tokens(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> list[dict[st
     return [token(tokenizer, detail) for detail in details]
 
 
-def token_elements(tokenizer: Tokenizer, details: TokenTable) -> Elements:
-    """tokens(), encoded lazily: a response may hold hundreds of thousands of alternatives."""
-    return Elements(lambda: ([token(tokenizer, detail)] for detail in details))
+def token_elements(tokenizer: Tokenizer, details: TokenTable) -> LazyArray:
+    """tokens(), encoded lazily: a response may contain hundreds of thousands of alternatives."""
+    return LazyArray(lambda: ([token(tokenizer, detail)] for detail in details))
 
 
-def echoed(body: object) -> dict[str, str]:
+def echoed_fields(body: object) -> dict[str, str]:
     """The client's own `user` and `request_id`, if it sent them."""
     return {name: value for name in ("user", "request_id") if (value := getattr(body, name)) is not None}
 
 
-def choice(ended: Finished) -> dict[str, Any]:
+def choice(finished: Finished) -> dict[str, Any]:
     """How a choice ended."""
-    return {"index": ended.index, "finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
+    return {"index": finished.index, "finish_reason": finished.finish_reason, "stop_reason": finished.stop_reason}
 
 
 def receipt(admitted: Admitted) -> dict[str, Any]:
-    """The receipt, which reproduces the text: `settings` and `seed`, sent again with the prompt."""
-    wish = admitted.request
-    prompts = [prompt_sha256(prompt) for prompt in wish.prompts]
-    others = {"source": wish.source, "suffix": wish.suffix}
+    """The receipt: `settings` and `seed`, sent again with the prompt, reproduce the text."""
+    request = admitted.request
+    prompts = [prompt_sha256(prompt) for prompt in request.prompts]
+    hashed_fields = {"source": request.source, "suffix": request.suffix}
     return {
         "weights_version": admitted.weights_version,
         "seed": admitted.params.seed,
         "settings": settings(admitted),
-        "prompt_sha256": prompts if wish.is_batch else prompts[0],
-        **{f"{name}_sha256": prompt_sha256(text) for name, text in others.items() if text is not None},
+        "prompt_sha256": prompts if request.is_batch else prompts[0],
+        **{f"{name}_sha256": prompt_sha256(text) for name, text in hashed_fields.items() if text is not None},
         "numerics": admitted.numerics,
         "version": VERSION,
     }
@@ -229,22 +231,22 @@ def receipt(admitted: Admitted) -> dict[str, Any]:
 
 def settings(admitted: Admitted) -> dict[str, Any]:
     """The effective settings, under the names of the request's fields."""
-    wish, params = admitted.request, admitted.params
-    guide = dict([wish.grammar]) if wish.grammar else {}
+    request, params = admitted.request, admitted.params
+    grammar = dict([request.grammar]) if request.grammar else {}
     return {
-        **{name: getattr(params, name) for name in SAMPLING},
-        "logit_bias": {str(token_id): bias for token_id, bias in wish.logit_bias},
-        "max_tokens": wish.max_tokens,
-        "min_tokens": wish.min_tokens,
-        "n": wish.n,
-        "stop": list(wish.stops),
-        "stop_token_ids": list(wish.stop_token_ids),
-        "include_stop": wish.include_stop,
-        "ignore_eos": wish.ignore_eos,
-        "logprobs": wish.logprobs,
-        "echo": wish.echo,
-        "truncate_prompt_tokens": wish.truncate_prompt_tokens,
-        **{name: guide.get(name) for name in GUIDES},
+        **{name: getattr(params, name) for name in SAMPLING_FIELDS},
+        "logit_bias": {str(token_id): bias for token_id, bias in request.logit_bias},
+        "max_tokens": request.max_tokens,
+        "min_tokens": request.min_tokens,
+        "n": request.n,
+        "stop": list(request.stops),
+        "stop_token_ids": list(request.stop_token_ids),
+        "include_stop": request.include_stop,
+        "ignore_eos": request.ignore_eos,
+        "logprobs": request.logprobs,
+        "echo": request.echo,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        **{name: grammar.get(name) for name in GRAMMAR_FIELDS},
     }
 
 

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 from itertools import islice
 from typing import Protocol
 
-_MAX_LEFT = 256
+_MAX_DETACHED = 256
 
 
 class ReplayBuffer:
@@ -35,11 +35,11 @@ class ReplayBuffer:
         return frame
 
     def since(self, number: int) -> bytes:
-        """The frames from this number on, all of which must be in the buffer."""
+        """The frames from this number on, which must all be in the buffer."""
         return b"".join(islice(self._frames, number - self.first, None))
 
 
-class KeptStream(Protocol):
+class StoredStream(Protocol):
     """A stream that ResumeStore can hold."""
 
     name: str
@@ -60,43 +60,43 @@ class ResumeStore:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._kept: dict[str, KeptStream] = {}
-        self._left: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
+        self._streams: dict[str, StoredStream] = {}
+        self._detached: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
 
-    def put(self, stream: KeptStream) -> None:
-        """Registers a new stream."""
-        self._kept[stream.name] = stream
+    def put(self, stream: StoredStream) -> None:
+        """Adds a new stream."""
+        self._streams[stream.name] = stream
 
-    def find(self, name: str, owner: str) -> KeptStream | None:
+    def find(self, name: str, owner: str) -> StoredStream | None:
         """The stream of this name if `owner` owns it."""
-        stream = self._kept.get(name)
+        stream = self._streams.get(name)
         return stream if stream and stream.owner == owner else None
 
-    def leave(self, stream: KeptStream) -> None:
-        """The client disconnected or has everything: closes the stream after the timeout, or at once if that is 0."""
+    def mark_detached(self, stream: StoredStream) -> None:
+        """Closes the stream after the timeout, unless a client attaches again; at once if the timeout is 0."""
         if not self.seconds:
-            self._drop(stream.name)
+            self._remove(stream.name)
             return
-        self._left[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._drop, stream.name)
-        if len(self._left) > _MAX_LEFT:
-            owners = Counter(self._kept[name].owner for name in self._left)
-            ((most, _),) = owners.most_common(1)
-            theirs = [name for name in self._left if self._kept[name].owner == most]
-            # A client that has received everything is least likely to reconnect.
-            self._drop(next((name for name in theirs if self._kept[name].is_finished), theirs[0]))
+        self._detached[stream.name] = asyncio.get_running_loop().call_later(self.seconds, self._remove, stream.name)
+        if len(self._detached) > _MAX_DETACHED:
+            owners = Counter(self._streams[name].owner for name in self._detached)
+            ((heaviest, _),) = owners.most_common(1)
+            names = [name for name in self._detached if self._streams[name].owner == heaviest]
+            # A client that got the whole stream is least likely to reconnect.
+            self._remove(next((name for name in names if self._streams[name].is_finished), names[0]))
 
-    def come_back(self, stream: KeptStream) -> None:
-        """The client has reconnected: cancels the timeout."""
-        if timer := self._left.pop(stream.name, None):
+    def mark_attached(self, stream: StoredStream) -> None:
+        """Cancels the timeout, because the client has reconnected."""
+        if timer := self._detached.pop(stream.name, None):
             timer.cancel()
 
     def clear(self) -> None:
         """Closes all streams."""
-        for name in list(self._kept):
-            self._drop(name)
+        for name in list(self._streams):
+            self._remove(name)
 
-    def _drop(self, name: str) -> None:
-        if timer := self._left.pop(name, None):
+    def _remove(self, name: str) -> None:
+        if timer := self._detached.pop(name, None):
             timer.cancel()
-        if stream := self._kept.pop(name, None):
+        if stream := self._streams.pop(name, None):
             stream.close()

@@ -34,7 +34,7 @@ async def page() -> FileResponse:
 @router.get("/docs")
 @router.head("/docs")
 async def docs() -> FileResponse:
-    """The API, to be read and tried."""
+    """The API reference, where requests can be tried."""
     return _file("docs.html")
 
 
@@ -42,7 +42,7 @@ async def docs() -> FileResponse:
 @router.head("/web/{name}")
 @public
 async def asset(name: str) -> FileResponse:
-    """A script or style sheet of the page."""
+    """A script or style sheet."""
     return _file(name)
 
 
@@ -54,15 +54,15 @@ async def asset(name: str) -> FileResponse:
 @router.get("/web/tokens/{name}")
 @router.head("/web/tokens/{name}")
 @public
-async def asset_of_a_room(request: Request, name: str) -> FileResponse:
-    """A script or style sheet in a subfolder of the page."""
+async def asset_in_folder(request: Request, name: str) -> FileResponse:
+    """A script or style sheet from a subfolder."""
     return _file(f"{request.scope['route'].path.split('/')[2]}/{name}")
 
 
 def _file(name: str) -> FileResponse:
     # Look the name up in the folder's listing; never build a path from client input.
     files = (path for path in _FOLDER.rglob("*") if path.suffix in _TYPES)
-    found = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
-    if found is None:
-        raise ApiError(404, "there is no such file")
-    return FileResponse(found, media_type=_TYPES[found.suffix], headers=_HEADERS)
+    path = next((path for path in files if path.relative_to(_FOLDER).as_posix() == name), None)
+    if path is None:
+        raise ApiError(404, "unknown file")
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers=_HEADERS)

@@ -14,11 +14,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.completion_fields import Ids
+from app.api.completion_fields import TokenIds
 from app.api.dependencies import (
-    CallerDep,
-    LongTextsDep,
     ServiceDep,
+    TenantDep,
+    TokenizerPoolDep,
     body_schema,
     read_body,
     version_header,
@@ -27,7 +27,7 @@ from app.api.dependencies import (
 from app.api.openapi import declared
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
-from app.http.json_stream import Characters, Elements, JsonStream
+from app.http.json_stream import JsonStream, LazyArray, LazyString
 from model.tokenizer.tokenizer import Tokenizer
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -39,11 +39,11 @@ class TokenizeRequest(BaseModel):
     model_config = _STRICT
 
     prompt: str = Field(
-        description="The text, of any length that a body may have; names of special tokens in it are these tokens.",
+        description="The text, up to the size limit of the body. Names of special tokens in it become these tokens.",
         examples=["Once upon a time"],
     )
     add_special_tokens: bool | None = Field(
-        None, description="Whether to add what the tokenizer puts around a text (BOS, say), as a prompt gets it (true)."
+        None, description="Whether to add special tokens such as BOS, as for a prompt (default true)."
     )
 
 
@@ -52,63 +52,65 @@ class DetokenizeRequest(BaseModel):
 
     model_config = _STRICT
 
-    tokens: Ids = Field(description="Token ids below the size of the vocabulary.", examples=[[1, 2, 3]])
+    tokens: TokenIds = Field(description="Token ids below the size of the vocabulary.", examples=[[1, 2, 3]])
 
 
 class Piece(BaseModel):
-    """A token as it stands in a text. The bytes of all pieces are the text's."""
+    """A token of a text. The concatenated bytes of all pieces are those of the text."""
 
     id: int = Field(description="Token id.")
-    text: str = Field(description="The bytes as UTF-8; parts of a character show as U+FFFD.")
-    bytes: list[int] = Field(description="Exactly what the token writes.")
-    special: bool = Field(description="A token that steers the model; its name is shown in prompts, never in answers.")
+    text: str = Field(description="The bytes decoded as UTF-8; incomplete characters become U+FFFD.")
+    bytes: list[int] = Field(description="Exact bytes of the token.")
+    special: bool = Field(
+        description="Whether this is a special token: its name is shown in prompts, never in completions."
+    )
 
 
 class PlacedPiece(Piece):
-    """A token and the characters it was made of."""
+    """A token and the range of its characters."""
 
-    start: int = Field(description="Its first character in the given text, counted in code points.")
-    end: int = Field(description="Behind its last character; `start` for a token that was added.")
+    start: int = Field(description="Start of its characters in the text, in code points.")
+    end: int = Field(description="End of its characters in the text (exclusive); equal to `start` for an added token.")
 
 
 class TokenizeResponse(BaseModel):
-    """Answer of POST /tokenize."""
+    """Response of POST /tokenize."""
 
     count: int = Field(description="Number of tokens.")
-    max_model_len: int = Field(description="Tokens that the model can read, prompt and answer together.")
+    max_model_len: int = Field(description="Context length in tokens, prompt and completion together.")
     tokens: list[int] = Field(description="Token ids.")
-    pieces: list[PlacedPiece] = Field(description="The same tokens, with text, bytes and place.")
+    pieces: list[PlacedPiece] = Field(description="The same tokens, with text, bytes and offsets.")
 
 
 class DetokenizeResponse(BaseModel):
-    """Answer of POST /detokenize."""
+    """Response of POST /detokenize."""
 
-    prompt: str = Field(description="The text; bytes that are no UTF-8 show as U+FFFD.")
+    prompt: str = Field(description="The text; bytes that are not valid UTF-8 become U+FFFD.")
     pieces: list[Piece] = Field(description="The tokens, with text and bytes.")
 
 
 class SpecialToken(BaseModel):
-    """A token that steers the model."""
+    """A special token."""
 
     id: int = Field(description="Token id.")
-    text: str = Field(description="How a prompt names it.")
+    text: str = Field(description="Name of the token in prompts.")
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of GET /tokenizer_info."""
+    """Response of GET /tokenizer_info."""
 
-    model: str = Field(description="The model's name.")
-    kind: str = Field(description="What sort of tokenizer this is.", examples=["byte-level BPE"])
-    vocab_size: int = Field(description="Every id of the tokenizer is below this.")
-    max_model_len: int = Field(description="Tokens that the model can read, prompt and answer together.")
-    bos_token: str | None = Field(description="Starts a text.")
-    bos_token_id: int | None = Field(description="Its id.")
-    add_bos_token: bool = Field(description="Whether it is put before every text.")
-    eos_token: str | None = Field(description="Ends a text.")
-    eos_token_id: int | None = Field(description="Its id.")
+    model: str = Field(description="Name of the model.")
+    kind: str = Field(description="Type of the tokenizer.", examples=["byte-level BPE"])
+    vocab_size: int = Field(description="Size of the vocabulary: all token ids are below it.")
+    max_model_len: int = Field(description="Context length in tokens, prompt and completion together.")
+    bos_token: str | None = Field(description="Token that starts a text.")
+    bos_token_id: int | None = Field(description="Id of this token.")
+    add_bos_token: bool = Field(description="Whether the tokenizer adds it to every text.")
+    eos_token: str | None = Field(description="Token that ends a text.")
+    eos_token_id: int | None = Field(description="Id of this token.")
     eos_token_ids: list[int] = Field(description="All tokens that end a text.")
-    special_tokens: list[SpecialToken] = Field(description="All tokens that steer the model, by id.")
-    chat_template: str | None = Field(description="In the language of Jinja, where the weights bring one.")
+    special_tokens: list[SpecialToken] = Field(description="All special tokens, by id.")
+    chat_template: str | None = Field(description="Chat template in Jinja, if the weights have one.")
 
 
 _BATCH = 128
@@ -122,26 +124,28 @@ router = APIRouter(tags=["tokens"])
     openapi_extra=body_schema(TokenizeRequest),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsDep, caller: CallerDep) -> Response:
-    """Text to token ids, with the text, the bytes and the place of each token."""
+async def tokenize(
+    request: Request, service: ServiceDep, tokenizer_pool: TokenizerPoolDep, tenant: TenantDep
+) -> Response:
+    """Convert text to token ids, with the text, bytes and offsets of each token."""
     body = await read_body(request, TokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
     encoder = service.instance.text_encoder()
     prompt, special = body.prompt, body.add_special_tokens is not False
 
     with ExitStack() as stack:
-        account = stack.enter_context(service.admission.count_request(caller))
+        account = stack.enter_context(service.admission.count_request(tenant))
         slices = encoder.span_slices(prompt, add_special_tokens=special)
         length = encoder.pool_length(len(prompt))
-        spans = await while_connected(request, long_texts.run_slices(length, slices, account))
-        answer = {
+        spans = await while_connected(request, tokenizer_pool.run_slices(length, slices, account))
+        content = {
             "count": len(spans),
             "max_model_len": ready.context,
-            "tokens": Elements(lambda: _batches(spans.ids())),
-            "pieces": Elements(lambda: _batches(_placed(tokenizer, *span) for span in spans)),
+            "tokens": LazyArray(lambda: _batches(spans.ids())),
+            "pieces": LazyArray(lambda: _batches(_piece_with_offsets(tokenizer, *span) for span in spans)),
         }
-        breather = TimeSlice(partial(service.loop_share.pause, account))
-        return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
+        time_slice = TimeSlice(partial(service.loop_share.pause, account))
+        return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
 
 
 @router.post(
@@ -150,29 +154,29 @@ async def tokenize(request: Request, service: ServiceDep, long_texts: LongTextsD
     openapi_extra=body_schema(DetokenizeRequest),
     responses=declared(400, 401, 413, 415, 429, 503),
 )
-async def detokenize(request: Request, service: ServiceDep, caller: CallerDep) -> Response:
-    """Token ids to the text that they are, from its start; special tokens are named in it."""
+async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
+    """Convert token ids to text; special tokens appear as their names."""
     body = await read_body(request, DetokenizeRequest, service.settings.max_body_bytes)
     ready, tokenizer = service.require_ready()
     largest = max(body.tokens, default=0)
     if largest >= ready.vocab_size:
         raise InvalidRequest(
-            f"token id {largest} is outside the vocabulary: ids go from 0 to {ready.vocab_size - 1}", "tokens"
+            f"token id {largest} is outside the vocabulary: ids are from 0 to {ready.vocab_size - 1}", "tokens"
         )
     ids = array("H" if largest < 1 << 16 else "I", body.tokens)
     with ExitStack() as stack:
-        account = stack.enter_context(service.admission.count_request(caller))
-        answer = {
-            "prompt": Characters(lambda: _text(tokenizer, ids)),
-            "pieces": Elements(lambda: _batches(_piece(tokenizer, token) for token in ids)),
+        account = stack.enter_context(service.admission.count_request(tenant))
+        content = {
+            "prompt": LazyString(lambda: _decoded_parts(tokenizer, ids)),
+            "pieces": LazyArray(lambda: _batches(_piece(tokenizer, token) for token in ids)),
         }
-        breather = TimeSlice(partial(service.loop_share.pause, account))
-        return JsonStream(answer, version_header(ready.weights_version), breather, stack.pop_all().close)
+        time_slice = TimeSlice(partial(service.loop_share.pause, account))
+        return JsonStream(content, version_header(ready.weights_version), time_slice, stack.pop_all().close)
 
 
 @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=declared(401, 503))
 async def tokenizer_info(service: ServiceDep, response: Response) -> dict[str, Any]:
-    """What starts and ends a text, and what else a client must know to make prompts by itself."""
+    """Special tokens, chat template, and what else a client needs to build prompts itself."""
     ready, tokenizer = service.require_ready()
     bos, ends = tokenizer.start_id(ready.start_id), tokenizer.end_ids(ready.eos_ids)
     eos = ends[0] if ends else None
@@ -204,7 +208,7 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
     }
 
 
-def _placed(tokenizer: Tokenizer, token: int, start: int, end: int) -> dict[str, Any]:
+def _piece_with_offsets(tokenizer: Tokenizer, token: int, start: int, end: int) -> dict[str, Any]:
     return {**_piece(tokenizer, token), "start": start, "end": end}
 
 
@@ -214,7 +218,7 @@ def _batches(items: Iterable[_T]) -> Iterator[list[_T]]:
         yield batch
 
 
-def _text(tokenizer: Tokenizer, ids: array[int]) -> Iterator[str]:
+def _decoded_parts(tokenizer: Tokenizer, ids: array[int]) -> Iterator[str]:
     """The text of tokens, in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for batch in _batches(tokenizer.iter_with_specials(ids)):

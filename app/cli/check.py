@@ -29,50 +29,49 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("directory", metavar="DIR")
     given = parser.parse_args(argv).directory
     if not given:
-        parser.error("DIR is empty; . is the directory that you are in")
+        parser.error("DIR is empty: use . for the current directory")
     directory = Path(given)
     try:
         lines = _check(directory)
-    except ValueError as error:  # CheckpointError, TokenizerError, sampling defaults: all name their file
+    except ValueError as error:  # CheckpointError and TokenizerError among others; all messages name the file
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
-    print(one_line(f"{directory}: fine"))
-    for what, text in lines:
-        print(f"  {what:<13}{one_line(text)}")
+    print(one_line(f"{directory}: valid"))
+    for label, text in lines:
+        print(f"  {label:<13}{one_line(text)}")
     return 0
 
 
 def _check(directory: Path) -> list[Line]:
-    """Raises ValueError with the name of the file and the reason."""
+    """Facts of a valid directory. Raises ValueError with the name of the file and the reason."""
     check_layout(directory)
     template = read_chat_template(directory)
     checkpoint, ready = _start_engine(directory)
     decoder = checkpoint.decoder
-    with _without_stderr():  # the tokenizers library writes there when it panics
-        tried = try_tokenizer(directory)
-    check_vocabulary(directory, tried.tokenizer, decoder.config.vocab_size)
+    with _without_stderr():  # the tokenizers library writes to stderr when it panics
+        trial = try_tokenizer(directory)
+    check_vocabulary(directory, trial.tokenizer, decoder.config.vocab_size)
     difference = verify(decoder, directory)
     is_whole = check_manifest(directory, checkpoint.hashes)
     defaults = ready.sampling_defaults
-    golden = f"no {GOLDEN_FILE}" if difference is None else f"met, largest difference {difference:.1e}"
+    golden = f"no {GOLDEN_FILE}" if difference is None else f"passed, largest difference {difference:.1e}"
     return [
         ("family", checkpoint.family),
         *shape_lines(decoder.config),
         *memory_lines(decoder.config, decoder.n_params),
-        *_tokenizer_lines(checkpoint, tried),
-        ("chat", "no template" if template is None else "a template"),
+        *_tokenizer_lines(checkpoint, trial),
+        ("chat", "no template" if template is None else "has a template"),
         ("defaults", ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"),
         ("golden", golden),
-        ("manifest", "met" if is_whole else f"no {MANIFEST_FILE}"),
+        ("manifest", "passed" if is_whole else f"no {MANIFEST_FILE}"),
         ("version", checkpoint.version),
     ]
 
 
 def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
-    """Starts the service's engine in this process to test the weights. Raises ValueError.
+    """Starts an engine in this process to test the weights. Raises ValueError.
 
-    It computes in float32 on the CPU. One sequence of a short context is enough, and takes little memory besides the
-    weights.
+    It runs in float32 on the CPU, for one sequence of a short context, which takes little memory besides the weights.
     """
     loaded: list[Checkpoint] = []
 
@@ -90,23 +89,23 @@ def _start_engine(directory: Path) -> tuple[Checkpoint, Ready]:
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
     """Redirects file descriptor 2 to /dev/null inside the block."""
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
         os.dup2(stderr, 2)
-        for descriptor in (stderr, nowhere):
+        for descriptor in (stderr, devnull):
             os.close(descriptor)
 
 
-def _tokenizer_lines(checkpoint: Checkpoint, tried: TriedTokenizer) -> list[Line]:
-    tokenizer, rows = tried.tokenizer, checkpoint.decoder.config.vocab_size
+def _tokenizer_lines(checkpoint: Checkpoint, trial: TriedTokenizer) -> list[Line]:
+    tokenizer, rows = trial.tokenizer, checkpoint.decoder.config.vocab_size
     bos, eos = tokenizer.start_id(checkpoint.bos_id), tokenizer.end_ids(checkpoint.eos_ids)
-    exact = "gives text back exactly" if tried.is_exact else "does not give every text back exactly"
-    adds = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
+    round_trip = "round-trips text exactly" if trial.is_exact else "does not round-trip every text"
+    bos_rule = "added to a prompt" if tokenizer.adds_bos else "not added to a prompt"
     return [
-        ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {rows} tokens, {exact}"),
-        ("BOS", "none" if bos is None else f"{tried.names((bos,))}, {adds}"),
-        ("EOS", tried.names(eos)),
+        ("tokenizer", f"{tokenizer.kind}, {tokenizer.vocab_size} of {rows} tokens, {round_trip}"),
+        ("BOS", "none" if bos is None else f"{trial.names((bos,))}, {bos_rule}"),
+        ("EOS", trial.names(eos)),
     ]

@@ -1,6 +1,6 @@
 """python -m app compile: builds the native kernels ahead of time, or checks whether they are built.
 
-Imports only the standard library and the builder, so that a container's build stage needs nothing else.
+Imports only the standard library and the builder, so that the build stage of a container needs nothing else.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from app.engine.cpu.toolchain.cpu_target import (
 )
 from app.engine.cpu.toolchain.library_cache import BuildRecipe, read_metadata
 
-_MOST_SECONDS = 86400
+_MAX_SECONDS = 86400
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 built; 1 failed (--check: a start would not use them); 2 no compiler, or unsupported machine."""
+    """Exit codes: 0 built; 1 failed (--check: the service would not use them); 2 no compiler, or unsupported CPU."""
     options = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a partial build is removed
     directory: Path | None = options.cache_dir
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One-line errors like those of model/command_line.py, which a build stage does not have."""
+    """One-line errors like those of model/command_line.py, which is not available in a build stage."""
 
     def error(self, message: str) -> NoReturn:
         """One line, and exit code 2."""
@@ -58,34 +58,38 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="inkstream compile",
-        description="Build the native kernels, which are faster than torch. Does nothing where they are built.",
+        description="Build the native kernels, which are faster than torch. Does nothing if they are already built.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--cache-dir",
         type=_directory,
         metavar="DIR",
-        help="where to keep them, and where serve has to look (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
+        help="cache directory, the same as that of serve (default: INKSTREAM_CACHE_DIR, or ~/.cache/inkstream)",
     )
     parser.add_argument(
-        "--all-levels", action="store_true", help="for every kind of x86-64 CPU: for containers that move"
+        "--all-levels", action="store_true", help="build for every supported x86-64 CPU level: for container images"
     )
-    parser.add_argument("--check", action="store_true", help="build nothing; exit 0 if a start would use them, else 1")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="build nothing; exit with 0 if the service would use native kernels, otherwise with 1",
+    )
     parser.add_argument(
         "--time-limit",
         type=_seconds,
         default=TIMEOUT_SECONDS,
         metavar="SECONDS",
-        help="what the compiler may take for one level (default: %(default)g)",
+        help="time limit of the compiler for one CPU level (default: %(default)g)",
     )
-    parser.add_argument("--quiet", action="store_true", help="say nothing but that a build begins, or has failed")
+    parser.add_argument("--quiet", action="store_true", help="print only that a build starts or has failed")
     return parser
 
 
 def _directory(text: str) -> Path:
     """Raises ArgumentTypeError for an empty name, which would mean the working directory."""
     if not text:
-        raise argparse.ArgumentTypeError("is empty; give a directory, or leave it out")
+        raise argparse.ArgumentTypeError("is empty: give a directory or leave the flag out")
     return Path(text)
 
 
@@ -95,8 +99,8 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 and up to {_MOST_SECONDS}, not {text!r}")
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0 and up to {_MAX_SECONDS}, not {text!r}")
     return seconds
 
 
@@ -111,7 +115,7 @@ def _build(recipe: BuildRecipe, directory: Path, options: argparse.Namespace) ->
 
     library = build(recipe, directory, seconds=options.time_limit, announce=announce)
     if not options.quiet:
-        print(f"{level}: {'built' if is_new else 'is there already'}")
+        print(f"{level}: {'built' if is_new else 'already built'}")
         _describe(library)
 
 
@@ -119,29 +123,29 @@ def _check(directory: Path | None) -> int:
     try:
         level = this_level().name
     except UnsupportedCpu as error:
-        print(f"torch computes: {error}")
+        print(f"using torch: {error}")
         return 1
     if library := find(directory):
         try:
             check_loads(library)
         except KernelsUnavailable as error:
-            print(f"torch computes: {error}")
+            print(f"using torch: {error}")
             return 1
-        print(f"native kernels ({level}) compute")
+        print(f"using native kernels ({level})")
         _describe(library)
         return 0
-    print(f"torch computes: no native kernels ({level}) are built; run inkstream compile")
+    print(f"using torch: no native kernels ({level}) are built; run inkstream compile")
     return 1
 
 
 def _describe(library: Path) -> None:
-    note = read_metadata(library) or {}
+    build_info = read_metadata(library) or {}
     lines = {
         "file": library,
-        "size": f"{int(note.get('bytes', 0)) >> 10} KiB",
-        "compiler": note.get("compiler", "unknown"),
-        "flags": " ".join(note.get("flags", ())),
-        "took": f"{note.get('seconds', 0)} s",
+        "size": f"{int(build_info.get('bytes', 0)) >> 10} KiB",
+        "compiler": build_info.get("compiler", "unknown"),
+        "flags": " ".join(build_info.get("flags", ())),
+        "took": f"{build_info.get('seconds', 0)} s",
     }
-    for what, text in lines.items():
-        print(f"  {what:<10}{text}")
+    for label, text in lines.items():
+        print(f"  {label:<10}{text}")

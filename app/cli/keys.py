@@ -1,4 +1,4 @@
-"""python -m app keys add | list | revoke: manages API keys, also while the service runs."""
+"""python -m app keys add | list | revoke: manages API keys, even while the service is running."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from model.command_line import OneLineParser
 _VARIABLE = "INKSTREAM_KEYS_FILE"
 
 
-class _NotShown(Exception):
+class _KeyNotPrinted(Exception):
     """The new key could not be printed, so it was revoked."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 a new key could not be shown, 2 bad arguments or keys file."""
+    """Exit codes: 0 done, 1 a new key could not be printed, 2 bad arguments or keys file."""
     parser = _parser()
     options = parser.parse_args(argv)
     file = options.keys_file or os.environ.get(_VARIABLE)
     if not file:
-        parser.error(f"say which file: --keys-file FILE, or the variable {_VARIABLE}")
+        parser.error(f"the keys file is missing: use --keys-file FILE or the variable {_VARIABLE}")
     if sys.stdout is None:
         parser.error("standard output is closed")
     try:
@@ -34,37 +34,37 @@ def main(argv: Sequence[str]) -> int:
                 _add(Path(file), options)
             case "revoke":
                 revoke_key(Path(file), options.name)
-                print(f"revoked {options.name}: a running service knows within a second", file=sys.stderr)
+                print(f"revoked {options.name}: a running service rejects it within a second", file=sys.stderr)
             case "list":
                 _list(read_keys(Path(file)))
     except KeyFileError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except _NotShown as error:
+    except _KeyNotPrinted as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="inkstream keys", description="Keys of a service.", allow_abbrev=False)
+    parser = OneLineParser(prog="inkstream keys", description="Manage the API keys of a service.", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="add|list|revoke")
-    add = verbs.add_parser("add", help="make a key and print it, this once", allow_abbrev=False)
-    listing = verbs.add_parser("list", help="names, dates and quotas", allow_abbrev=False)
-    revoke = verbs.add_parser("revoke", help="end a key", allow_abbrev=False)
+    add = verbs.add_parser("add", help="create a key and print it once", allow_abbrev=False)
+    listing = verbs.add_parser("list", help="list names, dates and limits", allow_abbrev=False)
+    revoke = verbs.add_parser("revoke", help="revoke a key", allow_abbrev=False)
     for verb in (add, revoke):
-        verb.add_argument("name", metavar="NAME", help="of who has it: 1 to 64 letters, digits, _ and -")
-    for flag, what in [
-        ("--requests-per-minute", "requests in a minute"),
-        ("--tokens-per-minute", "tokens in a minute, of prompts and texts together"),
-        ("--concurrency", "requests at a time"),
+        verb.add_argument("name", metavar="NAME", help="name of the key: 1 to 64 letters, digits, _ and -")
+    for flag, description in [
+        ("--requests-per-minute", "requests per minute"),
+        ("--tokens-per-minute", "tokens per minute, of prompts and completions together"),
+        ("--concurrency", "concurrent requests"),
     ]:
-        add.add_argument(flag, type=_count, default=0, metavar="N", help=f"most {what} (0: any number)")
-    add.add_argument("--days", type=_days, metavar="N", help="how long it lasts (default: until it is revoked)")
-    for verb in (add, listing, revoke):
-        verb.add_argument(
-            "--keys-file", metavar="FILE", help=f"where they are kept (default: the variable {_VARIABLE})"
+        add.add_argument(
+            flag, type=_count, default=0, metavar="N", help=f"maximum number of {description} (0: unlimited)"
         )
+    add.add_argument("--days", type=_days, metavar="N", help="days until the key expires (default: it does not expire)")
+    for verb in (add, listing, revoke):
+        verb.add_argument("--keys-file", metavar="FILE", help=f"file of the keys (default: the variable {_VARIABLE})")
     return parser
 
 
@@ -73,14 +73,14 @@ def _add(file: Path, options: argparse.Namespace) -> None:
     limits = {name: getattr(options, name) for name in ("requests_per_minute", "tokens_per_minute", "concurrency")}
     add_key(file, stored(key, options.name, **limits, days=options.days))
     if sys.stdout.isatty():
-        print("this key is shown once and stored nowhere:", file=sys.stderr)
+        print("this key is shown only once; the file stores only its hash:", file=sys.stderr)
     try:
         print(key, flush=True)
     except OSError as error:
-        # Unflushed output must not fail a second time when the interpreter exits.
+        # The interpreter flushes standard output at exit, which must not fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         revoke_key(file, options.name)
-        raise _NotShown(f"the key could not be shown ({error.strerror}) and was taken back: there is none") from None
+        raise _KeyNotPrinted(f"the key could not be printed ({error.strerror}) and was revoked") from None
 
 
 def _list(keys: Sequence[StoredKey]) -> None:

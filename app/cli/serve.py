@@ -1,4 +1,4 @@
-"""python -m app serve: starts the service; flags are generated from the settings' fields."""
+"""python -m app serve: starts the service; its flags are generated from the fields of Settings."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def main(argv: Sequence[str]) -> int:
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
     """Settings from flags (None if not given) and the environment. Raises StartError."""
-    _refuse_unknown_variables()
+    _reject_unknown_variables()
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        where = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
-        raise StartError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
+        source = "".join(f"{flag(name)} (INKSTREAM_{name.upper()}): " for name in map(str, first["loc"][:1]))
+        raise StartError(f"{source}{first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _refuse_unknown_variables() -> None:
+def _reject_unknown_variables() -> None:
     """Raises StartError for a misspelled variable, which would otherwise be ignored silently."""
     known = {f"INKSTREAM_{name.upper()}" for name in Settings.model_fields}
     for name in sorted(os.environ.keys() - {CLIENT_KEY, fault_injection.VARIABLE}):
         # Kubernetes sets INKSTREAM_SERVICE_... and INKSTREAM_PORT_... for a service named inkstream.
-        kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
-        if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not kubernetes:
-            near = get_close_matches(
+        is_kubernetes = name.startswith(("INKSTREAM_SERVICE_", "INKSTREAM_PORT_"))
+        if name.upper().startswith("INKSTREAM_") and name.upper() not in known and not is_kubernetes:
+            close_matches = get_close_matches(
                 name.upper().removeprefix("INKSTREAM_"), map(str.upper, Settings.model_fields), n=1
             )
-            hint = f"did you mean INKSTREAM_{near[0]}? " if near else ""
-            raise StartError(f"the variable {name} is no setting: {hint}inkstream serve --help tells the settings")
+            hint = f"did you mean INKSTREAM_{close_matches[0]}? " if close_matches else ""
+            raise StartError(f"the variable {name} is not a setting: {hint}inkstream serve --help lists the settings")
 
 
 def flag(name: str) -> str:
@@ -61,8 +61,10 @@ def flag(name: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="inkstream serve", description="Serve a model over HTTP.", allow_abbrev=False)
     for name, field in Settings.model_fields.items():
-        how: dict[str, Any] = {"action": "store_const", "const": True} if field.annotation is bool else {"metavar": "X"}
+        options: dict[str, Any] = (
+            {"action": "store_const", "const": True} if field.annotation is bool else {"metavar": "X"}
+        )
         parser.add_argument(
-            flag(name), help=f"{field.description} (default: {field.default})".replace("%", "%%"), **how
+            flag(name), help=f"{field.description} (default: {field.default})".replace("%", "%%"), **options
         )
     return parser

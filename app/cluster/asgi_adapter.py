@@ -1,4 +1,4 @@
-"""Runs an ASGI application for one request in this process; each replica uses it."""
+"""Adapter in each replica: sends a gateway's request to the ASGI application of the same process."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from app.cluster.messages import Call, Head, Part, Taken, Whole
+from app.cluster.messages import Accepted, Call, FullResponse, Head, ResponsePart
 from app.http.access_record import AccessRecord
 
 
-async def answer(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[Part, None]:
-    """Yields the response's parts. Closing it early is a client disconnect to the application."""
-    yield Taken(replica)
-    outbox = _Outbox()
-    asked = False
+async def stream_response(app: ASGIApp, call: Call, replica: str) -> AsyncGenerator[ResponsePart, None]:
+    """Yields the parts of the response. Closing it early is a client disconnect to the application."""
+    yield Accepted(replica)
+    buffer = _ResponseBuffer()
+    is_body_sent = False
 
     async def receive() -> Message:
-        nonlocal asked
-        if asked:  # a disconnected client closes this generator
+        nonlocal is_body_sent
+        if is_body_sent:  # a disconnected client closes this generator
             await asyncio.Event().wait()
-        asked = True
+        is_body_sent = True
         return {"type": "http.request", "body": call.body, "more_body": False}
 
-    work = asyncio.ensure_future(app(_scope(call), receive, outbox.send))
-    work.add_done_callback(outbox.end)
+    task = asyncio.ensure_future(app(_scope(call), receive, buffer.send))
+    task.add_done_callback(buffer.finish)
     try:
-        while (part := await outbox.take()) is not None:
+        while (part := await buffer.next_part()) is not None:
             yield part
-        work.result()
+        task.result()
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-async def whole(app: ASGIApp, call: Call, replica: str) -> Whole:
-    """The whole response."""
+async def full_response(app: ASGIApp, call: Call, replica: str) -> FullResponse:
+    """Reads the whole response."""
     head, body = Head(500, ()), []
-    async with aclosing(answer(app, call, replica)) as parts:
+    async with aclosing(stream_response(app, call, replica)) as parts:
         async for part in parts:
             if isinstance(part, Head):
                 head = part
             elif isinstance(part, bytes):
                 body.append(part)
-    return Whole(replica, head, b"".join(body))
+    return FullResponse(replica, head, b"".join(body))
 
 
 def _scope(call: Call) -> Scope:
@@ -65,17 +65,17 @@ def _scope(call: Call) -> Scope:
         "client": None,
         "server": None,
     }
-    AccessRecord.begin_in(scope).request_id = call.request_id
+    AccessRecord.get_or_create(scope).request_id = call.request_id
     return scope
 
 
-class _Outbox:
-    """Buffers response parts that the application has sent until they are taken; joins adjacent body chunks."""
+class _ResponseBuffer:
+    """Buffers the parts that the application sends until they are read; joins adjacent body chunks."""
 
     def __init__(self) -> None:
         self._parts: deque[Head | bytes] = deque()
-        self._news = asyncio.Event()
-        self._is_over = False
+        self._changed = asyncio.Event()
+        self._is_complete = False
 
     async def send(self, message: Message) -> None:
         """The application's ASGI send()."""
@@ -83,22 +83,22 @@ class _Outbox:
             self._parts.append(Head(message["status"], tuple((bytes(k), bytes(v)) for k, v in message["headers"])))
         elif body := message.get("body"):
             self._parts.append(bytes(body))
-        self._news.set()
+        self._changed.set()
 
-    def end(self, _work: object) -> None:
+    def finish(self, _task: object) -> None:
         """Marks the end of the response."""
-        self._is_over = True
-        self._news.set()
+        self._is_complete = True
+        self._changed.set()
 
-    async def take(self) -> Head | bytes | None:
+    async def next_part(self) -> Head | bytes | None:
         """The next part; None after the last one."""
-        while not self._parts and not self._is_over:
-            self._news.clear()
-            await self._news.wait()
+        while not self._parts and not self._is_complete:
+            self._changed.clear()
+            await self._changed.wait()
         if not self._parts:
             return None
         first = self._parts.popleft()
-        pieces = [first] if isinstance(first, bytes) else []
-        while pieces and self._parts and isinstance(self._parts[0], bytes):
-            pieces.append(self._parts.popleft())  # type: ignore[arg-type]
-        return b"".join(pieces) if pieces else first
+        chunks = [first] if isinstance(first, bytes) else []
+        while chunks and self._parts and isinstance(self._parts[0], bytes):
+            chunks.append(self._parts.popleft())  # type: ignore[arg-type]
+        return b"".join(chunks) if chunks else first

@@ -1,8 +1,8 @@
 """Failover stream: continues a native stream on another replica after its replica is lost or its client reconnects.
 
 Both cases work the same way: the gateway sends the same request, with the seed from `start`, to any replica with
-capacity, verifies the part that the client already has, and skips it. So no replica computes or keeps anything for a
-disconnected client.
+capacity, verifies the part that the client already has, and skips it. Replicas therefore compute and store nothing for
+disconnected clients.
 
 Responses that need no continuation (whole bodies, OpenAI streams) are forwarded as they come.
 """
@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api.resume_store import ReplayBuffer
-from app.cluster.messages import Head, ReplicaLost, Whole
-from app.cluster.retry import ReplicaAnswer, RetryingRequest
+from app.cluster.messages import FullResponse, Head, ReplicaLost
+from app.cluster.retry import ReplicaResponse, RetryingRequest
 from app.http import sse
 from app.http.errors import ApiError
 from app.http.sse import PING
@@ -65,11 +65,11 @@ class EventStream(sse.EventStreamResponse):
         frames: AsyncGenerator[bytes, None],
         close: Callable[[], None],
         headers: dict[str, str],
-        answer: ReplicaAnswer | None,
+        response: ReplicaResponse | None,
     ) -> None:
         super().__init__(frames, close, headers)
         self._generator = frames
-        self._answer = answer
+        self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -84,30 +84,30 @@ class EventStream(sse.EventStreamResponse):
 
     async def _release(self) -> None:
         await self._generator.aclose()
-        if self._answer:
-            await self._answer.close()
+        if self._response:
+            await self._response.close()
 
 
-async def let_go(response: Response) -> None:
+async def discard_response(response: Response) -> None:
     """Closes a response that will not be sent."""
     if isinstance(response, EventStream):
         await response.discard()
 
 
-def best(answers: list[Whole]) -> Response:
-    """The best response: that of the replica that has the resource; otherwise all are equivalent."""
-    chosen = next((answer for answer in answers if answer.head.status != 404), answers[0])
-    return as_it_is(chosen.head, chosen.body)
+def best_response(responses: list[FullResponse]) -> Response:
+    """The response of the replica that has the resource; if none has it, all responses are equivalent."""
+    chosen = next((response for response in responses if response.head.status != 404), responses[0])
+    return unchanged_response(chosen.head, chosen.body)
 
 
-def as_it_is(head: Head, body: bytes) -> Response:
-    """The response unchanged, with repeated headers."""
+def unchanged_response(head: Head, body: bytes) -> Response:
+    """The replica's response, unchanged, including repeated headers."""
     response = Response(body, head.status)
     response.raw_headers = list(head.headers)
     return response
 
 
-def headers_of(head: Head) -> dict[str, str]:
+def response_headers(head: Head) -> dict[str, str]:
     """A replica's headers, except those of the event stream itself."""
     own = {name.lower() for name in sse.HEADERS}
     found = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
@@ -118,51 +118,51 @@ _PING = b": ping\n"
 _END = b"data: [DONE]\n\n"
 
 
-async def openai_frames(asking: RetryingRequest, answer: ReplicaAnswer) -> AsyncGenerator[bytes, None]:
-    """The frames of `answer` or of its replacement, never of both."""
-    was_said = False
+async def openai_frames(request: RetryingRequest, response: ReplicaResponse) -> AsyncGenerator[bytes, None]:
+    """The frames of `response` or of its replacement, never a mix of both."""
+    has_output = False
     try:
         while True:
             try:
-                piece = await answer.next()
-                if piece is None:
+                chunk = await response.next()
+                if chunk is None:
                     raise ReplicaLost  # the response ended without a final frame
-                was_said = was_said or bool(piece.replace(_PING, b""))
-                yield piece
-                if piece.endswith(_END):  # losing the replica now costs nothing
+                has_output = has_output or bool(chunk.replace(_PING, b""))
+                yield chunk
+                if chunk.endswith(_END):  # losing the replica now costs nothing
                     return
             except ReplicaLost:
-                await answer.close()
-                answer = await _another(asking, was_said=was_said)
+                await response.close()
+                response = await _retry(request, has_output=has_output)
     except ApiError as error:
-        asking.counts.failed.inc()
-        yield f"data: {json.dumps(error.body(asking.call.request_id))}\n\n".encode("ascii") + _END
+        request.counts.failed.inc()
+        yield f"data: {json.dumps(error.body(request.call.request_id))}\n\n".encode("ascii") + _END
     finally:
-        await answer.close()
+        await response.close()
 
 
-async def _another(asking: RetryingRequest, *, was_said: bool) -> ReplicaAnswer:
-    """Retries on another replica. Raises ApiError if it cannot, for the client."""
-    while not was_said:
-        asking.lost(has_begun=False)
+async def _retry(request: RetryingRequest, *, has_output: bool) -> ReplicaResponse:
+    """Retries on another replica. Raises ApiError if the request cannot be retried."""
+    while not has_output:
+        request.record_loss(has_started=False)
         try:
-            answer = await asking.begin()
-            if answer.head.status == 200:
-                return answer
-            raise await answer.refusal()
+            response = await request.send()
+            if response.head.status == 200:
+                return response
+            raise await response.read_error()
         except ReplicaLost:
             continue
-    raise ApiError(503, "the replica that wrote this text is gone: send the request again", code="replica_lost")
+    raise ApiError(503, "the replica of this stream was lost: send the request again", code="replica_lost")
 
 
 # replica A:  start  "Once "  "upon a"  x (it died)
 # client:     start  "Once "  "upon a"
-# replica B:  start  "Once upon"  " a time"  done          the same seed: the same text, in other pieces
+# replica B:  start  "Once upon"  " a time"  done          the same seed: the same text, split differently
 # client:                         " time"    done          the delivered part is verified, and not sent again
 
-_SAME = ("weights_version", "seed", "prompt_tokens", "settings")
-_EARLY = ("cancelled", "timeout")
-"""Finish reasons that do not depend on the text: they may come before the delivered text was repeated."""
+_INVARIANT_FIELDS = ("weights_version", "seed", "prompt_tokens", "settings")
+_TEXT_INDEPENDENT = ("cancelled", "timeout")
+"""Finish reasons that do not depend on the text: they may come before the replica has repeated the delivered text."""
 
 
 class Divergence(Exception):
@@ -171,36 +171,37 @@ class Divergence(Exception):
 
 @dataclass(slots=True)
 class _Choice:
-    """One continuation. `said` counts what was delivered from all replicas, `heard` what the current one sent."""
+    """One continuation: what the client got from all replicas, and what the current replica has sent."""
 
-    said: list[str] = field(default_factory=list)
-    n_said: int = 0
-    """Number of tokens, if log-probabilities were requested."""
-    before: str = ""
-    """Text that was delivered before the current replica started."""
-    n_before: int = 0
-    heard: int = 0
-    n_heard: int = 0
+    delivered: list[str] = field(default_factory=list)
+    n_delivered_tokens: int = 0
+    """0 unless log-probabilities were requested; so are the other numbers of tokens."""
+    expected: str = ""
+    """Text that was delivered before the current replica started, which the replica has to repeat."""
+    n_expected_tokens: int = 0
+    received: int = 0
+    """Characters from the current replica."""
+    n_received_tokens: int = 0
 
-    def begin_again(self) -> None:
-        self.before, self.n_before = "".join(self.said), self.n_said
-        self.said, self.heard, self.n_heard = [self.before], 0, 0
+    def restart(self) -> None:
+        self.expected, self.n_expected_tokens = "".join(self.delivered), self.n_delivered_tokens
+        self.delivered, self.received, self.n_received_tokens = [self.expected], 0, 0
 
-    def news(self, text: str, tokens: list[Any]) -> tuple[str, list[Any]]:
+    def splice(self, text: str, tokens: list[Any]) -> tuple[str, list[Any]]:
         """The part that is not yet delivered. Raises Divergence."""
-        known = self.before[self.heard : self.heard + len(text)]
+        known = self.expected[self.received : self.received + len(text)]
         if not text.startswith(known):
             raise Divergence
-        new, new_tokens = text[len(known) :], tokens[max(0, self.n_before - self.n_heard) :]
-        self.heard += len(text)
-        self.n_heard += len(tokens)
-        self.said.append(new)
-        self.n_said += len(new_tokens)
+        new, new_tokens = text[len(known) :], tokens[max(0, self.n_expected_tokens - self.n_received_tokens) :]
+        self.received += len(text)
+        self.n_received_tokens += len(tokens)
+        self.delivered.append(new)
+        self.n_delivered_tokens += len(new_tokens)
         return new, new_tokens
 
     @property
-    def is_repeated(self) -> bool:
-        return self.heard >= len(self.before)
+    def has_caught_up(self) -> bool:
+        return self.received >= len(self.expected)
 
 
 class StreamSplicer:
@@ -211,75 +212,75 @@ class StreamSplicer:
         self._start: dict[str, Any] | None = None
         self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
         self._next_number = 0
-        self.is_over = False
+        self.is_done = False
         """Whether the last event was `done` or `error`."""
 
     @property
-    def has_text(self) -> bool:
-        """Whether any text was delivered, which another replica must repeat."""
+    def has_started(self) -> bool:
+        """Whether the client got `start`; another replica must then produce the same text."""
         return self._start is not None
 
     def request(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The request body for another replica."""
         return dict(body) if self._start is None else {**body, "seed": self._start["seed"]}
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Prepares for the events of a replica that starts from the beginning."""
         for choice in self._choices.values():
-            choice.begin_again()
+            choice.restart()
 
     def take(self, frame: Frame) -> bytes:
         """The bytes to deliver for this frame; empty if the client has all of it. Raises Divergence."""
         match frame.name:
             case "token":
-                return self._token(frame)
+                return self._splice_token(frame)
             case "start":
-                return self._begin(frame)
-            case "queue" if self._start is not None:  # the client was told that the request has started
+                return self._splice_start(frame)
+            case "queue" if self._start is not None:  # the client already got `start`
                 return PING
             case "done":
                 self._check_end(json.loads(frame.data))
-                self.is_over = True
+                self.is_done = True
             case "error":
                 return self.error(json.loads(frame.data))
             case "":
                 return frame.data + b"\n\n"
-        return self._numbered(frame.name, frame.data)
+        return self._write_event(frame.name, frame.data)
 
     def error(self, body: Mapping[str, Any]) -> bytes:
         """The final event of a stream that cannot continue."""
-        self.is_over = True
+        self.is_done = True
         error = {**body["error"], "request_id": self._request_id}
-        return self._numbered("error", json.dumps({"error": error}).encode("ascii"))
+        return self._write_event("error", json.dumps({"error": error}).encode("ascii"))
 
-    def _begin(self, frame: Frame) -> bytes:
+    def _splice_start(self, frame: Frame) -> bytes:
         start = json.loads(frame.data)
         if self._start is None:
             self._start = {**start, "id": self._request_id}
-            return self._numbered("start", json.dumps(self._start).encode("ascii"))
-        if any(start[name] != self._start[name] for name in _SAME):
+            return self._write_event("start", json.dumps(self._start).encode("ascii"))
+        if any(start[name] != self._start[name] for name in _INVARIANT_FIELDS):
             raise Divergence
         return b""
 
-    def _token(self, frame: Frame) -> bytes:
+    def _splice_token(self, frame: Frame) -> bytes:
         event = json.loads(frame.data)
         text, tokens = event["text"], event.get("tokens", [])
-        new, new_tokens = self._choices[event["index"]].news(text, tokens)
+        new, new_tokens = self._choices[event["index"]].splice(text, tokens)
         if len(new) == len(text) and len(new_tokens) == len(tokens):
-            return self._numbered("token", frame.data)
+            return self._write_event("token", frame.data)
         if not new and not new_tokens:
             return b""
         event["text"] = new
         if tokens:
             event["tokens"] = new_tokens
-        return self._numbered("token", json.dumps(event).encode("ascii"))
+        return self._write_event("token", json.dumps(event).encode("ascii"))
 
     def _check_end(self, done: Mapping[str, Any]) -> None:
         for choice in done["choices"]:
-            if choice["finish_reason"] not in _EARLY and not self._choices[choice["index"]].is_repeated:
+            if choice["finish_reason"] not in _TEXT_INDEPENDENT and not self._choices[choice["index"]].has_caught_up:
                 raise Divergence
 
-    def _numbered(self, name: str, data: bytes) -> bytes:
+    def _write_event(self, name: str, data: bytes) -> bytes:
         number, self._next_number = self._next_number, self._next_number + 1
         return f"id: {self._request_id}:{number}\nevent: {name}\ndata: ".encode("ascii") + data + b"\n\n"
 
@@ -287,161 +288,167 @@ class StreamSplicer:
 _HEARTBEAT_SECONDS = 10.0
 
 
-class Reader:
+class StreamSubscription:
     """One connection's subscription to a stream; a newer connection replaces it."""
 
 
-class RelayedStream:
+class FailoverStream:
     """A resumable stream across replicas, held in a ResumeStore (app/api/resume_store.py)."""
 
-    def __init__(self, asking: RetryingRequest, *, owner: str, journal_bytes: int) -> None:
-        self.name = asking.call.request_id
+    def __init__(self, request: RetryingRequest, *, owner: str, replay_bytes: int) -> None:
+        self.name = request.call.request_id
         self.owner = owner
         self.is_finished = False
-        self._asking = asking
-        self._told = StreamSplicer(self.name)
-        self._journal = ReplayBuffer(journal_bytes)
-        self._reader: Reader | None = None
-        self._is_stopped = False
-        self._began = time.monotonic()
+        self._request = request
+        self._splicer = StreamSplicer(self.name)
+        self._replay_buffer = ReplayBuffer(replay_bytes)
+        self._subscription: StreamSubscription | None = None
+        self._is_cancelled = False
+        self._started = time.monotonic()
 
     @property
     def current_id(self) -> str:
         """The request id on the current or last replica."""
-        return self._asking.current_id or self.name
+        return self._request.current_id or self.name
 
     @property
     def next_number(self) -> int:
         """The next frame's number."""
-        return self._journal.next_number
+        return self._replay_buffer.next_number
 
-    def keeps(self, number: int) -> bool:
+    def can_replay_from(self, number: int) -> bool:
         """Whether all frames from this number on can be replayed."""
-        return self._journal.first <= number <= self.next_number
+        return self._replay_buffer.first <= number <= self.next_number
 
-    def attach(self) -> Reader:
+    def attach(self) -> StreamSubscription:
         """Subscribes a connection."""
-        self._reader = Reader()
-        return self._reader
+        self._subscription = StreamSubscription()
+        return self._subscription
 
-    def detach(self, reader: Reader) -> bool:
+    def detach(self, subscription: StreamSubscription) -> bool:
         """Unsubscribes a connection; True if it was the current one."""
-        if reader is not self._reader:
+        if subscription is not self._subscription:
             return False
-        self._reader = None
+        self._subscription = None
         return True
 
-    def stop(self) -> bool:
+    def cancel(self) -> bool:
         """Cancels the stream, so that no replica continues it; False if it had already finished."""
-        was_running = not (self.is_finished or self._is_stopped)
-        self._is_stopped = True
+        was_running = not (self.is_finished or self._is_cancelled)
+        self._is_cancelled = True
         return was_running
 
     def close(self) -> None:
         """Releases the stream, which can no longer be resumed."""
-        self._reader = None
+        self._subscription = None
 
-    async def again(self) -> ReplicaAnswer | None:
+    async def reconnect(self) -> ReplicaResponse | None:
         """Starts a replica for a client that reconnected; None if nothing is left to send.
 
         Raises ApiError if no replica accepts it; the stream is kept, and the client may reconnect again.
         """
-        while not (self.is_finished or self._is_stopped):
+        while not (self.is_finished or self._is_cancelled):
             try:
-                return await self._again()
+                return await self._send_again()
             except ReplicaLost:
-                self._asking.lost(has_begun=self._told.has_text)
+                self._request.record_loss(has_started=self._splicer.has_started)
         return None
 
-    def frames(self, reader: Reader, answer: ReplicaAnswer | None, number: int = 0) -> AsyncGenerator[bytes, None]:
+    def frames(
+        self, subscription: StreamSubscription, response: ReplicaResponse | None, number: int = 0
+    ) -> AsyncGenerator[bytes, None]:
         """Yields the frames from `number` on, ending with exactly one `done` or `error`.
 
-        answer: the response of a replica that was just started, if any.
+        response: that of a replica that was just started, if any.
         """
-        return with_heartbeat(self._frames(reader, answer, number), _HEARTBEAT_SECONDS)
+        return with_heartbeat(self._frames(subscription, response, number), _HEARTBEAT_SECONDS)
 
-    async def _frames(self, reader: Reader, answer: ReplicaAnswer | None, number: int) -> AsyncGenerator[bytes, None]:
+    async def _frames(
+        self, subscription: StreamSubscription, response: ReplicaResponse | None, number: int
+    ) -> AsyncGenerator[bytes, None]:
         try:
             if number < self.next_number:
-                yield self._journal.since(number)
-            heard = FrameReader()
-            while reader is self._reader and not self.is_finished:
+                yield self._replay_buffer.since(number)
+            reader = FrameReader()
+            while subscription is self._subscription and not self.is_finished:
                 try:
-                    if answer is None:
-                        self._check_goes_on()
-                        answer, heard = await self._again(), FrameReader()
-                        self._check_goes_on()
-                    if (piece := await answer.next()) is None:
+                    if response is None:
+                        self._check_cancelled()
+                        response, reader = await self._send_again(), FrameReader()
+                        self._check_cancelled()
+                    if (chunk := await response.next()) is None:
                         raise ReplicaLost  # the response ended without a final event
-                    sent = self._take(heard, piece) if reader is self._reader else b""
+                    output = self._splice(reader, chunk) if subscription is self._subscription else b""
                 except ReplicaLost:
-                    sent, answer = self._on_loss(reader), None  # a lost response is closed
+                    output, response = self._on_loss(subscription), None  # a lost response is closed
                 except ApiError as error:
-                    sent = self._fail(error.body(self.name)) if reader is self._reader else b""
-                if sent:
-                    yield sent
+                    output = self._fail(error.body(self.name)) if subscription is self._subscription else b""
+                if output:
+                    yield output
         finally:
-            if answer:
-                await answer.close()
+            if response:
+                await response.close()
 
-    async def _again(self) -> ReplicaAnswer:
-        """Starts a replica from the beginning. Raises ReplicaLost, and ApiError if the replica refuses."""
-        self._told.begin_again()
-        wanted = self._told.request(json.loads(self._asking.call.body))
-        if wanted.get("deadline_ms") is not None:
-            wanted["deadline_ms"] = max(1, wanted["deadline_ms"] - round((time.monotonic() - self._began) * 1e3))
-        answer = await self._asking.begin(self._asking.call.with_body(json.dumps(wanted).encode()))
-        if answer.head.status == 200 and answer.head.is_event_stream:
-            return answer
-        raise await answer.refusal()
+    async def _send_again(self) -> ReplicaResponse:
+        """Starts a replica from the beginning. Raises ReplicaLost, and ApiError if the replica rejects the request."""
+        self._splicer.restart()
+        body = self._splicer.request(json.loads(self._request.call.body))
+        if body.get("deadline_ms") is not None:
+            body["deadline_ms"] = max(1, body["deadline_ms"] - round((time.monotonic() - self._started) * 1e3))
+        response = await self._request.send(self._request.call.with_body(json.dumps(body).encode()))
+        if response.head.status == 200 and response.head.is_event_stream:
+            return response
+        raise await response.read_error()
 
-    def _check_goes_on(self) -> None:
-        """Checks for a cancellation, again after a replica has started: the cancel broadcast may have missed it."""
-        if self._is_stopped:
-            raise ApiError(503, "the completion was stopped while no replica had it", code="cancelled")
+    def _check_cancelled(self) -> None:
+        """Raises ApiError if cancelled. Also called after a replica has started: the cancel broadcast may miss it."""
+        if self._is_cancelled:
+            raise ApiError(503, "the completion was cancelled while no replica was running it", code="cancelled")
 
-    def _on_loss(self, reader: Reader) -> bytes:
-        if reader is not self._reader:  # a newer connection has its own replica
+    def _on_loss(self, subscription: StreamSubscription) -> bytes:
+        if subscription is not self._subscription:  # a newer connection has its own replica
             return b""
         try:
-            self._asking.lost(has_begun=self._told.has_text)
+            self._request.record_loss(has_started=self._splicer.has_started)
         except ApiError as error:
             return self._fail(error.body(self.name))
         return b""
 
-    def _take(self, heard: FrameReader, piece: bytes) -> bytes:
-        """The bytes to deliver for `piece`."""
-        sent = []
+    def _splice(self, reader: FrameReader, chunk: bytes) -> bytes:
+        """The bytes to deliver for `chunk`."""
+        output = []
         try:
-            for frame in heard.feed(piece):
-                if words := self._told.take(frame):
-                    sent.append(words if words.startswith(b":") else self._journal.append(words))
+            for frame in reader.feed(chunk):
+                if data := self._splicer.take(frame):
+                    output.append(data if data.startswith(b":") else self._replay_buffer.append(data))
         except Divergence:
             error = ApiError(
-                503, "its replica is gone, and no other one continues this text: send it again", code="replica_lost"
+                503,
+                "the replica was lost, and another one generates a different text: send the request again",
+                code="replica_lost",
             )
-            return b"".join(sent) + self._fail(error.body(self.name))
-        self.is_finished = self._told.is_over
-        return b"".join(sent)
+            return b"".join(output) + self._fail(error.body(self.name))
+        self.is_finished = self._splicer.is_done
+        return b"".join(output)
 
     def _fail(self, body: Mapping[str, Any]) -> bytes:
-        self._asking.counts.failed.inc()
+        self._request.counts.failed.inc()
         self.is_finished = True
-        return self._journal.append(self._told.error(body))
+        return self._replay_buffer.append(self._splicer.error(body))
 
 
 async def with_heartbeat(frames: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """The frames, with a comment whenever there is none for `seconds`."""
+    """The frames, and a comment whenever there is no frame for `seconds`."""
     async with aclosing(frames):
         while True:
-            coming = asyncio.ensure_future(anext(frames, None))
+            next_frame = asyncio.ensure_future(anext(frames, None))
             try:
-                while not (await asyncio.wait({coming}, timeout=seconds))[0]:
+                while not (await asyncio.wait({next_frame}, timeout=seconds))[0]:
                     yield PING
-                frame = coming.result()
+                frame = next_frame.result()
             finally:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+                next_frame.cancel()
+                await asyncio.gather(next_frame, return_exceptions=True)
             if frame is None:
                 return
             yield frame

@@ -1,10 +1,10 @@
 """ASGI gateway in front of several replicas: forwards requests, broadcasts, retries after a lost replica.
 
-whole responses            forwarded when complete; a lost replica costs only time
+whole responses            forwarded when complete; a lost replica only delays them
 /complete, streamed        app/cluster/failover_stream.py: another replica continues the text
-/v1, streamed              retried until the first text is sent, after that ended with an error
-Replicas validate requests; the gateway only repeats authentication (app/http/auth.py), to refuse a request without a
-valid key before any byte of its body is read.
+/v1, streamed              retried until the first text is sent; after that a lost replica ends them with an error
+Replicas validate requests; the gateway only repeats authentication (app/http/auth.py), to reject a request without a
+valid key before it reads any byte of the body.
 
 /metrics merges the metrics of all replicas, with a label that names the replica of each sample.
 """
@@ -34,16 +34,16 @@ from app.api.native.routes import next_number
 from app.api.resume_store import ResumeStore
 from app.cluster.failover_stream import (
     EventStream,
-    Reader,
-    RelayedStream,
-    as_it_is,
-    best,
-    headers_of,
-    let_go,
+    FailoverStream,
+    StreamSubscription,
+    best_response,
+    discard_response,
     openai_frames,
+    response_headers,
+    unchanged_response,
 )
-from app.cluster.messages import Call, ReplicaLost, Replicas, Whole
-from app.cluster.retry import Counts, ReplicaAnswer, RetryingRequest
+from app.cluster.messages import Call, FullResponse, ReplicaLost, Replicas
+from app.cluster.retry import ReplicaResponse, RetryCounters, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
 from app.http.access_record import AccessRecord
@@ -52,7 +52,7 @@ from app.http.errors import ApiError
 from app.http.host_filter import CorsMiddleware
 
 
-class _Pages(Collector):
+class _MergedPages(Collector):
     def __init__(self, pages: Mapping[str, str]) -> None:
         self._pages = pages
 
@@ -60,13 +60,13 @@ class _Pages(Collector):
         families: dict[str, Metric] = {}
         for server, page in sorted(self._pages.items()):
             for family in text_string_to_metric_families(page):
-                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                merged.samples += [s._replace(labels={**s.labels, "server": server}) for s in family.samples]
+                metric = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                metric.samples += [s._replace(labels={**s.labels, "server": server}) for s in family.samples]
         return families.values()
 
 
-class Presence:
-    """Tracks which replicas answered the last broadcast, and which did only earlier."""
+class ReplicaTracker:
+    """Tracks which replicas answered the last broadcast, and which only answered earlier ones."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._silent = Gauge(
@@ -74,102 +74,102 @@ class Presence:
             "Replicas that did not answer in time.",
             registry=registry,
         )
-        self._answers = Gauge(
+        self._responding = Gauge(
             "inkstream_relay_replica_answers",
-            "1 where the replica answered with the others, 0 where it did only before.",
+            "1 if the replica answered the last broadcast, 0 if it only answered earlier ones.",
             ["server"],
             registry=registry,
         )
         self._known: set[str] = set()
 
-    def note(self, names: Collection[str], silent: int) -> None:
-        """Records the replicas that answered and the number that did not; if all did, forgets earlier ones."""
-        self._known = self._known.union(names) if silent else set(names)
-        self._silent.set(silent)
-        self._answers.clear()
+    def update(self, names: Collection[str], n_silent: int) -> None:
+        """Records the replicas that answered and how many did not; if all answered, forgets those of earlier calls."""
+        self._known = self._known.union(names) if n_silent else set(names)
+        self._silent.set(n_silent)
+        self._responding.clear()
         for name in self._known:
-            self._answers.labels(name).set(name in names)
+            self._responding.labels(name).set(name in names)
 
 
-def merged(pages: Mapping[str, str], own: CollectorRegistry) -> bytes:
+def merge_metrics(pages: Mapping[str, str], own: CollectorRegistry) -> bytes:
     """pages: Prometheus text by replica name. own: the gateway's metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Pages(pages))
+    registry.register(_MergedPages(pages))
     return generate_latest(registry) + generate_latest(own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class BroadcastResult:
     """The responses that arrived in time, in order of arrival."""
 
-    answers: list[Whole]
-    silent: int
+    responses: list[FullResponse]
+    n_silent: int
     """Replicas that did not answer and are not known to be lost; 0 if one response was enough."""
 
 
-async def ask_everyone(
-    replicas: Replicas, call: Call, seconds: float, *, is_enough: Callable[[Whole], bool] = lambda _: False
-) -> Heard:
+async def broadcast(
+    replicas: Replicas, call: Call, seconds: float, *, is_enough: Callable[[FullResponse], bool] = lambda _: False
+) -> BroadcastResult:
     """Collects responses until one is `enough` or the timeout expires, then cancels the remaining calls."""
-    asked: list[asyncio.Task[Whole]] = []
-    answers: list[Whole] = []
+    tasks: list[asyncio.Task[FullResponse]] = []
+    responses: list[FullResponse] = []
     try:
         async with asyncio.timeout(seconds):
-            asked = await replicas.ask_all(call)
-            for coming in asyncio.as_completed(asked):
+            tasks = await replicas.broadcast(call)
+            for next_response in asyncio.as_completed(tasks):
                 try:
-                    answers.append(await coming)
+                    responses.append(await next_response)
                 except ReplicaLost:
                     continue
-                if is_enough(answers[-1]):
-                    return Heard(answers=answers, silent=0)
+                if is_enough(responses[-1]):
+                    return BroadcastResult(responses=responses, n_silent=0)
     except TimeoutError:
         pass
     finally:
-        silent = sum(not task.done() for task in asked)
-        for task in asked:
+        n_silent = sum(not task.done() for task in tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
-    return Heard(answers=answers, silent=silent)
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return BroadcastResult(responses=responses, n_silent=n_silent)
 
 
-_QUICK_SECONDS = 2.0
-"""Timeout of a replica for a page or its health; then another replica is tried."""
-_TOGETHER_SECONDS = 2.0
+_ATTEMPT_SECONDS = 2.0
+"""Timeout of one replica for a request without a body, such as a health check; then another replica is tried."""
+_BROADCAST_SECONDS = 2.0
 """Timeout of a broadcast: a replica that hangs must not delay the others' responses."""
-_SOON = {"Retry-After": "5"}
+_RETRY_AFTER = {"Retry-After": "5"}
 
 
 class Gateway:
     """The gateway application; owned by the event loop of its process."""
 
-    def __init__(self, settings: Settings, replicas: Replicas, *, resends: int) -> None:
+    def __init__(self, settings: Settings, replicas: Replicas, *, max_retries: int) -> None:
         self._settings = settings
         self._replicas = replicas
-        self._resends = resends
-        self._shelf = ResumeStore(settings.resume_seconds)
-        self._counts = Counts()
-        self._presence = Presence(self._counts.registry)
+        self._max_retries = max_retries
+        self._resume_store = ResumeStore(settings.resume_seconds)
+        self._counts = RetryCounters()
+        self._tracker = ReplicaTracker(self._counts.registry)
         keys = ApiKeys(settings.keys_file) if settings.keys_file else None
-        gate = AuthMiddleware(self._serve, keys, public_routes([health.router, static_pages.router]))
-        # CORS is handled here, because some responses are the gateway's own: its errors, resumed streams.
-        self._http: ASGIApp = CorsMiddleware(gate, settings.origins) if settings.origins else gate
+        authenticated = AuthMiddleware(self._serve, keys, public_routes([health.router, static_pages.router]))
+        # CORS is handled here, because the gateway itself makes some responses: errors and resumed streams.
+        self._http: ASGIApp = CorsMiddleware(authenticated, settings.origins) if settings.origins else authenticated
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _run_lifespan(receive, send)
         elif scope["type"] == "http":
-            AccessRecord.begin_in(scope)
+            AccessRecord.get_or_create(scope)
             await self._http(scope, receive, send)
         else:
-            raise RuntimeError("only HTTP is served")
+            raise RuntimeError("only HTTP is supported")
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = AccessRecord.begin_in(scope).request_id
+        request_id = AccessRecord.get_or_create(scope).request_id
         try:
             call = await self._read(Request(scope, receive), request_id)
-            response = await sse.until_disconnect(self._answer(call), receive, discard=let_go)
+            response = await sse.until_disconnect(self._route(call), receive, discard=discard_response)
         except ApiError as error:
             headers = {**error.headers, "X-Request-Id": request_id}
             response = JSONResponse(error.body(request_id), error.status, headers)
@@ -187,24 +187,24 @@ class Gateway:
         )
 
     async def _body(self, request: Request) -> bytes:
-        """The body, cut off one byte above the limit, which is enough for a replica to refuse it."""
-        if request.method != "POST":  # no other method has a body, and some of those routes are public
+        """The body, truncated one byte above the limit, which is enough for a replica to reject it."""
+        if request.method != "POST":  # routes of other methods take no body, and some are public
             return b""
-        body, most = bytearray(), self._settings.max_body_bytes
+        body, limit = bytearray(), self._settings.max_body_bytes
         try:
             async with asyncio.timeout(self._settings.body_timeout):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > most:
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
                         break
         except TimeoutError:
-            raise ApiError(408, "the body took too long: send it faster") from None
+            raise ApiError(408, "the body did not arrive in time: send it faster") from None
         except ClientDisconnect:
             raise ApiError(400, "the connection closed before the end of the body") from None
-        return bytes(body[: most + 1])
+        return bytes(body[: limit + 1])
 
-    async def _answer(self, call: Call) -> Response:
-        """Raises ApiError."""
+    async def _route(self, call: Call) -> Response:
+        """Dispatches by method and path. Raises ApiError."""
         match call.method, call.path.split("/")[1:]:
             case "DELETE", ["complete", name]:
                 return await self._cancel(call, name)
@@ -212,107 +212,117 @@ class Gateway:
                 return await self._resume(call, name)
             case "GET", ["metrics"]:
                 return await self._metrics(call)
-        return await self._pass_on(call)
+        return await self._forward(call)
 
-    async def _pass_on(self, call: Call) -> Response:
-        asking = RetryingRequest(
-            self._replicas, call, self._counts, resends=self._resends, patience=self._settings.queue_timeout
+    async def _forward(self, call: Call) -> Response:
+        request = RetryingRequest(
+            self._replicas,
+            call,
+            self._counts,
+            max_retries=self._max_retries,
+            accept_timeout=self._settings.queue_timeout,
         )
         while True:
             try:
-                async with asyncio.timeout(None if call.method == "POST" else _QUICK_SECONDS):
-                    return await self._from_one(asking)
-            except (ReplicaLost, TimeoutError):  # after a timeout another replica may not hang
-                self._lost(asking)
+                async with asyncio.timeout(None if call.method == "POST" else _ATTEMPT_SECONDS):
+                    return await self._forward_once(request)
+            except (ReplicaLost, TimeoutError):  # after a timeout, another replica may respond
+                self._record_loss(request)
 
-    async def _from_one(self, asking: RetryingRequest) -> Response:
+    async def _forward_once(self, request: RetryingRequest) -> Response:
         """The response of the replica that accepts the request, streamed or whole. Raises ReplicaLost."""
-        answer = await asking.begin()
-        if answer.head.is_event_stream:
-            return self._stream(asking, answer)
+        response = await request.send()
+        if response.head.is_event_stream:
+            return self._stream(request, response)
         try:
-            return as_it_is(answer.head, await answer.body())
+            return unchanged_response(response.head, await response.body())
         finally:
-            await answer.close()
+            await response.close()
 
-    def _lost(self, asking: RetryingRequest) -> None:
+    def _record_loss(self, request: RetryingRequest) -> None:
         try:
-            asking.lost(has_begun=False)
+            request.record_loss(has_started=False)
         except ApiError:
             self._counts.failed.inc()
             raise
 
-    def _stream(self, asking: RetryingRequest, answer: ReplicaAnswer) -> Response:
-        headers = headers_of(answer.head)
-        if asking.call.path != "/complete":
-            return EventStream(openai_frames(asking, answer), lambda: None, headers, answer)
-        stream = RelayedStream(asking, owner=_owner(asking.call), journal_bytes=self._settings.resume_bytes)
-        self._shelf.put(stream)
-        reader = self._attach(stream)
-        return EventStream(stream.frames(reader, answer), partial(self._leave, stream, reader), headers, answer)
+    def _stream(self, request: RetryingRequest, response: ReplicaResponse) -> Response:
+        headers = response_headers(response.head)
+        if request.call.path != "/complete":
+            return EventStream(openai_frames(request, response), lambda: None, headers, response)
+        stream = FailoverStream(request, owner=_owner(request.call), replay_bytes=self._settings.resume_bytes)
+        self._resume_store.put(stream)
+        subscription = self._attach(stream)
+        return EventStream(
+            stream.frames(subscription, response), partial(self._detach, stream, subscription), headers, response
+        )
 
-    def _attach(self, stream: RelayedStream) -> Reader:
-        self._shelf.come_back(stream)
+    def _attach(self, stream: FailoverStream) -> StreamSubscription:
+        self._resume_store.mark_attached(stream)
         return stream.attach()
 
-    def _leave(self, stream: RelayedStream, reader: Reader) -> None:
-        if stream.detach(reader):
-            self._shelf.leave(stream)
+    def _detach(self, stream: FailoverStream, subscription: StreamSubscription) -> None:
+        if stream.detach(subscription):
+            self._resume_store.mark_detached(stream)
 
     async def _resume(self, call: Call, name: str) -> Response:
-        """Resumes a stream after a replica has checked the credentials, under an id that no replica knows."""
-        refusal = await self._pass_on(replace(call, path=f"/complete/{call.request_id}/events"))
-        stream = self._shelf.find(name, _owner(call))
-        if refusal.status_code != 404 or not isinstance(stream, RelayedStream):
-            return refusal
-        number = _first_wanted(call, name)
+        """Resumes a stream. A replica checks the credentials first: it gets a resume of an id that no replica has."""
+        probe = await self._forward(replace(call, path=f"/complete/{call.request_id}/events"))
+        stream = self._resume_store.find(name, _owner(call))
+        if probe.status_code != 404 or not isinstance(stream, FailoverStream):
+            return probe
+        number = _resume_number(call, name)
         if number > stream.next_number:
-            raise ApiError(400, f"the last event that was sent is {stream.next_number - 1}", param="Last-Event-ID")
-        if not stream.keeps(number):
-            raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
-        reader = self._attach(stream)
+            raise ApiError(
+                400,
+                f"Last-Event-ID must be at most {stream.next_number - 1}, the last event that was sent",
+                param="Last-Event-ID",
+            )
+        if not stream.can_replay_from(number):
+            raise ApiError(404, f"event {number} is no longer available: send the request again", code="events_gone")
+        subscription = self._attach(stream)
         try:
-            answer = await stream.again()
+            response = await stream.reconnect()
         except BaseException:  # an error, or the client disconnected again: it may reconnect
-            self._leave(stream, reader)
+            self._detach(stream, subscription)
             raise
-        leave, headers = partial(self._leave, stream, reader), {"X-Request-Id": call.request_id}
-        return EventStream(stream.frames(reader, answer, number), leave, headers, answer)
+        detach, headers = partial(self._detach, stream, subscription), {"X-Request-Id": call.request_id}
+        return EventStream(stream.frames(subscription, response, number), detach, headers, response)
 
     async def _cancel(self, call: Call, name: str) -> Response:
         """Broadcasts the cancellation; does not wait for replicas that hang once one has cancelled."""
-        found = self._shelf.find(name, _owner(call))
-        stream = found if isinstance(found, RelayedStream) else None  # otherwise another gateway's, or unknown
-        asked = replace(call, path=f"/complete/{stream.current_id}") if stream else call
-        heard = await ask_everyone(
-            self._replicas, asked, _TOGETHER_SECONDS, is_enough=lambda one: one.head.status == 200
+        found = self._resume_store.find(name, _owner(call))
+        stream = found if isinstance(found, FailoverStream) else None  # otherwise another gateway's, or unknown
+        targeted = replace(call, path=f"/complete/{stream.current_id}") if stream else call
+        result = await broadcast(
+            self._replicas, targeted, _BROADCAST_SECONDS, is_enough=lambda one: one.head.status == 200
         )
-        statuses = {answer.head.status for answer in heard.answers}
-        was_running = stream and statuses <= {200, 404} and stream.stop()
+        statuses = {response.head.status for response in result.responses}
+        was_running = stream and statuses <= {200, 404} and stream.cancel()
         if was_running or (stream and 200 in statuses):
             return JSONResponse({"id": name, "cancelled": True}, headers={"X-Request-Id": call.request_id})
-        if heard.silent and statuses <= {404} and not stream:
-            raise ApiError(503, "a replica that may have it does not answer: try again in a moment", headers=_SOON)
-        return best(_some(heard))
+        if result.n_silent and statuses <= {404} and not stream:
+            raise ApiError(503, "a replica that may run this request does not answer: try again", headers=_RETRY_AFTER)
+        return best_response(_require_responses(result))
 
     async def _metrics(self, call: Call) -> Response:
-        heard = await ask_everyone(self._replicas, call, _TOGETHER_SECONDS)
-        for answer in _some(heard):
-            if answer.head.status != 200:
-                return as_it_is(answer.head, answer.body)
-        pages = {answer.replica: answer.body.decode() for answer in heard.answers}
-        self._presence.note(pages, heard.silent)
-        return Response(merged(pages, self._counts.registry), headers={"Content-Type": CONTENT_TYPE})
+        result = await broadcast(self._replicas, call, _BROADCAST_SECONDS)
+        for response in _require_responses(result):
+            if response.head.status != 200:
+                return unchanged_response(response.head, response.body)
+        pages = {response.replica: response.body.decode() for response in result.responses}
+        self._tracker.update(pages, result.n_silent)
+        return Response(merge_metrics(pages, self._counts.registry), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _some(heard: Heard) -> list[Whole]:
+def _require_responses(result: BroadcastResult) -> list[FullResponse]:
     """The responses, at least one. Raises ApiError 503."""
-    if not heard.answers:
-        raise ApiError(503, "no replica answers: try again in a moment", headers=_SOON)
-    return heard.answers
+    if not result.responses:
+        raise ApiError(503, "no replica answers: try again in a moment", headers=_RETRY_AFTER)
+    return result.responses
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _run_lifespan(receive: Receive, send: Send) -> None:
     """ASGI lifespan protocol without startup or shutdown work."""
     for what in ("startup", "shutdown"):
         await receive()
@@ -324,7 +334,7 @@ def _owner(call: Call) -> str:
     return hashlib.sha256((call.header(b"authorization") or "").encode("latin-1")).hexdigest()
 
 
-def _first_wanted(call: Call, name: str) -> int:
+def _resume_number(call: Call, name: str) -> int:
     """The number of the event to resume a stream from. Raises ApiError 400."""
     after = parse_qs(call.query.decode("latin-1")).get("after")
     last_event_id = call.header(b"last-event-id")

@@ -11,7 +11,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class ReplicaLost(Exception):
-    """The replica that had the request is lost, and its response with it."""
+    """The replica that was processing the request is lost, and its response with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Call:
     """One HTTP request with its whole body."""
 
     request_id: str
-    """The id on the replica. Never reused on a replica, which may still be working for a disconnected client."""
+    """The id on the replica. A retry gets a new one: the replica may still be processing the first try."""
     method: str
     path: str
     query: bytes
@@ -27,18 +27,18 @@ class Call:
     body: bytes
 
     def with_body(self, body: bytes) -> Call:
-        """The same request with another body."""
+        """A copy of the request with another body."""
         others = tuple(header for header in self.headers if header[0] != b"content-length")
         return replace(self, body=body, headers=(*others, (b"content-length", str(len(body)).encode())))
 
     def header(self, name: bytes) -> str | None:
-        """The first header of this name, in small letters."""
+        """The first header of this name, which must be in lower case."""
         return _first(self.headers, name)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A replica has accepted the request; no response yet."""
+class Accepted:
+    """A replica has accepted the request; there is no response yet."""
 
     replica: str
 
@@ -56,12 +56,12 @@ class Head:
         return (self.header(b"content-type") or "").startswith("text/event-stream")
 
     def header(self, name: bytes) -> str | None:
-        """The first header of this name, in small letters."""
+        """The first header of this name, which must be in lower case."""
         return _first(self.headers, name)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullResponse:
     """One replica's whole response."""
 
     replica: str
@@ -69,7 +69,7 @@ class Whole:
     body: bytes
 
 
-Part = Taken | Head | bytes
+ResponsePart = Accepted | Head | bytes
 
 
 def _first(headers: Headers, name: bytes) -> str | None:
@@ -79,13 +79,13 @@ def _first(headers: Headers, name: bytes) -> str | None:
 class Replicas(Protocol):
     """The replicas behind a gateway, independent of the transport."""
 
-    def ask(self, call: Call) -> AsyncGenerator[Part, None]:
-        """Sends the request to one replica; yields Taken, Head, then the body. Closing it early is a disconnect.
+    def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
+        """Sends the request to one replica; yields Accepted, Head, then the body. Closing it early is a disconnect.
 
         Raises ReplicaLost.
         """
         ...
 
-    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
+    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
         """Broadcasts to all replicas; one task per response, which may raise ReplicaLost. Cancel a task to drop it."""
         ...

@@ -1,5 +1,5 @@
 """Grammars of requests, compiled and checked in a sandboxed process.
 
-Main names: guide_of(), GrammarValidator.
+Main names: grammar_from(), GrammarValidator.
 Invariants: A grammar that is invalid or too complex is refused before it reaches the engine.
 """

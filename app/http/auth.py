@@ -1,8 +1,8 @@
 """API key authentication: with keys configured, every request needs one, except on routes marked public.
 
 The check runs before routing and before any byte of the body is read, and does not parse paths itself: a request
-without a key passes only if the router would dispatch exactly this request to a public route. Everything else is
-refused, so that new routes are private by default.
+without a key passes only if the router would dispatch exactly this request to a public route. Everything else gets a
+401, so that new routes are private by default.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from app.access.rate_limiter import ANONYMOUS, Tenant
 from app.http.access_record import record_of
 from app.http.errors import ApiError, respond
 
-_MARK = "inkstream_is_public"
-_PLACE = "inkstream_caller"
+_PUBLIC_ATTRIBUTE = "inkstream_is_public"
+_SCOPE_KEY = "inkstream_tenant"
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., object])
 
 
 def public(endpoint: _Endpoint) -> _Endpoint:
     """Decorator for an endpoint that needs no key."""
-    setattr(endpoint, _MARK, True)
+    setattr(endpoint, _PUBLIC_ATTRIBUTE, True)
     return endpoint
 
 
 def public_routes(routers: Sequence[APIRouter]) -> tuple[BaseRoute, ...]:
     """The public routes of these routers, which must be included without a prefix."""
     routes = (route for router in routers for route in router.routes)
-    return tuple(route for route in routes if isinstance(route, Route) and getattr(route.endpoint, _MARK, False))
+    return tuple(
+        route for route in routes if isinstance(route, Route) and getattr(route.endpoint, _PUBLIC_ATTRIBUTE, False)
+    )
 
 
 class AuthMiddleware:
@@ -48,17 +50,17 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._let_in(scope, receive, send)
-        else:  # no route handles another protocol
-            raise RuntimeError("only HTTP is served")
+            await self._authenticate(scope, receive, send)
+        else:  # no route handles WebSocket or any other protocol
+            raise RuntimeError("only HTTP is supported")
 
-    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = _caller(scope, self._keys) if self._keys else ANONYMOUS
-        if isinstance(found, Tenant):
-            scope[_PLACE] = found
-            record_of(Request(scope)).key = found.name or None
+    async def _authenticate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        result = _check_credentials(scope, self._keys) if self._keys else ANONYMOUS
+        if isinstance(result, Tenant):
+            scope[_SCOPE_KEY] = result
+            record_of(Request(scope)).key = result.name or None
         elif not self._is_public(scope):
-            await respond(Request(scope), found)(scope, receive, send)
+            await respond(Request(scope), result)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -66,25 +68,25 @@ class AuthMiddleware:
         return any(route.matches(scope)[0] is Match.FULL for route in self._public)
 
 
-def caller_of(request: Request) -> Tenant:
+def tenant_of(request: Request) -> Tenant:
     """The tenant that AuthMiddleware authenticated. Not for public routes, which are not authenticated."""
-    caller: Tenant = request.scope[_PLACE]
-    return caller
+    tenant: Tenant = request.scope[_SCOPE_KEY]
+    return tenant
 
 
-def _caller(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) > 1:  # a proxy in front might choose another one than we do
-        message = f"there are {len(given)} headers Authorization: send one header Authorization: Bearer KEY"
+def _check_credentials(scope: Scope, keys: ApiKeys) -> Tenant | ApiError:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(values) > 1:  # a proxy in front of this service might use another one
+        message = f"there are {len(values)} Authorization headers: send one header Authorization: Bearer KEY"
         challenge = 'Bearer realm="inkstream", error="invalid_request"'
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
-    scheme, _, key = given[0].partition(b" ") if given else (b"", b"", b"")
+    scheme, _, key = values[0].partition(b" ") if values else (b"", b"", b"")
     key = key.strip(b" \t")
     if scheme.lower() != b"bearer" or not key:
-        message = "this service asks for a key: send the header Authorization: Bearer KEY"
+        message = "missing API key: send the header Authorization: Bearer KEY"
         return ApiError(401, message, code="missing_api_key", headers={"WWW-Authenticate": 'Bearer realm="inkstream"'})
-    if caller := keys.tenant_of(key):
-        return caller
+    if tenant := keys.tenant_of(key):
+        return tenant
     challenge = 'Bearer realm="inkstream", error="invalid_token"'
     message = "invalid, revoked or expired API key"
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": challenge})

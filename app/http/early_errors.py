@@ -1,4 +1,4 @@
-"""Error responses to requests that never reach a route, in the common error format."""
+"""Error responses to requests that are rejected before they reach a route, in the common error format."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from app.http.errors import ApiError, respond
-from app.http.request_log import RequestLogMiddleware, note_refusal
+from app.http.request_log import RequestLogMiddleware, record_early_error
 
-_RETRY_AFTER = "2"
+_RETRY_AFTER_SECONDS = "2"
 
 
-def as_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A whole response that closes the connection; `headers` come first.
+def response_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The complete response, which closes the connection; `headers` come first.
 
-    scope: of the request, if the application has seen it.
+    scope: that of the request, if the application has seen it.
     """
-    request_id = note_refusal(scope, error.status, error.code or error.type)
+    request_id = record_early_error(scope, error.status, error.code or error.type)
     body = json.dumps(error.body(request_id)).encode()
     all_headers = [
         *headers,
@@ -35,19 +35,19 @@ def as_bytes(error: ApiError, scope: Scope | None, headers: Iterable[tuple[bytes
 
 
 class RejectConnection:
-    """ASGI wrapper for connections beyond the limits: answers health probes, refuses everything else."""
+    """ASGI wrapper for connections beyond the limits: answers health probes, rejects everything else with a 503."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._refuse = RequestLogMiddleware(_refuse)
+        self._reject = RequestLogMiddleware(_reject)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # An orchestrator that gets no answer would restart a service that is only busy.
+        # An orchestrator whose probe gets no response would restart a service that is only busy.
         is_probe = scope["path"].startswith("/health") and scope["method"] in ("GET", "HEAD")
-        await (self._app if is_probe else self._refuse)(scope, receive, send)
+        await (self._app if is_probe else self._reject)(scope, receive, send)
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+async def _reject(scope: Scope, receive: Receive, send: Send) -> None:
     message = "too many connections: close those that you do not need, and try again in a moment"
-    error = ApiError(503, message, code="too_many_connections", headers={"Retry-After": _RETRY_AFTER})
+    error = ApiError(503, message, code="too_many_connections", headers={"Retry-After": _RETRY_AFTER_SECONDS})
     await respond(Request(scope), error)(scope, receive, send)

@@ -25,10 +25,10 @@ from app.common.errors import (
 )
 from app.http.access_record import record_of
 
-_MOST_DETAILS = 100
+_MAX_DETAILS = 100
 _METHODS = ("GET", "HEAD", "POST", "DELETE")
-_NAMES = "may have up to 64 letters, digits, _ and -"
-_PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAMES, "request_id": _NAMES}
+_NAME_RULE = "may have up to 64 letters, digits, _ and -"
+_PATTERNS = {"logit_bias": 'keys must be token ids, such as "50"', "user": _NAME_RULE, "request_id": _NAME_RULE}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -101,9 +101,9 @@ def from_engine(error: EngineError) -> ApiError:
 def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
     """Maps a pydantic error to one that names the field, what is allowed and what to change."""
     # For a union, the most specific error is about the type that the client meant.
-    found = _details(error)
+    details = _details(error)
     first = max(
-        found, key=lambda e: (e["loc"][:1] == found[0]["loc"][:1], not e["type"].endswith("_type"), len(e["loc"]))
+        details, key=lambda e: (e["loc"][:1] == details[0]["loc"][:1], not e["type"].endswith("_type"), len(e["loc"]))
     )
     name = str(first["loc"][0])[:60] if first["loc"] else None
     if first["type"] == "json_invalid":
@@ -111,26 +111,26 @@ def from_validation(error: ValidationError, fields: Mapping[str, Any]) -> ApiErr
             400, f"the body is not valid JSON: {first['msg'].partition(': ')[2][:120]}", code="invalid_json"
         )
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(str(name), fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "GET /docs lists all fields"
+        close_matches = get_close_matches(str(name), fields, n=1)
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else "GET /docs lists all fields"
         return ApiError(400, f"unknown field {name!r}: {hint}", param=name, code="unknown_field")
     if name is None and first["type"] == "model_type":
-        return ApiError(400, "the body must be one JSON object, with fields by their names")
+        return ApiError(400, "the body must be a JSON object")
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(map(str, first['loc']))} is required", param=name)
     message = first["msg"].removeprefix("Value error, ")
     if name == "prompt" and len(first["loc"]) > 1 and first["type"].endswith("_type"):
-        message = "must be text, a list of token ids, or a list of either kind alone"
+        message = "must be text, a list of token ids, a list of texts, or a list of lists of token ids"
     if first["type"] == "string_pattern_mismatch":
         message = _PATTERNS.get(str(name), message)
-    if name is None:  # an error about several fields starts with the name of one
+    if name is None:  # the message of an error about several fields starts with the name of one
         return ApiError(400, message, param=message.partition(" ")[0])
     return ApiError(400, f"{name}: {message}", param=name)
 
 
 def _details(error: ValidationError) -> list[Mapping[str, Any]]:
-    """pydantic's errors; only the first if there are very many, since each dict takes 4 us."""
-    if error.error_count() <= _MOST_DETAILS:
+    """pydantic's errors; only the first if there are very many, because each dict takes 4 us."""
+    if error.error_count() <= _MAX_DETAILS:
         return [*error.errors(include_url=False, include_context=False, include_input=False)]
     text = error.json(include_url=False, include_context=False, include_input=False)
     return [json.JSONDecoder().raw_decode(text, 1)[0]]
@@ -182,9 +182,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 def _allowed(request: Request) -> str:
     """The methods of this path. Starlette reports only those of the first matching route: for a page, HEAD."""
-    scope = dict(request.scope)
-    found = (m for m in _METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in request.app.routes))
-    return ", ".join(found) or "another method"
+    scope, routes = dict(request.scope), request.app.routes
+    allowed = (m for m in _METHODS if any(r.matches(scope | {"method": m})[0] is Match.FULL for r in routes))
+    return ", ".join(allowed) or "another method"
 
 
 async def _on_framework_validation(request: Request, error: Exception) -> Response:

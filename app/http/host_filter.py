@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.errors import ApiError, respond
 
-TARGET = "inkstream_target"
+TARGET_HOST_KEY = "inkstream_target"
 """Scope key of the host in an absolute-form URL (RFC 9112, 3.2.2), if there is one."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,253})(?::[0-9]{0,5})?")
@@ -31,46 +31,48 @@ class HostFilter:
         self._allowed = frozenset(name.lower().removesuffix(".") for name in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._refusal(scope)):
+        if scope["type"] == "http" and (error := self._check(scope)):
             await respond(Request(scope), error)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _check(self, scope: Scope) -> ApiError | None:
         """Checks both the header and the URL: a proxy may have looked at either."""
-        given = [value for name, value in scope["headers"] if name == b"host"]
-        if not given and scope.get("http_version") == "1.0":
-            return self._refusal_of(scope[TARGET]) if TARGET in scope else None
-        if len(given) != 1:
+        values = [value for name, value in scope["headers"] if name == b"host"]
+        if not values and scope.get("http_version") == "1.0":
+            return self._check_host(scope[TARGET_HOST_KEY]) if TARGET_HOST_KEY in scope else None
+        if len(values) != 1:
             return _bad_host()
-        return self._refusal_of(given[0]) or (self._refusal_of(scope[TARGET]) if TARGET in scope else None)
+        return self._check_host(values[0]) or (
+            self._check_host(scope[TARGET_HOST_KEY]) if TARGET_HOST_KEY in scope else None
+        )
 
-    def _refusal_of(self, host: bytes) -> ApiError | None:
-        name = _name_in(host)
+    def _check_host(self, host: bytes) -> ApiError | None:
+        name = _parse_host(host)
         if name is None:
             return _bad_host()
-        if self._is_ours(name):
+        if self._is_allowed(name):
             return None
-        message = f"this service does not answer to the name {name[:100]}: start it with --allowed-hosts {name[:100]}"
+        message = f"unknown host {name[:100]}: start the service with --allowed-hosts {name[:100]}"
         return ApiError(421, message, code="unknown_host")
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_allowed(self, name: str) -> bool:
         # Anyone can register a name with a dot; a name without one cannot be registered.
         return "." not in name or name.endswith(".localhost") or name in self._allowed or _is_address(name)
 
 
 def _bad_host() -> ApiError:
-    message = "a request must have one header Host with the name of this service"
-    # A proxy may have read another host: close the connection, as later requests on it cannot be trusted.
+    message = "a request must have exactly one valid Host header: send the name of this service in it"
+    # A proxy may have read another host: close the connection, because later requests on it cannot be trusted.
     return ApiError(400, message, code="bad_host", headers={"Connection": "close"})
 
 
-def _name_in(header: bytes) -> str | None:
+def _parse_host(header: bytes) -> str | None:
     """The host name in lower case, without its port; None if it is invalid."""
-    found = _HOST.fullmatch(header.decode("latin-1").lower())
-    if not found:
+    match = _HOST.fullmatch(header.decode("latin-1").lower())
+    if not match:
         return None
-    name = found[1]
+    name = match[1]
     if name.startswith("["):
         return name if _is_address(name[1:-1]) else None
     return name.removesuffix(".") or None
@@ -85,7 +87,7 @@ def _is_address(name: str) -> bool:
 
 
 class CorsMiddleware(CORSMiddleware):
-    """Starlette's middleware with our error format. Cookies are not used: API keys authenticate clients."""
+    """Starlette's middleware with the common error format. API keys authenticate clients; there are no cookies."""
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
         super().__init__(
@@ -98,11 +100,11 @@ class CorsMiddleware(CORSMiddleware):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "OPTIONS":
-            given = dict(scope["headers"])
-            if b"access-control-request-method" in given:
-                origin = given.get(b"origin", b"").decode("latin-1")
+            headers = dict(scope["headers"])
+            if b"access-control-request-method" in headers:
+                origin = headers.get(b"origin", b"").decode("latin-1")
                 if not self.is_allowed_origin(origin):
-                    error = ApiError(403, "pages of this origin may not use this service: see --allow-origin")
+                    error = ApiError(403, "this origin is not allowed: start the service with --allow-origin")
                     await respond(Request(scope), error)(scope, receive, send)
                     return
         await super().__call__(scope, receive, send)

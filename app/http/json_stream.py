@@ -1,4 +1,4 @@
-"""Streaming JSON responses: encoded while they are sent, so that a slow client costs little memory."""
+"""Streaming JSON responses: encoded while they are sent, so that a slow client takes little memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from app.http.sse import until_disconnect
 _CHUNK_BYTES = 16 << 10
 
 
-class Elements:
+class LazyArray:
     """Lazy JSON array: `batches` yields its elements, some at a time, while the response is sent."""
 
     def __init__(self, batches: Callable[[], Iterator[list[Any]]]) -> None:
         self.batches = batches
 
 
-class Characters:
+class LazyString:
     """Lazy JSON string: `parts` yields its parts while the response is sent."""
 
     def __init__(self, parts: Callable[[], Iterator[str]]) -> None:
@@ -32,7 +32,7 @@ class Characters:
 
 
 class JsonStream(Response):
-    """Sends `answer`: a short one with a Content-Length, a long one in chunks with a pause of `breather` between them.
+    """Sends `content`: if short with a Content-Length, if long in chunks, and `time_slice` yields between them.
 
     Calls `close` exactly once: when the content is in the socket buffer, before a long response's end is sent, or when
     the client has disconnected.
@@ -42,17 +42,17 @@ class JsonStream(Response):
 
     def __init__(
         self,
-        answer: Mapping[str, Any],
+        content: Mapping[str, Any],
         headers: Mapping[str, str],
-        breather: TimeSlice,
+        time_slice: TimeSlice,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._parts = _encoded(answer)
-        self._breather = breather
-        self._closing = ExitStack()
-        self._closing.callback(close)
+        self._parts = _encoded(content)
+        self._time_slice = time_slice
+        self._on_close = ExitStack()
+        self._on_close.callback(close)
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response at the client's pace."""
@@ -66,28 +66,28 @@ class JsonStream(Response):
             else:
                 await until_disconnect(self._send_chunks(first, send), receive)
         finally:
-            self._closing.close()
+            self._on_close.close()
 
     async def _send_chunks(self, chunk: bytes, send: Send) -> None:
         is_last = False
         while True:
             # Returns once the previous chunk is in the socket buffer.
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await self._breather.pause_if_due()
+            await self._time_slice.pause_if_due()
             if is_last:
                 break
             chunk, is_last = _chunk(self._parts)
-        self._closing.close()  # before the client can send its next request, which must find this one's slot free
+        self._on_close.close()  # before the client can send its next request, which needs this one's slot
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _chunk(parts: Iterator[bytes]) -> tuple[bytes, bool]:
     """The next bytes of a response, and whether they are the last."""
-    most = float("inf") if is_armed("json_stream.at_once") else _CHUNK_BYTES
+    limit = float("inf") if is_armed("json_stream.at_once") else _CHUNK_BYTES
     chunk = bytearray()
     for part in parts:
         chunk += part
-        if len(chunk) >= most:
+        if len(chunk) >= limit:
             return bytes(chunk), False
     return bytes(chunk), True
 
@@ -102,14 +102,14 @@ def _encoded(value: Any) -> Iterator[bytes]:
         yield b"}" if value else b"{}"
     elif isinstance(value, list):
         yield b"["
-        for place, inner in enumerate(value):
-            if place:
+        for index, inner in enumerate(value):
+            if index:
                 yield b","
             yield from _encoded(inner)
         yield b"]"
-    elif isinstance(value, Elements):
+    elif isinstance(value, LazyArray):
         yield from _array(value.batches())
-    elif isinstance(value, Characters):
+    elif isinstance(value, LazyString):
         yield b'"'
         for part in value.parts():
             yield msgspec.json.encode(part)[1:-1]

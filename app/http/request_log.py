@@ -27,7 +27,7 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record, began = AccessRecord.begin_in(scope), time.monotonic()
+        record, started = AccessRecord.get_or_create(scope), time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -41,25 +41,25 @@ class RequestLogMiddleware:
             await self.app(scope, receive, send_with_id)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # PanicException of PyO3 does not derive from Exception
             record.outcome = "server_error"
             _log.error("request %s failed", record.request_id, exc_info=error)
             # Once the response has started no error can be sent: uvicorn cuts the connection of an incomplete response.
             if not record.status:
-                bug = ApiError(500, "internal error; look up the request id in the server's log")
-                await respond(Request(scope), bug)(scope, receive, send_with_id)
+                error_response = ApiError(500, "internal error; look up the request id in the server's log")
+                await respond(Request(scope), error_response)(scope, receive, send_with_id)
         finally:
-            _write(scope, record, (time.monotonic() - began) * 1e3)
+            _log_request(scope, record, (time.monotonic() - started) * 1e3)
 
 
-def note_refusal(scope: Scope | None, status: int, outcome: str) -> str:
-    """Records a request that was refused before it was read to its end; returns its id.
+def record_early_error(scope: Scope | None, status: int, outcome: str) -> str:
+    """Records a request that was rejected before it was completely read; returns its id.
 
-    scope: of the request, if the application has seen it and will log it; otherwise its line is written here.
+    scope: that of the request, if the application has seen it and will log it; otherwise this function logs it.
     """
     if scope is not None:
-        record = AccessRecord.begin_in(scope)
-        record.refusal = status, outcome
+        record = AccessRecord.get_or_create(scope)
+        record.early_error = status, outcome
         return record.request_id
     request_id = new_request_id()
     fields = {"request_id": request_id, "method": None, "route": None, "status": status, "key": None}
@@ -67,8 +67,8 @@ def note_refusal(scope: Scope | None, status: int, outcome: str) -> str:
     return request_id
 
 
-def _write(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
-    """Writes the log line, which holds nothing that the client wrote except the route and the method."""
+def _log_request(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
+    """Writes the log line, which contains no client input except the route and the method."""
     if not _log.isEnabledFor(logging.INFO):
         return
     # FastAPI's built-in routes have no path, but a name.
@@ -83,9 +83,9 @@ def _write(scope: Scope, record: AccessRecord, duration_ms: float) -> None:
         "outcome": outcome,
         "duration_ms": round(duration_ms, 3),
     }
-    if record.facts:
-        fields |= record.facts()
+    if record.log_fields:
+        fields |= record.log_fields()
         fields["outcome"] = record.outcome or fields["outcome"]
-    if record.refusal:
-        fields["status"], fields["outcome"] = record.refusal
+    if record.early_error:
+        fields["status"], fields["outcome"] = record.early_error
     _log.info("request", extra={"fields": fields})

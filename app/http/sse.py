@@ -21,17 +21,17 @@ HEADERS = {
 _T = TypeVar("_T")
 PING = b": ping\n\n"
 quoted = json.encoder.encode_basestring_ascii
-"""A text as a JSON string in ASCII."""
+"""Encodes a text as a JSON string in ASCII."""
 
 
 def event(name: str, data: Mapping[str, Any], event_id: str) -> bytes:
-    """One event. The JSON is ASCII, because some clients treat U+2028 as a line end."""
+    """One event. The JSON is ASCII, because some clients treat U+2028 as a line separator."""
     fault("api.event", (event_id, data))
     return f"id: {event_id}\nevent: {name}\ndata: {json.dumps(data, ensure_ascii=True)}\n\n".encode("ascii")
 
 
 def text_event(index: int, text: str, event_id: str) -> bytes:
-    """event("token", {"index": index, "text": text}, event_id) in a tenth of the time; nearly all events are these."""
+    """event("token", {"index": index, "text": text}, event_id) in a tenth of the time, for nearly all events."""
     return f'id: {event_id}\nevent: token\ndata: {{"index": {index}, "text": {quoted(text)}}}\n\n'.encode("ascii")
 
 
@@ -52,10 +52,10 @@ class EventStreamResponse(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        breather = TimeSlice()
+        time_slice = TimeSlice()
         async for frame in self._frames:
             await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await breather.pause_if_due()
+            await time_slice.pause_if_due()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -67,28 +67,28 @@ async def until_disconnect(
     discard: called with a result that cannot be returned, because the client or a cancellation came first.
     """
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
-    in_time = False
+    watching = asyncio.ensure_future(_wait_for_disconnect(receive))
+    is_result_wanted = False
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        in_time = working.done()
-        await _end(working, watching)
+        is_result_wanted = working.done()
+        await _cancel_all(working, watching)
     except asyncio.CancelledError:
-        in_time = False
-        await _end(working, watching)
+        is_result_wanted = False
+        await _cancel_all(working, watching)
         raise
     finally:
-        if discard and not in_time and working.done() and not (working.cancelled() or working.exception()):
+        if discard and not is_result_wanted and working.done() and not (working.cancelled() or working.exception()):
             await discard(working.result())
-    return working.result() if in_time else None
+    return working.result() if is_result_wanted else None
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
+async def _cancel_all(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.metrics import _Gaps
+from app.api.metrics import _InterTokenLatency
 from app.api.openai.responder import ChunkWriter, Responder, frame
-from app.api.openai.routes import _ChatAnswer, _TextAnswer
+from app.api.openai.routes import _ChatResponder, _CompletionsResponder
 from app.api.resume_store import ReplayBuffer
 from app.common.event_loop import LazyTimer
 from app.common.ipc import Cancel, FrameDecoder, FrameReceiver, decode_down, decode_up, encode_frame
@@ -41,15 +41,15 @@ def test_a_chunk_is_the_frame_of_its_dict(text: str, extra: dict[str, Any]) -> N
     assert told == frame({**head, "choices": [choice], **extra, "usage": None})
 
 
-@pytest.mark.parametrize("kind", [_TextAnswer, _ChatAnswer])
+@pytest.mark.parametrize("kind", [_CompletionsResponder, _ChatResponder])
 @given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=3))
 def test_a_choice_that_goes_on_is_the_json_of_its_dict(kind: type[Responder], texts: list[str]) -> None:
     slow, fast = kind.__new__(kind), kind.__new__(kind)
     for answer in (slow, fast):
-        answer._begun = set()  # type: ignore[attr-defined]
-        answer.job = _NoJob()  # type: ignore[assignment]
+        answer._started = set()  # type: ignore[attr-defined]
+        answer.handle = _NoJob()  # type: ignore[assignment]
     for text in texts:
-        assert fast.text_of_choice(3, text) == json.dumps(slow.part_of_choice(3, text, (), None))
+        assert fast.encode_text_chunk(3, text) == json.dumps(slow.chunk_choice(3, text, (), None))
 
 
 class _NoJob:
@@ -132,7 +132,7 @@ def test_a_journal_gives_its_frames_from_any_that_it_keeps() -> None:
 
 
 def test_gaps_are_counted_where_prometheus_counts_them() -> None:
-    gaps = _Gaps()
+    gaps = _InterTokenLatency()
     gaps.add([0.001, 0.0011, 0.3, 99.0])
     (family,) = gaps.collect()
     counted = {sample.labels.get("le"): sample.value for sample in family.samples}

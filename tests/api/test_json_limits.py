@@ -7,23 +7,25 @@ import time
 
 import pytest
 
-from app.api.dependencies import MOST_PARTS, has_too_many_parts
+from app.http.request_body import MAX_CONTAINERS, has_too_many_containers
 
 
-@pytest.mark.parametrize(("value", "is_too_many"), [([[]] * (MOST_PARTS - 1), False), ([{}] * MOST_PARTS, True)])
+@pytest.mark.parametrize(
+    ("value", "is_too_many"), [([[]] * (MAX_CONTAINERS - 1), False), ([{}] * MAX_CONTAINERS, True)]
+)
 def test_lists_and_objects_are_counted(value: object, is_too_many: bool) -> None:
-    assert has_too_many_parts(json.dumps(value).encode()) == is_too_many
+    assert has_too_many_containers(json.dumps(value).encode()) == is_too_many
 
 
 def test_brackets_in_texts_do_not_count() -> None:
-    text = 'she said "[{" \\ ' * MOST_PARTS
-    assert not has_too_many_parts(json.dumps({"prompt": text, '["': [text]}).encode())
+    text = 'she said "[{" \\ ' * MAX_CONTAINERS
+    assert not has_too_many_containers(json.dumps({"prompt": text, '["': [text]}).encode())
 
 
 @pytest.mark.parametrize("end", [b'"', b"\\", b'"\\', b"", b"["])
 @pytest.mark.parametrize("part", [b'\\"', b'"', b"\\\\", b'"\\', b"[", b'["'])
 def test_counting_takes_no_longer_than_the_body_is_long(part: bytes, end: bytes) -> None:
-    body = b'"' + part * 500_000 + b"[" * MOST_PARTS + end
+    body = b'"' + part * 500_000 + b"[" * MAX_CONTAINERS + end
     start = time.process_time()
-    has_too_many_parts(body)
+    has_too_many_containers(body)
     assert time.process_time() - start < 2

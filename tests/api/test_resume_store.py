@@ -25,7 +25,7 @@ def test_a_tenant_that_leaves_many_streams_evicts_only_its_own() -> None:
         others = [Left(f"o{i}", f"owner {i % 10}") for i in range(100)]
         for one in (*others, *flood):
             shelf.put(one)
-            shelf.leave(one)
+            shelf.mark_detached(one)
         assert not any(one.is_closed for one in others)
         assert [one.is_closed for one in flood] == [True] * 844 + [False] * 156
 

@@ -154,12 +154,12 @@ def test_streams_that_were_read_to_their_end_make_room_first() -> None:
         streams = [*broken, *(Left(f"f{i}", True) for i in range(300))]
         for one in streams:
             shelf.put(one)
-            shelf.leave(one)
+            shelf.mark_detached(one)
         assert sum(not one.is_closed for one in streams) == 256
         more = [Left(f"m{i}", False) for i in range(256)]
         for one in more:
             shelf.put(one)
-            shelf.leave(one)
+            shelf.mark_detached(one)
         assert not any(one.is_closed for one in more), "the oldest go where all broke off"
         return [one for one in broken if one.is_closed]
 

@@ -34,7 +34,7 @@ def test_check_prints_the_facts_of_a_good_directory(weights: Path) -> None:
         "tied, no bias",
         "0.11 M",
         "256 bytes of KV cache a token, 64 KiB a full context",  # 2 * 2 layers * 2 heads * 16 * 2 bytes
-        "BPE, 320 of 320 tokens, gives text back exactly",
+        "BPE, 320 of 320 tokens, round-trips text exactly",
         '0 "<|endoftext|>", not added',
         "no template",
         "no golden.json",
@@ -71,7 +71,7 @@ def test_the_version_is_that_of_the_package(flag: str) -> None:
 def test_an_unknown_verb_is_named_in_one_line_with_those_that_are(word: str) -> None:
     result = _run(word)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"error: {word!r} is no verb; verbs are serve, complete, bench, check, compile, ")
+    assert result.stderr.startswith(f"error: {word!r} is not a verb; the verbs are serve, complete, bench, check, ")
 
 
 @pytest.mark.parametrize("verb", ["serve", "complete", "bench", "check", "compile", "train"])

@@ -10,7 +10,7 @@ import pytest
 
 from app.cluster import gateway as front_module
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Head, Whole
+from app.cluster.messages import FullResponse, Head
 from app.common.settings import Settings
 from tests.support.scripted_replicas import EVENTS, JSON, START, Lost, Played, Silent, event, taken, token
 
@@ -22,7 +22,7 @@ def ask(replicas: Played, method: str, path: str) -> httpx.Response:
     """One request; no call to a replica is still open when it is answered."""
 
     async def visit() -> httpx.Response:
-        app = Gateway(Settings(), replicas, resends=0)
+        app = Gateway(Settings(), replicas, max_retries=0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
             response = await asyncio.wait_for(client.request(method, path), 30)
         assert all(task.done() for task in replicas.tasks)
@@ -34,19 +34,19 @@ def ask(replicas: Played, method: str, path: str) -> httpx.Response:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that hangs times out at once."""
-    monkeypatch.setattr(front_module, "_TOGETHER_SECONDS", 0.05)
+    monkeypatch.setattr(front_module, "_BROADCAST_SECONDS", 0.05)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that hangs never times out."""
-    monkeypatch.setattr(front_module, "_TOGETHER_SECONDS", 3600.0)
+    monkeypatch.setattr(front_module, "_BROADCAST_SECONDS", 3600.0)
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_delete_is_answered_by_the_replica_that_has_the_stream_while_others_hang() -> None:
-    has_it = Whole("b", JSON, b'{"id": "req-1", "cancelled": true}')
-    replicas = Played(all_of=[Silent, Whole("a", UNKNOWN, b"{}"), has_it])
+    has_it = FullResponse("b", JSON, b'{"id": "req-1", "cancelled": true}')
+    replicas = Played(all_of=[Silent, FullResponse("a", UNKNOWN, b"{}"), has_it])
     assert ask(replicas, "DELETE", "/complete/req-1").json() == {"id": "req-1", "cancelled": True}
 
 
@@ -57,7 +57,7 @@ def test_a_delete_is_answered_by_the_replica_that_has_the_stream_while_others_ha
 def test_a_stream_is_not_reported_missing_while_a_replica_that_may_have_it_hangs(
     others: list[Any], status: int
 ) -> None:
-    response = ask(Played(all_of=[Whole("a", UNKNOWN, b"{}"), *others]), "DELETE", "/complete/req-1")
+    response = ask(Played(all_of=[FullResponse("a", UNKNOWN, b"{}"), *others]), "DELETE", "/complete/req-1")
     assert response.status_code == status
     assert ("retry-after" in response.headers) == (status == 503)
 
@@ -67,7 +67,7 @@ def test_metrics_of_the_others_are_served_and_tell_who_hangs() -> None:
     replicas = Played()
 
     async def visits() -> None:
-        app = Gateway(Settings(), replicas, resends=0)
+        app = Gateway(Settings(), replicas, max_retries=0)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
 
             async def told(*answers: Any) -> set[str]:
@@ -75,7 +75,7 @@ def test_metrics_of_the_others_are_served_and_tell_who_hangs() -> None:
                 text = (await client.get("/metrics")).text
                 return {line for line in text.splitlines() if line.startswith(("a_total", "inkstream_relay_s", _OF))}
 
-            one, two, three = (Whole(name, JSON, PAGE) for name in ("one", "two", "three"))
+            one, two, three = (FullResponse(name, JSON, PAGE) for name in ("one", "two", "three"))
             both = {'a_total{server="one"} 1.0', _OF + '{server="one"} 1.0'}
             others = {'a_total{server="two"} 1.0', _OF + '{server="two"} 1.0', _SILENT + " 0.0"}
             assert await told(one, two) == both | others
@@ -103,10 +103,10 @@ def test_a_stream_that_the_front_knows_is_stopped_although_its_replica_hangs() -
     """It ends where that one is replaced, and does not go on with another."""
     late = asyncio.Event()
     begun = taken(EVENTS, event("start", **START), token("Once"), late, Lost)
-    replicas = Played(begun, all_of=[Silent, Whole("a", UNKNOWN, b"{}")])
+    replicas = Played(begun, all_of=[Silent, FullResponse("a", UNKNOWN, b"{}")])
 
     async def visits() -> None:
-        app = Gateway(Settings(), replicas, resends=9)
+        app = Gateway(Settings(), replicas, max_retries=9)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://front") as client:
             reading = asyncio.ensure_future(client.post("/complete", json={"prompt": "Once"}))
             for _ in range(1000):

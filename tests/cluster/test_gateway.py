@@ -15,10 +15,10 @@ from starlette.types import Message, Receive, Scope, Send
 from app.access.api_keys import add_key, new_key, stored
 from app.cluster import asgi_adapter
 from app.cluster import gateway as front_module
-from app.cluster.failover_stream import RelayedStream, with_heartbeat
+from app.cluster.failover_stream import FailoverStream, with_heartbeat
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Call, Head, Taken, Whole
-from app.cluster.retry import Counts, RetryingRequest
+from app.cluster.messages import Accepted, Call, FullResponse, Head
+from app.cluster.retry import RetryCounters, RetryingRequest
 from app.common.settings import Settings
 from tests.support.completion_client import parse_events, text_of
 from tests.support.scripted_replicas import EVENTS, JSON, START, Lost, Played, Silent, done, event, taken, token
@@ -27,9 +27,9 @@ BODY = {"prompt": "Once", "max_tokens": 9}
 WORDS = b'data: {"choices": [{"text": "Once"}]}\n\n'
 
 
-def front_of(replicas: Played, resends: int = 2, **settings: Any) -> Gateway:
+def front_of(replicas: Played, max_retries: int = 2, **settings: Any) -> Gateway:
     """A front before played replicas."""
-    return Gateway(Settings(**settings), replicas, resends=resends)
+    return Gateway(Settings(**settings), replicas, max_retries=max_retries)
 
 
 def ask(front: Gateway, path: str, method: str = "POST", **request: Any) -> httpx.Response:
@@ -118,16 +118,16 @@ def test_a_stream_that_cannot_go_on_ends_with_one_error(again: Any, code: str | 
     assert replicas.closed == len(replicas.calls)
 
 
-@pytest.mark.parametrize("resends", [0, 1, 2])
-def test_a_request_that_replicas_die_with_is_not_sent_for_ever(resends: int) -> None:
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_a_request_that_replicas_die_with_is_not_sent_for_ever(max_retries: int) -> None:
     replicas = Played(*[taken(Lost)] * 9)
-    front = front_of(replicas, resends)
+    front = front_of(replicas, max_retries)
     response = ask(front, "/complete", json=BODY)
     assert response.status_code == 503
     assert response.headers["retry-after"]
     assert response.json()["error"]["type"] == "unavailable_error"
-    assert len(replicas.calls) == resends + 1
-    assert counted(front) == {"resent": resends, "replayed": 0, "failed": 1}
+    assert len(replicas.calls) == max_retries + 1
+    assert counted(front) == {"resent": max_retries, "replayed": 0, "failed": 1}
 
 
 @pytest.mark.parametrize("before", [[], [EVENTS], [EVENTS, b": ping\n"]])
@@ -149,7 +149,7 @@ def test_a_stream_of_the_other_door_that_had_begun_ends_with_an_error(ending: li
 
 
 def test_no_client_waits_forever_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_module, "_QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(front_module, "_ATTEMPT_SECONDS", 0.01)
     replicas = Played(*[[Silent]] * 4)
     front = front_of(replicas, queue_timeout=0.01)
     for method, path in (("GET", "/health/ready"), ("POST", "/complete")):
@@ -163,10 +163,10 @@ def test_health_is_answered_by_another_replica_where_one_hangs(monkeypatch: pyte
         """Raises the timeout once the first replica hangs, so that on a busy machine no other replica times out."""
 
         async def wait(self) -> Literal[True]:
-            monkeypatch.setattr(front_module, "_QUICK_SECONDS", 60.0)
+            monkeypatch.setattr(front_module, "_ATTEMPT_SECONDS", 60.0)
             return await super().wait()
 
-    monkeypatch.setattr(front_module, "_QUICK_SECONDS", 0.02)
+    monkeypatch.setattr(front_module, "_ATTEMPT_SECONDS", 0.02)
     hung = [Hangs() if part is Silent else part for part in hung]
     replicas = Played(hung, taken(JSON, b'{"status": "ready"}'))
     response = ask(front_of(replicas), "/health/ready", "GET")
@@ -227,10 +227,10 @@ def test_a_newer_connection_takes_a_stream_over_and_the_older_one_does_no_harm()
 
     async def visits() -> None:
         call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
-        asking = RetryingRequest(replicas, call, Counts(), resends=0, patience=60)
-        stream = RelayedStream(asking, owner="o", journal_bytes=1000)
+        asking = RetryingRequest(replicas, call, RetryCounters(), max_retries=0, accept_timeout=60)
+        stream = FailoverStream(asking, owner="o", replay_bytes=1000)
         old = stream.attach()
-        old_frames = stream.frames(old, await asking.begin())
+        old_frames = stream.frames(old, await asking.send())
         assert "event: start" in (await anext(old_frames)).decode()
         new = stream.attach()
         new_frames = stream.frames(new, None)
@@ -261,8 +261,8 @@ def test_an_application_stops_when_its_answer_is_no_longer_wanted() -> None:
 
     async def visit() -> None:
         call = Call(request_id="r", method="POST", path="/", query=b"", headers=(), body=b"{}")
-        async with aclosing(asgi_adapter.answer(app, call, "me")) as parts:
-            assert [await anext(parts) for _ in range(3)] == [Taken("me"), Head(200, ()), b"ab"]
+        async with aclosing(asgi_adapter.stream_response(app, call, "me")) as parts:
+            assert [await anext(parts) for _ in range(3)] == [Accepted("me"), Head(200, ()), b"ab"]
         assert ended
 
     asyncio.run(visit())
@@ -288,7 +288,7 @@ def test_a_stream_is_stopped_by_its_own_name_wherever_it_is(status: int) -> None
     """404: no replica has it at the moment, for its client is away."""
     begun = taken(EVENTS, event("start", **START), Lost)
     unknown = taken(Head(404, JSON.headers), b'{"error": {}}')
-    answer = Whole("a", Head(status, JSON.headers), b'{"id": "of the replica"}')
+    answer = FullResponse("a", Head(status, JSON.headers), b'{"id": "of the replica"}')
     replicas = Played(begun, taken(EVENTS, event("start", **START), token("Once"), Silent), unknown, all_of=[answer])
     front = front_of(replicas)
 
@@ -308,14 +308,14 @@ def test_a_stream_is_stopped_by_its_own_name_wherever_it_is(status: int) -> None
 
 @pytest.mark.parametrize(("statuses", "expected"), [([404, 200], 200), ([401, 401], 401), ([404, 404], 404)])
 def test_a_completion_is_stopped_by_whichever_replica_has_it(statuses: list[int], expected: int) -> None:
-    answers = [Whole(str(place), Head(status, JSON.headers), b"{}") for place, status in enumerate(statuses)]
+    answers = [FullResponse(str(place), Head(status, JSON.headers), b"{}") for place, status in enumerate(statuses)]
     assert ask(front_of(Played(all_of=answers)), "/complete/req-1", "DELETE").status_code == expected
     assert ask(front_of(Played()), "/complete/req-1", "DELETE").status_code == 503
 
 
 def test_metrics_are_those_of_all_and_the_fronts_own() -> None:
     page = '# HELP a_total What.\n# TYPE a_total counter\na_total{b="c"} %d\n'
-    answers = [Whole(name, JSON, (page % number).encode()) for name, number in (("x", 1), ("y", 2))]
+    answers = [FullResponse(name, JSON, (page % number).encode()) for name, number in (("x", 1), ("y", 2))]
     lines = ask(front_of(Played(all_of=answers)), "/metrics", "GET").text.splitlines()
     assert 'a_total{b="c",server="x"} 1.0' in lines
     assert 'a_total{b="c",server="y"} 2.0' in lines

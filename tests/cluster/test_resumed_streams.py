@@ -10,10 +10,10 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from app.cluster.failover_stream import RelayedStream
+from app.cluster.failover_stream import FailoverStream
 from app.cluster.gateway import Gateway
-from app.cluster.messages import Call, Head, Whole
-from app.cluster.retry import Counts, RetryingRequest
+from app.cluster.messages import Call, FullResponse, Head
+from app.cluster.retry import RetryCounters, RetryingRequest
 from app.common.settings import Settings
 from app.http import sse
 from tests.support.completion_client import parse_events, text_of
@@ -29,11 +29,11 @@ def client_of(front: Gateway) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://front")
 
 
-def stream_of(replicas: Played, resends: int = 0) -> tuple[RelayedStream, RetryingRequest]:
+def stream_of(replicas: Played, max_retries: int = 0) -> tuple[FailoverStream, RetryingRequest]:
     """One stream without its front."""
     call = Call(request_id="r", method="POST", path="/complete", query=b"", headers=(), body=b"{}")
-    asking = RetryingRequest(replicas, call, Counts(), resends=resends, patience=60)
-    return RelayedStream(asking, owner="o", journal_bytes=1000), asking
+    asking = RetryingRequest(replicas, call, RetryCounters(), max_retries=max_retries, accept_timeout=60)
+    return FailoverStream(asking, owner="o", replay_bytes=1000), asking
 
 
 async def events_of(*frames: AsyncGenerator[bytes, None]) -> list[Any]:
@@ -55,7 +55,7 @@ def test_who_comes_back_too_soon_does_not_take_the_stream_from_the_front() -> No
     replicas = Played(taken(*BEGUN, token("Once"), done()), UNKNOWN)
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=0)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
             await client.post("/complete", json=BODY)
             name = replicas.calls[0].request_id
             assert (await client.get(f"/complete/{name}/events")).status_code == 200
@@ -69,7 +69,7 @@ def test_a_number_that_only_a_replica_can_read_is_refused(after: str, status: in
     replicas = Played(taken(*BEGUN, token("Once"), done()), UNKNOWN)
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=0)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
             await client.post("/complete", json=BODY)
             response = await client.get(f"/complete/{replicas.calls[0].request_id}/events?after={after}")
             assert response.status_code == status
@@ -83,7 +83,7 @@ def test_the_loss_of_an_older_connections_replica_is_no_loss_of_the_stream() -> 
 
     async def visits() -> None:
         stream, asking = stream_of(replicas)
-        old_frames = stream.frames(stream.attach(), await asking.begin())
+        old_frames = stream.frames(stream.attach(), await asking.send())
         await anext(old_frames)
         new_frames = stream.frames(stream.attach(), None)
         await anext(new_frames)
@@ -100,12 +100,12 @@ def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> None:
     replicas = Played(taken(*BEGUN, Lost), taken(late, *BEGUN, token("Once"), done()))
 
     async def visits() -> None:
-        stream, asking = stream_of(replicas, resends=1)
-        frames = stream.frames(stream.attach(), await asking.begin())
+        stream, asking = stream_of(replicas, max_retries=1)
+        frames = stream.frames(stream.attach(), await asking.send())
         await anext(frames)
         rest = asyncio.ensure_future(events_of(frames))
         await until(lambda: len(replicas.calls) == 2)
-        assert stream.stop()
+        assert stream.cancel()
         late.set()
         (end,) = await rest
         assert (end.name, end.data["error"]["code"]) == ("error", "cancelled")
@@ -116,11 +116,11 @@ def test_a_stream_that_is_stopped_on_its_way_to_another_replica_ends() -> None:
 
 def test_a_stream_that_a_replica_has_stopped_does_not_go_on_with_another_one() -> None:
     late = asyncio.Event()
-    stopped = Whole("a", Head(200, JSON.headers), b"{}")
+    stopped = FullResponse("a", Head(200, JSON.headers), b"{}")
     replicas = Played(taken(*BEGUN, late, Lost), taken(*BEGUN, token("Once"), done()), all_of=[stopped])
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=1)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=1)) as client:
             reading = asyncio.ensure_future(client.post("/complete", json=BODY))
             await until(lambda: len(replicas.calls) == 1)
             assert (await client.delete(f"/complete/{replicas.calls[0].request_id}")).json()["cancelled"]
@@ -146,7 +146,7 @@ def test_who_comes_back_while_there_is_no_room_may_come_back_later() -> None:
     )
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=0)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
             reading = asyncio.ensure_future(client.post("/complete", json=BODY))
             await until(lambda: len(replicas.calls) == 1)
             for _ in range(100):  # it has got what there is
@@ -170,7 +170,7 @@ def test_an_error_names_the_stream_and_not_what_another_replica_calls_it() -> No
     replicas = Played(taken(*BEGUN, Lost), taken(*BEGUN, failed))
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=1)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=1)) as client:
             events = parse_events((await client.post("/complete", json=BODY)).text)
             assert events[-1].data["error"] == {"message": "m", "request_id": replicas.calls[0].request_id}
 
@@ -181,7 +181,7 @@ def test_events_are_not_deleted() -> None:
     replicas = Played(taken(Head(405, JSON.headers), b"{}"))
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=0)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
             assert (await client.delete("/complete/req-1/events")).status_code == 405
 
     asyncio.run(visits())
@@ -190,7 +190,7 @@ def test_events_are_not_deleted() -> None:
 def test_pages_of_an_allowed_origin_may_read_what_the_front_says() -> None:
     """Its own errors, and streams that go on."""
     replicas = Played(taken(*BEGUN, token("Once"), done()), UNKNOWN)
-    front = Gateway(Settings(allow_origin="https://page.example"), replicas, resends=0)
+    front = Gateway(Settings(allow_origin="https://page.example"), replicas, max_retries=0)
 
     async def visits() -> None:
         async with client_of(front) as client:
@@ -212,7 +212,7 @@ def test_pages_of_an_allowed_origin_may_read_what_the_front_says() -> None:
 def test_a_text_of_the_other_door_that_had_ended_is_not_lost_afterwards() -> None:
     whole = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
     replicas = Played(taken(EVENTS, whole, Lost))
-    front = Gateway(Settings(), replicas, resends=0)
+    front = Gateway(Settings(), replicas, max_retries=0)
 
     async def visits() -> None:
         async with client_of(front) as client:
@@ -226,7 +226,7 @@ def test_a_body_is_no_more_than_its_bytes_until_another_replica_needs_it() -> No
     replicas = Played(taken(*BEGUN, token("Once"), done()))
 
     async def visits() -> None:
-        async with client_of(Gateway(Settings(), replicas, resends=0)) as client:
+        async with client_of(Gateway(Settings(), replicas, max_retries=0)) as client:
             events = parse_events((await client.post("/complete", content=b"not for Python")).text)
             assert text_of(events) == "Once"
 
@@ -239,7 +239,7 @@ def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) -> None:
 
     async def visit(turns: int) -> bool:
         replicas = Played(taken(*BEGUN, token("Once"), Silent))
-        front = Gateway(Settings(resume_seconds=0), replicas, resends=0)
+        front = Gateway(Settings(resume_seconds=0), replicas, max_retries=0)
 
         async def receive() -> Message:
             if receive_first:
@@ -258,7 +258,7 @@ def test_whenever_a_visit_is_cancelled_its_replica_is_let_go(path: str) -> None:
             await asyncio.sleep(0)
         visiting.cancel()
         await asyncio.gather(visiting, return_exceptions=True)
-        assert replicas.closed == len(replicas.calls) and not front._shelf._kept, f"after {turns} turns"
+        assert replicas.closed == len(replicas.calls) and not front._resume_store._streams, f"after {turns} turns"
         return bool(sent)
 
     async def visits() -> None:

@@ -47,7 +47,7 @@ async def _until_ready(app: FastAPI) -> None:
 
 
 async def _ask(app: FastAPI, deaths: Sequence[int], path: str, method: str = "POST", **request: Any) -> httpx.Response:
-    front = Gateway(Settings(), Mortal(app, deaths), resends=9)
+    front = Gateway(Settings(), Mortal(app, deaths), max_retries=9)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=front), base_url="http://localhost") as client:
         return await client.request(method, path, **request)
 
@@ -102,7 +102,7 @@ def test_whenever_a_question_is_cancelled_the_replica_lets_go_of_it(settings: Se
         body = json.dumps(BODY).encode()
         headers = ((b"host", b"localhost"), (b"content-type", b"application/json"))
         call = Call(request_id=f"r{turns}", method="POST", path="/complete", query=b"", headers=headers, body=body)
-        asking = asyncio.ensure_future(asgi_adapter.whole(app, call, "a"))
+        asking = asyncio.ensure_future(asgi_adapter.full_response(app, call, "a"))
         for _ in range(turns):
             await asyncio.sleep(0)
         asking.cancel()

@@ -43,13 +43,13 @@ def test_the_text_is_whole_and_its_events_are_numbered_without_a_gap(
     told = StreamSplicer("r")
     before = [token(text) for text in pieces(TEXT, first)][:delivered]
     sent = told_by(told, event("start", **START), *before)
-    told.begin_again()
+    told.restart()
     sent += told_by(told, event("start", **START), *[token(text) for text in pieces(TEXT, second)], done())
     events = parse_events(sent)
     assert text_of(events) == TEXT
     assert [event.name for event in events if event.name != "token"] == ["start", "done"]
     assert [event.id for event in events] == [f"r:{number}" for number in range(len(events))]
-    assert told.is_over
+    assert told.is_done
 
 
 @given(first=cuts, second=cuts, third=cuts)
@@ -57,7 +57,7 @@ def test_a_stream_may_lose_its_replica_twice(first: set[int], second: set[int], 
     told, sent = StreamSplicer("r"), ""
     for cut, share in ((first, 2), (second, 1), (third, 0)):
         texts = pieces(TEXT, cut)
-        told.begin_again()
+        told.restart()
         sent += told_by(told, event("start", **START), *[token(text) for text in texts[: len(texts) - share]])
     assert text_of(parse_events(sent)) == TEXT
 
@@ -65,7 +65,7 @@ def test_a_stream_may_lose_its_replica_twice(first: set[int], second: set[int], 
 def test_choices_are_told_apart() -> None:
     told = StreamSplicer("r")
     sent = told_by(told, event("start", **START), token("ab", 0), token("xyz", 1), token("c", 0))
-    told.begin_again()
+    told.restart()
     sent += told_by(told, event("start", **START), token("x", 1), token("abcd", 0), token("yzw", 1), done(0, 1))
     texts = dict.fromkeys((0, 1), "")
     for one in parse_events(sent):
@@ -86,7 +86,7 @@ def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: 
 
     told = StreamSplicer("r")
     sent = told_by(told, event("start", **START), *events(first)[:delivered])
-    told.begin_again()
+    told.restart()
     sent += told_by(told, event("start", **START), *events(second), done())
     parsed = [one for one in parse_events(sent) if one.name == "token"]
     assert [t for one in parsed for t in one.data["tokens"]] == tokens
@@ -106,7 +106,7 @@ def test_each_token_is_told_once_where_tokens_are_told(first: set[int], second: 
 def test_another_text_is_noticed(again: list[bytes]) -> None:
     told = StreamSplicer("r")
     told_by(told, event("start", **START), token("Once upon"))
-    told.begin_again()
+    told.restart()
     with pytest.raises(Divergence):
         told_by(told, *again)
 
@@ -115,7 +115,7 @@ def test_another_text_is_noticed(again: list[bytes]) -> None:
 def test_what_ends_a_text_from_outside_may_end_it_sooner(reason: str) -> None:
     told = StreamSplicer("r")
     told_by(told, event("start", **START), token("Once upon"))
-    told.begin_again()
+    told.restart()
     assert '"finish_reason": "' + reason in told_by(
         told, event("start", **START), token("On"), done(0, finish_reason=reason)
     )

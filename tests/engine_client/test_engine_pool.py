@@ -27,7 +27,7 @@ from app.engine_client.engine_pool import EnginePool
 from app.engine_client.fair_queue import FairQueue, QueueLimits
 from app.engine_client.supervisor import EngineStopped, WeightsFiles, read_directory
 from app.engine_client.token_stream import MAX_BUFFERED, TokenStream
-from app.main import _worker_configs, make_fleet
+from app.main import _worker_configs, make_engine_pool
 from app.serving.model_instance import ModelInstance
 from app.serving.weights_snapshot import take_fingerprint
 from model.config import ModelConfig
@@ -586,9 +586,9 @@ def test_every_engine_gets_the_same_number_of_threads() -> None:
     ("replicas", "threads", "cores", "words"),
     [
         (2, 0, 2, ""),
-        (3, 0, 2, "--replicas 3 is more than the 2 threads"),
-        (2, 1, 8, "--replicas 2 is more than the 1 threads"),
-        (1, 3, 2, "--threads 3 is more than the 2 cores"),
+        (3, 0, 2, "--replicas 3 exceeds the 2 threads"),
+        (2, 1, 8, "--replicas 2 exceeds the 1 threads"),
+        (1, 3, 2, "--threads 3 exceeds the 2 available cores"),
     ],
 )
 def test_engines_that_will_wait_for_one_another_are_told(
@@ -602,7 +602,7 @@ def test_engines_that_will_wait_for_one_another_are_told(
     monkeypatch.setattr("app.main.available_cores", lambda: cores)
 
     async def scenario() -> None:
-        make_fleet(Settings(replicas=replicas, threads=threads, kernels="torch"))
+        make_engine_pool(Settings(replicas=replicas, threads=threads, kernels="torch"))
 
     in_loop(scenario)
     assert words in caplog.text and bool(caplog.text) == bool(words)

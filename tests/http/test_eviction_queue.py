@@ -15,13 +15,13 @@ class _Guest:
         self.address = address
         self.is_off = False
 
-    def send_off(self) -> None:
+    def abort(self) -> None:
         self.is_off = True
 
 
 def _connections(most: int, of_one: int) -> ConnectionLimits:
     numbers = {"header_bytes": 1, "headers": 1, "url_bytes": 1}
-    seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds", "answer_seconds"), 1.0)
+    seconds = dict.fromkeys(("head_seconds", "body_seconds", "write_seconds", "idle_seconds", "response_seconds"), 1.0)
     return ConnectionLimits(HttpLimits(connections=most, per_address=of_one, **numbers, **seconds))
 
 
@@ -29,33 +29,41 @@ def test_the_idle_go_before_the_silent_and_those_before_half_a_head() -> None:
     connections = _connections(5, 5)
     guests = [_Guest("a") for _ in range(5)]
     for guest, wait in zip(
-        guests, [WaitReason.HEAD, WaitReason.ANY, WaitReason.ANY, WaitReason.CLOSE, WaitReason.NEXT], strict=True
+        guests,
+        [
+            WaitReason.HEADERS,
+            WaitReason.FIRST_BYTE,
+            WaitReason.FIRST_BYTE,
+            WaitReason.CLIENT_CLOSE,
+            WaitReason.NEXT_REQUEST,
+        ],
+        strict=True,
     ):
-        assert connections.enter(guest)
-        connections.rest(guest, wait)
+        assert connections.register(guest)
+        connections.mark_idle(guest, wait)
     went = []
     for _ in range(5):
         late = _Guest("b")
-        assert connections.enter(late)
-        connections.wake(late)
+        assert connections.register(late)
+        connections.mark_active(late)
         went += [number for number, guest in enumerate(guests) if guest.is_off and number not in went]
     assert went == [4, 1, 2, 0, 3]
-    assert not connections.enter(_Guest("b"))
-    cut = connections.cut
+    assert not connections.register(_Guest("b"))
+    cut = connections.cut_by_reason
     assert (cut["made_room"], cut["address"], cut["full"]) == (5, 1, 0)
 
 
 def test_the_address_with_the_most_gives_one_up() -> None:
     crowd = EvictionQueue()
     slow = _Guest("slow")
-    crowd.put(slow, WaitReason.NEXT)
+    crowd.put(slow, WaitReason.NEXT_REQUEST)
     many = [_Guest("many") for _ in range(3)]
     for guest in many:
-        crowd.put(guest, WaitReason.HEAD)
-    assert crowd.first() is many[0]
-    crowd.drop(many[0])
-    crowd.drop(many[1])
-    assert crowd.first() is slow, "as many as the other, and for longer"
+        crowd.put(guest, WaitReason.HEADERS)
+    assert crowd.next_victim() is many[0]
+    crowd.remove(many[0])
+    crowd.remove(many[1])
+    assert crowd.next_victim() is slow, "as many as the other, and for longer"
 
 
 def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
@@ -70,10 +78,10 @@ def test_twenty_thousand_random_steps_against_a_plain_list() -> None:
             if plain.get(guest, (None,))[0] is not wait:
                 plain[guest] = wait, step
         else:
-            crowd.drop(guest)
+            crowd.remove(guest)
             plain.pop(guest, None)
         sizes = [sum(g.address == a for g in plain) for a in "abcdefg"]
-        first = crowd.first()
+        first = crowd.next_victim()
         assert (first is None) == (not plain)
         if first:
             assert sum(g.address == first.address for g in plain) == max(sizes)
@@ -84,6 +92,6 @@ def test_a_flood_at_the_limit_costs_microseconds_each() -> None:
     connections = _connections(4096, 2048)
     began = time.process_time()
     for i in range(40_000):
-        assert connections.enter(_Guest(f"{i % 4}"))
+        assert connections.register(_Guest(f"{i % 4}"))
     assert connections.count == 4096
     assert (time.process_time() - began) / 40_000 < 50e-6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.common.event_loop import TimeSlice
-from app.http.json_stream import Elements, JsonStream
+from app.http.json_stream import JsonStream, LazyArray
 
 
 def _sent(numbers: int, *, leaves: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
@@ -26,7 +26,7 @@ def _sent(numbers: int, *, leaves: bool = False) -> tuple[list[dict[str, Any]], 
             await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
-    batches = Elements(lambda: iter([list(range(numbers))] * 3))
+    batches = LazyArray(lambda: iter([list(range(numbers))] * 3))
     stream = JsonStream({"numbers": batches}, {}, TimeSlice(), lambda: closed.append(len(messages)))
     asyncio.run(stream({}, receive, send))  # type: ignore[arg-type]
     return messages, closed

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.http.connection_limits import possible_connections
+from app.http.connection_limits import ensure_file_limit
 from tests.support.completion_client import whole
 from tests.support.http.raw_client import connect, error_of, get, post, read_all, read_answer, status_of
 from tests.support.http.socket_queues import has_taken_all
@@ -105,7 +105,7 @@ def test_few_connections_do_not_make_a_good_limit_too_low() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
-        assert possible_connections(1) == 1
+        assert ensure_file_limit(1) == 1
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 128
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

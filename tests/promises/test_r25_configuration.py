@@ -130,9 +130,10 @@ def cases(weights: Path) -> list[Case]:
     found.append(([*good, "--por", "1"], {}, "--por"))
     found.append(([*good, "weights"], {}, "weights"))
     found.append(
-        (good, {"INKSTREAM_KV_BLOKS": "1"}, "INKSTREAM_KV_BLOKS is no setting: did you mean INKSTREAM_KV_BLOCKS?")
+        (good, {"INKSTREAM_KV_BLOKS": "1"}, "INKSTREAM_KV_BLOKS is not a setting: did you mean INKSTREAM_KV_BLOCKS?")
     )
-    found.append((good, {"INKSTREAM_QQ": "1"}, "INKSTREAM_QQ is no setting: inkstream serve --help tells the settings"))
+    hint = "INKSTREAM_QQ is not a setting: inkstream serve --help lists the settings"
+    found.append((good, {"INKSTREAM_QQ": "1"}, hint))
     found.append(
         (
             [*good, "--max-running", "64", "--tokens-per-step", "32"],

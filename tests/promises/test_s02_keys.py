@@ -101,7 +101,7 @@ def test_a_key_whose_reader_has_left_is_none(ring: Keyring) -> None:
         command, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False
     )
     os.close(theirs)
-    assert result.returncode == 1 and "taken back" in result.stderr and result.stderr.count("\n") == 1
+    assert result.returncode == 1 and "was revoked" in result.stderr and result.stderr.count("\n") == 1
     assert read_keys(ring.file) == ()
 
 

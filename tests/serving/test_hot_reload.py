@@ -455,20 +455,20 @@ def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest
     served = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []
-    job: Any = SimpleNamespace(
+    handle: Any = SimpleNamespace(
         name="req-1",
         headers={},
         admitted=SimpleNamespace(instance=served),
-        completion=SimpleNamespace(stream=stream),
+        session=SimpleNamespace(stream=stream),
         service=SimpleNamespace(require_open=lambda: None),
-        pause=lambda: None,
-        go_on=lambda: went_on.append(True),
+        suspend=lambda: None,
+        resume=lambda: went_on.append(True),
         close=lambda: None,
     )
 
     async def scenario() -> None:
-        shelf = ResumeStore(60.0)
-        parked = ResumableStream(job, shelf, owner="", extra={}, journal_bytes=1000)
+        resume_store = ResumeStore(60.0)
+        parked = ResumableStream(handle, resume_store, owner="", extra={}, replay_bytes=1000)
         parked.detach(parked.attach())
         parked.detach(parked.attach())
         assert went_on == [True]
@@ -476,6 +476,6 @@ def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest
         with pytest.raises(ApiError, match="no longer served: send the request again") as raised:
             parked.attach()
         assert (raised.value.status, raised.value.code, went_on) == (404, "events_gone", [True])
-        shelf.clear()
+        resume_store.clear()
 
     asyncio.run(scenario())

@@ -268,7 +268,7 @@ def _serve(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--host", "0.0.0.0"], "--insecure-no-auth"),
         (["--host", "no.such.host.invalid"], "--insecure-no-auth"),
         (["--weights", "/nonexistent"], "no such directory"),
-        (["--host", "no.such.host.invalid", "--insecure-no-auth"], "no address is known"),
+        (["--host", "no.such.host.invalid", "--insecure-no-auth"], "has no address"),
         (["--unknown"], "--unknown"),
     ],
 )

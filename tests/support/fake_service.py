@@ -17,7 +17,7 @@ from app import main as wiring
 from app import server
 from app.__main__ import main
 from app.access.rate_limiter import ANONYMOUS, RateLimits, Tenant
-from app.api.dependencies import CallerDep
+from app.api.dependencies import TenantDep
 from app.engine_client import client
 
 
@@ -27,16 +27,16 @@ def _by_header(quotas: dict[str, dict[str, int]]) -> Callable[[Request], Awaitab
         for name, quota in quotas.items()
     }
 
-    async def caller(request: Request) -> Tenant:
+    async def tenant(request: Request) -> Tenant:
         return callers.get(request.headers.get("x-caller", ""), ANONYMOUS)
 
-    return caller
+    return tenant
 
 
 def _with_callers(quotas: dict[str, dict[str, int]]) -> Callable[..., FastAPI]:
     def create_app(*arguments: Any) -> FastAPI:
         app = wiring.create_app(*arguments)
-        app.dependency_overrides[CallerDep.__metadata__[0].dependency] = _by_header(quotas)
+        app.dependency_overrides[TenantDep.__metadata__[0].dependency] = _by_header(quotas)
         return app
 
     return create_app

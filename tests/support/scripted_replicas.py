@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from app.cluster import asgi_adapter
-from app.cluster.messages import Call, Head, Part, ReplicaLost, Taken, Whole
+from app.cluster.messages import Accepted, Call, FullResponse, Head, ReplicaLost, ResponsePart
 
 EVENTS = Head(200, ((b"content-type", b"text/event-stream; charset=utf-8"), (b"x-request-id", b"r")))
 JSON = Head(200, ((b"content-type", b"application/json"),))
@@ -42,23 +42,23 @@ class Silent:
     """In a played answer: the replica hangs from here on, without dying."""
 
 
-Scripted = Part | type[Lost | Silent] | asyncio.Event
+Scripted = ResponsePart | type[Lost | Silent] | asyncio.Event
 """What a played answer is made of; for an event it waits."""
 
 
 class Played:
     """Answers the first request with the first list, and so on; notes what it was asked."""
 
-    def __init__(self, *answers: Sequence[Scripted], all_of: Iterable[Whole | type[Lost | Silent]] = ()) -> None:
+    def __init__(self, *answers: Sequence[Scripted], all_of: Iterable[FullResponse | type[Lost | Silent]] = ()) -> None:
         self.calls: list[Call] = []
         self.calls_of_all: list[Call] = []
         self.closed = 0
         self._answers = list(answers)
         self._all = list(all_of)
-        self.tasks: list[asyncio.Task[Whole]] = []
+        self.tasks: list[asyncio.Task[FullResponse]] = []
         """Of the last question to all."""
 
-    async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
+    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
         """What the list says."""
         place = len(self.calls)
         self.calls.append(call)
@@ -76,25 +76,25 @@ class Played:
         finally:
             self.closed += 1
 
-    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
+    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
         """The same answer to every request."""
         self.calls_of_all.append(call)
         self.tasks = [asyncio.ensure_future(_come(one)) for one in self._all]
         return self.tasks
 
 
-async def _come(one: Whole | type[Lost | Silent]) -> Whole:
+async def _come(one: FullResponse | type[Lost | Silent]) -> FullResponse:
     if one is Lost:
         raise ReplicaLost
     if one is Silent:
         await asyncio.Event().wait()
-    assert isinstance(one, Whole)
+    assert isinstance(one, FullResponse)
     return one
 
 
 def taken(*parts: Scripted) -> list[Scripted]:
     """An answer whose request has come to a replica."""
-    return [Taken("a"), *parts]
+    return [Accepted("a"), *parts]
 
 
 class Mortal:
@@ -104,16 +104,16 @@ class Mortal:
         self._app = app
         self._deaths = list(deaths)
 
-    async def ask(self, call: Call) -> AsyncGenerator[Part, None]:
+    async def send(self, call: Call) -> AsyncGenerator[ResponsePart, None]:
         """The application's answer, as far as it comes."""
         left = self._deaths.pop(0) if self._deaths else None
-        async with aclosing(asgi_adapter.answer(self._app, call, "a")) as parts:
+        async with aclosing(asgi_adapter.stream_response(self._app, call, "a")) as parts:
             async for part in parts:
                 if left == 0:
                     raise ReplicaLost
                 yield part
                 left = left and left - 1
 
-    async def ask_all(self, call: Call) -> list[asyncio.Task[Whole]]:
+    async def broadcast(self, call: Call) -> list[asyncio.Task[FullResponse]]:
         """There is one."""
-        return [asyncio.ensure_future(asgi_adapter.whole(self._app, call, "a"))]
+        return [asyncio.ensure_future(asgi_adapter.full_response(self._app, call, "a"))]

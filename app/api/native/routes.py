@@ -1,6 +1,6 @@
 """Native completion API: POST /complete, streaming or not, its resumption, and DELETE /complete/{id}.
 
-A stream outlives its connection: ResumableStream generates into a buffer, and each connection reads from it.
+A stream outlives its connection: each connection subscribes to a ResumableStream, which keeps recent frames for replay.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from app.api import response_schemas
-from app.api.completion_fields import CompletionFields, Ids, Prompts
-from app.api.dependencies import CallerDep, MetricsDep, ServiceDep, ShelfDep, body_schema, owner_of, read_body
+from app.api.completion_fields import CompletionFields, Prompts, TokenIds
+from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, owner_of, read_body
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
 from app.api.response_schemas import Cancellation, CompleteResponse
@@ -26,7 +26,7 @@ from app.http import sse
 from app.http.access_record import record_of
 from app.http.errors import ApiError
 
-_OTHER_WEIGHTS = "the weights that this stream began with are no longer served: send the request again"
+_WEIGHTS_CLOSED = "the weights of this stream are no longer served: send the request again"
 
 
 class Subscription:
@@ -34,141 +34,147 @@ class Subscription:
 
 
 class ResumableStream:
-    """A completion whose frames are numbered and kept for resumption; one connection at a time reads them."""
+    """A completion with numbered frames, of which recent ones can be replayed; one connection at a time reads them."""
 
     def __init__(
-        self, job: RequestHandle, shelf: ResumeStore, *, owner: str, extra: Mapping[str, Any], journal_bytes: int
+        self,
+        handle: RequestHandle,
+        resume_store: ResumeStore,
+        *,
+        owner: str,
+        extra: Mapping[str, Any],
+        replay_bytes: int,
     ) -> None:
-        self.name = job.name
-        self.headers = job.headers
+        self.name = handle.name
+        self.headers = handle.headers
         self.owner = owner
-        self._job = job
-        self._shelf = shelf
+        self._handle = handle
+        self._resume_store = resume_store
         self._extra = extra
-        self._receipt = response_schemas.receipt(job.admitted)
-        self._journal = ReplayBuffer(journal_bytes)
-        self._ends: dict[int, Finished] = {}
-        self.is_finished = self._paused = False
-        self._reader: Subscription | None = None
-        shelf.put(self)
+        self._receipt = response_schemas.receipt(handle.admitted)
+        self._replay_buffer = ReplayBuffer(replay_bytes)
+        self._finished: dict[int, Finished] = {}
+        self.is_finished = self._is_suspended = False
+        self._subscription: Subscription | None = None
+        resume_store.put(self)
 
     def attach(self) -> Subscription:
         """Subscribes a connection. Raises Unavailable or ApiError if the completion cannot be resumed."""
-        if self._paused and self._job.completion.stream.is_open:
-            if self._job.admitted.instance.is_closed:
-                raise ApiError(404, _OTHER_WEIGHTS, code="events_gone")
-            self._job.service.require_open()  # an engine that is not ready is fine: the stream waits
-            self._job.go_on()
-        self._paused = False
-        self._shelf.come_back(self)
-        self._reader = Subscription()
-        self._job.completion.stream.wake()
-        return self._reader
+        if self._is_suspended and self._handle.session.stream.is_open:
+            if self._handle.admitted.instance.is_closed:
+                raise ApiError(404, _WEIGHTS_CLOSED, code="events_gone")
+            self._handle.service.require_open()  # the engine may be restarting: the stream waits for it
+            self._handle.resume()
+        self._is_suspended = False
+        self._resume_store.mark_attached(self)
+        self._subscription = Subscription()
+        self._handle.session.stream.wake()
+        return self._subscription
 
-    def detach(self, reader: Subscription) -> None:
+    def detach(self, subscription: Subscription) -> None:
         """Unsubscribes: suspends the completion at once; the client may reconnect within the resume timeout."""
-        if reader is self._reader:
-            self._reader = None
+        if subscription is self._subscription:
+            self._subscription = None
             if self.is_finished:
-                self._job.close()
+                self._handle.close()
             else:
-                self._paused = self._job.completion.stream.is_open
-                self._job.pause()
-            self._shelf.leave(self)
+                self._is_suspended = self._handle.session.stream.is_open
+                self._handle.suspend()
+            self._resume_store.mark_detached(self)
 
     def cancel(self) -> bool:
         """Cancels the completion and notifies its reader; False if it had already finished."""
-        running = self._job.completion.stream.is_open
-        self._job.completion.stream.cancel()
-        if running:
-            self._job.note_cancelled()
-        return running
+        was_running = self._handle.session.stream.is_open
+        self._handle.session.stream.cancel()
+        if was_running:
+            self._handle.record_cancelled()
+        return was_running
 
-    def facts(self) -> dict[str, Any]:
-        """Facts for the log line of a request that resumes this stream."""
-        return {**self._job.facts(), "stream": self.name}
+    def log_fields(self) -> dict[str, Any]:
+        """Fields for the log line of a request that resumes this stream."""
+        return {**self._handle.log_fields(), "stream": self.name}
 
     def close(self) -> None:
         """Releases the completion; the stream can no longer be resumed."""
-        self._job.close()
+        self._handle.close()
 
     @property
     def next_number(self) -> int:
         """The next frame's number."""
-        return self._journal.next_number
+        return self._replay_buffer.next_number
 
-    def keeps(self, number: int) -> bool:
+    def can_replay_from(self, number: int) -> bool:
         """Whether all frames from this number on can be replayed."""
-        return self._journal.first <= number <= self._journal.next_number
+        return self._replay_buffer.first <= number <= self._replay_buffer.next_number
 
-    async def frames(self, reader: Subscription, number: int = 0) -> AsyncIterator[bytes]:
+    async def frames(self, subscription: Subscription, number: int = 0) -> AsyncIterator[bytes]:
         """The event stream from frame `number` on; ends with exactly one `done` or `error`."""
-        if reader is self._reader and number < self._journal.next_number:
-            yield self._journal.since(number)
-        while reader is self._reader and not self.is_finished:
-            if frames := await self._next(reader):
+        if subscription is self._subscription and number < self._replay_buffer.next_number:
+            yield self._replay_buffer.since(number)
+        while subscription is self._subscription and not self.is_finished:
+            if frames := await self._next(subscription):
                 yield frames
 
-    async def _next(self, reader: Subscription) -> bytes:
+    async def _next(self, subscription: Subscription) -> bytes:
         """Encodes all pending events, up to a time slice; empty if there are none."""
-        completion = self._job.completion
+        session = self._handle.session
         frames: list[bytes] = []
         try:
-            if not completion.is_done and not await completion.wait_event():
+            if not session.is_done and not await session.wait_event():
                 return b""
-            breather = TimeSlice()
-            while reader is self._reader and completion.has_event and not (frames and breather.is_due):
-                news = completion.next_event()
-                self._job.note(news)
-                frames.append(sse.PING if isinstance(news, Heartbeat) else self._written(news))
+            time_slice = TimeSlice()
+            while subscription is self._subscription and session.has_event and not (frames and time_slice.is_due):
+                event = session.next_event()
+                self._handle.record_event(event)
+                frames.append(sse.PING if isinstance(event, Heartbeat) else self._encode(event))
         except Exception as error:
             self.is_finished = True
-            frames.append(self._kept("error", self._job.failure(error).body(self.name)))
+            frames.append(self._append("error", self._handle.on_error(error).body(self.name)))
         return b"".join(frames)
 
-    def _written(self, news: CompletionEvent) -> bytes:
-        match news:
+    def _encode(self, event: CompletionEvent) -> bytes:
+        match event:
             case Delta(index, text, details):
                 if not details:
-                    return self._journal.append(sse.text_event(index, text, self._next_id))
-                tokens = response_schemas.tokens(self._job.admitted.tokenizer, details)
-                return self._kept("token", {"index": index, "text": text, "tokens": tokens})
+                    return self._replay_buffer.append(sse.text_event(index, text, self._next_id))
+                tokens = response_schemas.tokens(self._handle.admitted.tokenizer, details)
+                return self._append("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
-                eta_ms = round(self._job.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
-                return self._kept("queue", {"position": position, "eta_ms": eta_ms})
+                eta_ms = round(self._handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
+                return self._append("queue", {"position": position, "eta_ms": eta_ms})
             case Started():
-                return self._kept("start", self._start())
+                return self._append("start", self._start())
             case Finished(index):
-                self._ends[index] = news
-                if self._job.completion.is_done:
+                self._finished[index] = event
+                if self._handle.session.is_done:
                     self.is_finished = True
-                    return self._kept("done", self._done())
+                    return self._append("done", self._done())
         return b""
 
     @property
     def _next_id(self) -> str:
-        return f"{self.name}:{self._journal.next_number}"
+        return f"{self.name}:{self._replay_buffer.next_number}"
 
-    def _kept(self, name: str, data: Mapping[str, Any]) -> bytes:
-        return self._journal.append(sse.event(name, data, self._next_id))
+    def _append(self, name: str, data: Mapping[str, Any]) -> bytes:
+        return self._replay_buffer.append(sse.event(name, data, self._next_id))
 
     def _start(self) -> dict[str, Any]:
         return {
             "id": self.name,
-            "model": self._job.admitted.instance.model_name,
+            "model": self._handle.admitted.instance.model_name,
             "weights_version": self._receipt["weights_version"],
             "seed": self._receipt["seed"],
-            "prompt_tokens": self._job.completion.prompt_tokens,
-            "cached_tokens": self._job.completion.cached_tokens,
+            "prompt_tokens": self._handle.session.prompt_tokens,
+            "cached_tokens": self._handle.session.cached_tokens,
             "settings": self._receipt["settings"],
             **self._extra,
         }
 
     def _done(self) -> dict[str, Any]:
         return {
-            "choices": [response_schemas.choice(self._ends[index]) for index in sorted(self._ends)],
-            "usage": self._job.completion.usage(),
-            "timings": self._job.completion.timings(),
+            "choices": [response_schemas.choice(self._finished[index]) for index in sorted(self._finished)],
+            "usage": self._handle.session.usage(),
+            "timings": self._handle.session.timings(),
             "receipt": self._receipt,
         }
 
@@ -182,24 +188,24 @@ class CompleteRequest(CompletionFields):
     model_config = ConfigDict(extra="forbid")
 
     prompt: Prompts = Field(
-        description="Text, token ids, or a list of either. Empty: start from nothing.", examples=["Once upon a time"]
+        description="Text, token ids, or a list of either. May be empty.", examples=["Once upon a time"]
     )
-    source: str | Ids | None = Field(
-        None, description="What the encoder reads, for models that have one; `prompt` may then be left out."
+    source: str | TokenIds | None = Field(
+        None, description="Input of the encoder, for models that have one; `prompt` is then optional."
     )
-    include_stop: bool | None = Field(None, description="Keep the stop at the end of the text.")
+    include_stop: bool | None = Field(None, description="Keep the stop string or token at the end of the text.")
 
     @model_validator(mode="before")
     @classmethod
-    def _answer_from_the_start(cls, body: Any) -> Any:
+    def _default_prompt(cls, body: Any) -> Any:
         if isinstance(body, dict) and "prompt" not in body and body.get("source") is not None:
             return {**body, "prompt": ""}
         return body
 
     @property
-    def wish(self) -> GenerationRequest:
+    def generation_request(self) -> GenerationRequest:
         """The generation request."""
-        return self.to_wish(
+        return self.to_generation_request(
             self.prompt,
             max_tokens=_DEFAULT_MAX_TOKENS,
             source=self.source,
@@ -213,54 +219,60 @@ router = APIRouter(responses=declared(400, 401, 404, 413, 415, 429, 500, 503, 50
 
 @router.post("/complete", response_model=CompleteResponse, openapi_extra=body_schema(CompleteRequest))
 async def complete(
-    request: Request, service: ServiceDep, metrics: MetricsDep, shelf: ShelfDep, caller: CallerDep
+    request: Request, service: ServiceDep, metrics: MetricsDep, resume_store: ResumeStoreDep, tenant: TenantDep
 ) -> Response:
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
-    job = await RequestHandle.begin(request, body.wish, service, metrics, caller)
-    extra: dict[str, Any] = {**response_schemas.echoed(body)}
-    if job.admitted.truncated:
+    handle = await RequestHandle.begin(request, body.generation_request, service, metrics, tenant)
+    extra: dict[str, Any] = {**response_schemas.echoed_fields(body)}
+    if handle.admitted.truncated:
         extra["truncated"] = True
     if body.stream is not False:
         limit = service.settings.resume_bytes
-        return _respond(ResumableStream(job, shelf, owner=owner_of(request), extra=extra, journal_bytes=limit))
-    return await job.respond(_whole(job, extra), request)
+        return _respond(ResumableStream(handle, resume_store, owner=owner_of(request), extra=extra, replay_bytes=limit))
+    return await handle.respond(_full_response(handle, extra), request)
 
 
 @router.get("/complete/{request_id}/events")
 async def resume(
     request: Request,
     request_id: str,
-    shelf: ShelfDep,
-    last_event_id: Annotated[str | None, Header(description="The id of the last event that arrived.")] = None,
-    after: Annotated[int | None, Query(ge=-1, description="Its number, where no header can be sent.")] = None,
+    resume_store: ResumeStoreDep,
+    last_event_id: Annotated[str | None, Header(description="Id of the last event that the client received.")] = None,
+    after: Annotated[
+        int | None, Query(ge=-1, description="Number of that event, for clients that cannot send headers.")
+    ] = None,
 ) -> Response:
-    """Go on with a stream after the last event that arrived. The text is what it would have been without the break."""
-    stream = shelf.find(request_id, owner_of(request))
+    """Resume a stream after the last event that arrived. The text is the same as without the interruption."""
+    stream = resume_store.find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream):
-        raise ApiError(404, "no stream that can be resumed has this id", code="unknown_request")
+        raise ApiError(404, "there is no resumable stream with this id: send the request again", code="unknown_request")
     number = after + 1 if last_event_id is None and after is not None else next_number(request_id, last_event_id)
     if number > stream.next_number:
         param = "after" if last_event_id is None else "Last-Event-ID"
-        raise ApiError(400, f"{param}: the last event that was sent is {stream.next_number - 1}", param=param)
-    if not stream.keeps(number):
-        raise ApiError(404, f"event {number} is no longer kept: send the request again", code="events_gone")
-    record_of(request).facts = stream.facts
+        raise ApiError(
+            400, f"{param} must be at most {stream.next_number - 1}, the last event that was sent", param=param
+        )
+    if not stream.can_replay_from(number):
+        raise ApiError(404, f"event {number} is no longer available: send the request again", code="events_gone")
+    record_of(request).log_fields = stream.log_fields
     return _respond(stream, number)
 
 
 @router.delete("/complete/{request_id}", response_model=Cancellation)
-async def cancel(request: Request, request_id: str, shelf: ShelfDep) -> dict[str, Any]:
-    """Stop a completion. Its stream ends with finish_reason "cancelled"."""
-    stream = shelf.find(request_id, owner_of(request))
+async def cancel(request: Request, request_id: str, resume_store: ResumeStoreDep) -> dict[str, Any]:
+    """Cancel a completion. Its stream ends with finish_reason "cancelled"."""
+    stream = resume_store.find(request_id, owner_of(request))
     if not isinstance(stream, ResumableStream) or not stream.cancel():
-        raise ApiError(404, "no running request has this id", code="unknown_request")
+        raise ApiError(404, "there is no running request with this id", code="unknown_request")
     return {"id": request_id, "cancelled": True}
 
 
 def _respond(stream: ResumableStream, number: int = 0) -> Response:
-    reader = stream.attach()
-    return sse.EventStreamResponse(stream.frames(reader, number), lambda: stream.detach(reader), stream.headers)
+    subscription = stream.attach()
+    return sse.EventStreamResponse(
+        stream.frames(subscription, number), lambda: stream.detach(subscription), stream.headers
+    )
 
 
 def next_number(request_id: str, last_event_id: str | None) -> int:
@@ -273,20 +285,20 @@ def next_number(request_id: str, last_event_id: str | None) -> int:
     return int(number) + 1
 
 
-async def _whole(job: RequestHandle, extra: dict[str, Any]) -> dict[str, Any]:
+async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> dict[str, Any]:
     """The response as one object. Raises EngineError."""
-    collected = await job.collect()
-    asked = job.admitted.request.logprobs is not None
+    outputs = await handle.collect()
+    wants_logprobs = handle.admitted.request.logprobs is not None
     choices = []
-    for one in collected:
-        tokens = response_schemas.token_elements(job.admitted.tokenizer, one.tokens) if asked else None
-        choices.append({**response_schemas.choice(one.ended), "text": one.text, "tokens": tokens})
+    for output in outputs:
+        tokens = response_schemas.token_elements(handle.admitted.tokenizer, output.tokens) if wants_logprobs else None
+        choices.append({**response_schemas.choice(output.finished), "text": output.text, "tokens": tokens})
     return {
-        "id": job.name,
-        "model": job.admitted.instance.model_name,
+        "id": handle.name,
+        "model": handle.admitted.instance.model_name,
         "choices": choices,
-        "usage": job.completion.usage(),
-        "timings": job.completion.timings(),
-        "receipt": response_schemas.receipt(job.admitted),
+        "usage": handle.session.usage(),
+        "timings": handle.session.timings(),
+        "receipt": response_schemas.receipt(handle.admitted),
         **extra,
     }

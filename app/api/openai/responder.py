@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from app.api.openai.schemas import OpenAIFields
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.response_schemas import echoed, piece
+from app.api.response_schemas import echoed_fields, piece
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable
 from app.http import sse
-from app.http.json_stream import Elements
+from app.http.json_stream import LazyArray
 from model.tokenizer.tokenizer import Tokenizer
 
-NOT_ENDED = '"logprobs": null, "finish_reason": null, "stop_reason": null}'
-"""The end of an unfinished choice without log-probabilities."""
+UNFINISHED_SUFFIX = '"logprobs": null, "finish_reason": null, "stop_reason": null}'
+"""Closes the JSON of an unfinished choice without log-probabilities."""
 
 
 def frame(data: Mapping[str, Any]) -> bytes:
@@ -30,28 +30,28 @@ def frame(data: Mapping[str, Any]) -> bytes:
 
 
 class ChunkWriter:
-    """Encodes chunks of one choice each, with the fields of `head` before it and those of `extra` after it."""
+    """Encodes chunks with one choice each: the fields of `head` come before it, those of `extra` after it."""
 
     def __init__(self, head: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         self._before = f'data: {json.dumps(head)[:-1]}, "choices": ['
-        self._behind = "]" + "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in extra.items())
+        self._after = "]" + "".join(f", {json.dumps(name)}: {json.dumps(value)}" for name, value in extra.items())
 
     def chunk(self, choice: str, more: str = "") -> bytes:
-        """A chunk with this choice, which is encoded JSON; `more` is appended, with a leading comma."""
-        return f"{self._before}{choice}{self._behind}{more}}}\n\n".encode("ascii")
+        """A chunk with this choice, which is encoded JSON; `more` is appended and starts with a comma."""
+        return f"{self._before}{choice}{self._after}{more}}}\n\n".encode("ascii")
 
 
-def logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
-    """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`; and `top_tokens`, where no two tokens share a name."""
+def token_logprobs(tokenizer: Tokenizer, details: Iterable[TokenDetail]) -> dict[str, list[Any]]:
+    """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`; and `top_tokens`, which keeps tokens of equal text."""
     details = list(details)
     return {name: [value(tokenizer, detail) for detail in details] for name, value in _COLUMNS.items()}
 
 
-def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, Elements]:
-    """logprobs(), computed lazily while it is sent."""
+def logprob_elements(tokenizer: Tokenizer, details: TokenTable) -> dict[str, LazyArray]:
+    """token_logprobs(), computed lazily while it is sent."""
 
-    def column(value: _Column) -> Elements:
-        return Elements(lambda: ([value(tokenizer, detail)] for detail in details))
+    def column(value: _Column) -> LazyArray:
+        return LazyArray(lambda: ([value(tokenizer, detail)] for detail in details))
 
     return {name: column(value) for name, value in _COLUMNS.items()}
 
@@ -67,19 +67,19 @@ def name_of(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.piece(token) or f"token:{token}"
 
 
-def one_by_one(delta: Delta) -> Iterator[Delta]:
+def split_by_token(delta: Delta) -> Iterator[Delta]:
     """Splits a delta by token; a token that completes no character is joined with the next one that does."""
     if len(delta.tokens) < 2:
         yield delta
         return
-    waiting: list[TokenDetail] = []
+    pending: list[TokenDetail] = []
     start, base = 0, delta.tokens[0].offset
-    for token, following in zip(delta.tokens, [*delta.tokens[1:], None], strict=True):
-        waiting.append(token)
-        end = len(delta.text) if following is None else min(len(delta.text), following.offset - base)
-        if following is None or start < end < len(delta.text):
-            yield Delta(delta.index, delta.text[start:end], tuple(waiting))
-            start, waiting = end, []
+    for token, next_token in zip(delta.tokens, [*delta.tokens[1:], None], strict=True):
+        pending.append(token)
+        end = len(delta.text) if next_token is None else min(len(delta.text), next_token.offset - base)
+        if next_token is None or start < end < len(delta.text):
+            yield Delta(delta.index, delta.text[start:end], tuple(pending))
+            start, pending = end, []
 
 
 def _top_by_name(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, float | None]:
@@ -88,8 +88,8 @@ def _top_by_name(tokenizer: Tokenizer, detail: TokenDetail) -> dict[str, float |
     others: dict[str, float | None] = {}
     for token, logprob in detail.top:
         name = name_of(tokenizer, token)
-        taken = name in others or (name in named and token != detail.id)
-        others[f"token:{token}" if taken else name] = logprob
+        is_taken = name in others or (name in named and token != detail.id)
+        others[f"token:{token}" if is_taken else name] = logprob
     return others | named
 
 
@@ -106,90 +106,67 @@ _COLUMNS: Mapping[str, _Column] = {
 PING_SECONDS = 15.0
 
 
-class StreamOptions(BaseModel):
-    """What a stream reports besides its text."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    include_usage: bool | None = Field(None, description="A last chunk with the usage and no choices.")
-    continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
-
-
-class OpenAIBody(Protocol):
-    """Fields that all OpenAI-compatible requests share."""
-
-    stream: bool | None
-    stream_options: StreamOptions | None
-    user: str | None
-    request_id: str | None
-
-    @property
-    def warnings(self) -> list[str]:
-        """Fields that were sent and have no effect."""
-        ...
-
-
-def head_of(job: RequestHandle, prefix: str, kind: str) -> dict[str, Any]:
+def common_fields(handle: RequestHandle, prefix: str, kind: str) -> dict[str, Any]:
     """The leading fields of a response and of every chunk."""
     return {
-        "id": f"{prefix}-{job.name.removeprefix('req-')}",
+        "id": f"{prefix}-{handle.name.removeprefix('req-')}",
         "object": kind,
         "created": int(time.time()),
-        "model": job.admitted.instance.model_name,
-        "system_fingerprint": f"{job.admitted.weights_version[:16]}-{job.admitted.numerics}",
-        "seed": job.admitted.params.seed,
+        "model": handle.admitted.instance.model_name,
+        "system_fingerprint": f"{handle.admitted.weights_version[:16]}-{handle.admitted.numerics}",
+        "seed": handle.admitted.params.seed,
     }
 
 
 class Responder:
     """Writes one request's response; subclasses define the format of a choice."""
 
-    def __init__(self, job: RequestHandle, body: OpenAIBody, head: dict[str, Any]) -> None:
-        self.job = job
+    def __init__(self, handle: RequestHandle, body: OpenAIFields, head: dict[str, Any]) -> None:
+        self.handle = handle
         self._stream = bool(body.stream)
         options = body.stream_options
-        self._tells_usage = bool(options and options.include_usage)
-        self._keeps_telling_usage = bool(options and options.continuous_usage_stats)
-        self._is_over = False
+        self._includes_usage = bool(options and options.include_usage)
+        self._has_continuous_usage = bool(options and options.continuous_usage_stats)
+        self._is_done = False
         self._pending: dict[int, tuple[TokenDetail, ...]] = {}
         self._head = head
-        self._extra: dict[str, Any] = {**echoed(body)}
-        if job.admitted.truncated:
+        self._extra: dict[str, Any] = {**echoed_fields(body)}
+        if handle.admitted.truncated:
             self._extra["truncated"] = True
         if body.warnings:
             self._extra["warnings"] = body.warnings
         self._chunks = ChunkWriter(head, self._extra)
 
-    def whole_choice(self, index: int, one: CollectedOutput) -> dict[str, Any]:
+    def full_choice(self, index: int, output: CollectedOutput) -> dict[str, Any]:
         """A choice of a non-streaming response; large parts are encoded lazily (json_stream.Elements)."""
         raise NotImplementedError
 
-    def part_of_choice(
-        self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Finished | None
+    def chunk_choice(
+        self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None
     ) -> dict[str, Any]:
         """A choice's part in a chunk."""
         raise NotImplementedError
 
-    def text_of_choice(self, index: int, text: str) -> str:
-        """part_of_choice() without tokens and finish reason, as JSON; nearly all chunks are of this kind."""
+    def encode_text_chunk(self, index: int, text: str) -> str:
+        """chunk_choice() without tokens and finish reason, as JSON; nearly all chunks are of this kind."""
         raise NotImplementedError
 
     async def respond(self, request: Request) -> Response:
-        """Sends the response, which ends the job."""
+        """Sends the response and ends the request."""
         if self._stream:
-            return sse.EventStreamResponse(self._frames(), self.job.close, self.job.headers)
-        return await self.job.respond(self._whole(), request)
+            return sse.EventStreamResponse(self._frames(), self.handle.close, self.handle.headers)
+        return await self.handle.respond(self._full_response(), request)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _full_response(self) -> dict[str, Any]:
         """The response as one object. Raises EngineError."""
-        collected = self._best(await self.job.collect())
-        choices = [self.whole_choice(i, one) for i, one in enumerate(collected)]
-        return {**self._head, "choices": choices, "usage": self.job.completion.usage(), **self._extra}
+        outputs = self._select_best(await self.handle.collect())
+        choices = [self.full_choice(i, output) for i, output in enumerate(outputs)]
+        return {**self._head, "choices": choices, "usage": self.handle.session.usage(), **self._extra}
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        """Data-only frames, with heartbeats during long silence, and `[DONE]` at the end."""
+        """Data-only frames, with heartbeats when there is no output for long, and `[DONE]` at the end."""
         last = time.monotonic()
-        while not self._is_over:
+        while not self._is_done:
             if frames := await self._next():
                 yield frames
                 last = time.monotonic()
@@ -200,52 +177,52 @@ class Responder:
 
     async def _next(self) -> bytes:
         """Encodes all pending events, up to a time slice; empty if there are none."""
-        completion = self.job.completion
+        session = self.handle.session
         frames: list[bytes] = []
         try:
-            await completion.wait_event()
-            breather = TimeSlice()
-            while completion.has_event and not (frames and breather.is_due):
-                frames.append(self._written(completion.next_event()))
-            self._is_over = completion.is_done
-            if self._is_over and self._tells_usage:
-                frames.append(frame({**self._head, "choices": [], "usage": completion.usage(), **self._extra}))
+            await session.wait_event()
+            time_slice = TimeSlice()
+            while session.has_event and not (frames and time_slice.is_due):
+                frames.append(self._encode(session.next_event()))
+            self._is_done = session.is_done
+            if self._is_done and self._includes_usage:
+                frames.append(frame({**self._head, "choices": [], "usage": session.usage(), **self._extra}))
         except Exception as error:
-            self._is_over = True
-            frames.append(frame(self.job.failure(error).body(self.job.name)))
+            self._is_done = True
+            frames.append(frame(self.handle.on_error(error).body(self.handle.name)))
         return b"".join(frames)
 
-    def _written(self, news: CompletionEvent) -> bytes:
-        self.job.note(news)
-        if isinstance(news, Finished):
-            return self._chunk(news.index, "", self._pending.pop(news.index, ()), news)
-        if not isinstance(news, Delta):
+    def _encode(self, event: CompletionEvent) -> bytes:
+        self.handle.record_event(event)
+        if isinstance(event, Finished):
+            return self._chunk(event.index, "", self._pending.pop(event.index, ()), event)
+        if not isinstance(event, Delta):
             return b""
-        tokens = (*self._pending.pop(news.index, ()), *news.tokens)
-        if not news.text:  # tokens without text are sent with the next text, or with the end
-            self._pending[news.index] = tokens
+        tokens = (*self._pending.pop(event.index, ()), *event.tokens)
+        if not event.text:  # tokens without text are sent with the next text, or with the end
+            self._pending[event.index] = tokens
             return b""
-        parts = one_by_one(Delta(news.index, news.text, tokens))
+        parts = split_by_token(Delta(event.index, event.text, tokens))
         return b"".join([self._chunk(part.index, part.text, part.tokens) for part in parts])
 
-    def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], ended: Finished | None = None) -> bytes:
-        if tokens or ended:
+    def _chunk(self, index: int, text: str, tokens: Sequence[TokenDetail], finished: Finished | None = None) -> bytes:
+        if tokens or finished:
             fault("api.chunk", self._extra)
-            choice = json.dumps(self.part_of_choice(index, text, tokens, ended))
+            choice = json.dumps(self.chunk_choice(index, text, tokens, finished))
         else:
-            choice = self.text_of_choice(index, text)
-        if self._keeps_telling_usage:
-            return self._chunks.chunk(choice, f', "usage": {json.dumps(self.job.completion.usage())}')
-        return self._chunks.chunk(choice, ', "usage": null' if self._tells_usage else "")
+            choice = self.encode_text_chunk(index, text)
+        if self._has_continuous_usage:
+            return self._chunks.chunk(choice, f', "usage": {json.dumps(self.handle.session.usage())}')
+        return self._chunks.chunk(choice, ', "usage": null' if self._includes_usage else "")
 
-    def _best(self, collected: list[CollectedOutput]) -> list[CollectedOutput]:
-        """The n best continuations of each prompt, by the mean log-probability of their tokens."""
-        wish, choices = self.job.admitted.request, self.job.completion.choices
-        if not wish.is_ranked:
-            return collected
+    def _select_best(self, outputs: list[CollectedOutput]) -> list[CollectedOutput]:
+        """The n continuations of each prompt with the best mean log-probability of their tokens."""
+        request, choices = self.handle.admitted.request, self.handle.session.choices
+        if not request.is_ranked:
+            return outputs
         best = []
-        for start in range(0, len(collected), wish.n_sampled):
-            places = range(start, start + wish.n_sampled)
-            ranked = sorted(places, key=lambda place: -choices[place].mean_logprob)
-            best += [collected[place] for place in ranked[: wish.n]]
+        for start in range(0, len(outputs), request.n_sampled):
+            indices = range(start, start + request.n_sampled)
+            ranked = sorted(indices, key=lambda index: -choices[index].mean_logprob)
+            best += [outputs[index] for index in ranked[: request.n]]
         return best

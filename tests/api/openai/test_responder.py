@@ -16,7 +16,7 @@ from app.http.errors import ApiError
 class _Texts(Responder):
     """Cannot write the text "bad"."""
 
-    def text_of_choice(self, index: int, text: str) -> str:
+    def encode_text_chunk(self, index: int, text: str) -> str:
         if text == "bad":
             raise ValueError(text)
         return json.dumps({"index": index, "text": text})
@@ -42,17 +42,17 @@ class _Completion:
 
 
 def test_what_was_written_before_an_error_is_sent_before_it() -> None:
-    job: Any = SimpleNamespace(
+    handle: Any = SimpleNamespace(
         name="r",
-        completion=_Completion("a", "b", "bad", "c"),
+        session=_Completion("a", "b", "bad", "c"),
         admitted=SimpleNamespace(truncated=False),
-        note=lambda _news: None,
-        failure=lambda error: ApiError(500, f"broken by {error}"),
+        record_event=lambda _news: None,
+        on_error=lambda error: ApiError(500, f"broken by {error}"),
     )
     body: Any = SimpleNamespace(stream=True, stream_options=None, user=None, request_id=None, warnings=[])
 
     async def read() -> bytes:
-        return b"".join([frames async for frames in _Texts(job, body, {"id": "r"})._frames()])
+        return b"".join([frames async for frames in _Texts(handle, body, {"id": "r"})._frames()])
 
     blocks = asyncio.run(read()).decode().split("\n\n")
     assert blocks[3:] == ["data: [DONE]", ""]

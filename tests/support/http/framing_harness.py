@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from app.http.connection_limits import ConnectionLimits, HttpLimits
-from app.http.host_filter import TARGET, HostFilter
+from app.http.host_filter import TARGET_HOST_KEY, HostFilter
 from app.http.http_protocol import HttpProtocol
 from app.http.request_log import RequestLogMiddleware
 from tests.support.http.message_generator import Message
@@ -32,7 +32,7 @@ LIMITS = HttpLimits(
     body_seconds=60,
     write_seconds=60,
     idle_seconds=60,
-    answer_seconds=60,
+    response_seconds=60,
 )
 _ABSOLUTE = re.compile(
     rb"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*@)?(?:\[([^]/?#]*)\]|([^:/?#\[\]]*))(?::[0-9]*)?(/[^?]*)(?:\?(.*))?", re.S
@@ -196,7 +196,7 @@ class Harness(logging.Handler):
         await self._recorder(scope, receive, send)
 
     async def _record(self, scope: Scope, receive: Receive, send: Send) -> None:
-        target = scope.get(TARGET), scope["raw_path"], scope["query_string"]
+        target = scope.get(TARGET_HOST_KEY), scope["raw_path"], scope["query_string"]
         request = Request(
             method=scope["method"].encode(),
             target=target,
