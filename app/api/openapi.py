@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from app.api.dependencies import WEIGHTS_VERSION_HEADER
-from app.api.response_schemas import EVENTS, ErrorResponse
+from app.api.schemas import EVENTS, ErrorResponse
 
 TAGS = [
     {"name": "completion", "description": "Text completion and scoring."},

@@ -9,12 +9,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api import response_schemas
-from app.api.completion_fields import Name, Prompts, accept_integral_floats
+from app.api import schemas
 from app.api.dependencies import MetricsDep, ServiceDep, TenantDep, body_schema, read_body
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.response_schemas import Token, Usage
+from app.api.schemas import Name, Prompts, Token, Usage, accept_integral_floats
 from app.generation.request import GenerationRequest, prompt_list
 
 router = APIRouter(responses=declared(400, 401, 413, 415, 429, 500, 503, 504))
@@ -90,7 +89,7 @@ async def _response(handle: RequestHandle, body: ScoreRequest) -> dict[str, Any]
         "weights_version": handle.admitted.weights_version,
         "scores": [_score(handle, index, output) for index, output in enumerate(outputs)],
         "usage": handle.session.usage(),
-        **response_schemas.echoed_fields(body),
+        **schemas.echoed_fields(body),
     }
 
 
@@ -106,7 +105,7 @@ def _score(handle: RequestHandle, index: int, output: CollectedOutput) -> dict[s
         "n_scored": len(scored),
         "perplexity": _exp(-total / len(scored)) if scored else None,
         "bits_per_byte": -total / math.log(2) / n_bytes if n_bytes else None,
-        "tokens": response_schemas.token_elements(tokenizer, output.tokens),
+        "tokens": schemas.token_elements(tokenizer, output.tokens),
     }
 
 

@@ -14,7 +14,6 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.completion_fields import TokenIds
 from app.api.dependencies import (
     ServiceDep,
     TenantDep,
@@ -25,6 +24,7 @@ from app.api.dependencies import (
     while_connected,
 )
 from app.api.openapi import declared
+from app.api.schemas import TokenIds
 from app.common.errors import InvalidRequest
 from app.common.event_loop import TimeSlice
 from app.http.json_stream import JsonStream, LazyArray, LazyString

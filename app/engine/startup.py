@@ -170,7 +170,7 @@ def _check_weights(engine: Engine, config: WorkerConfig, checkpoint: Checkpoint,
         golden = check_golden(engine, directory, shape, context=cache_shape.context, number_format=number_format)
     except ValueError as error:
         raise EngineStartError(str(error)) from None
-    return f"{golden}, {MANIFEST_FILE} met" if is_whole else golden
+    return f"{golden}, {MANIFEST_FILE} passed" if is_whole else golden
 
 
 def _check_batch_invariance(runners: BackendRunners, limits: StepLimits, cache_shape: CacheShape, blocks: int) -> str:

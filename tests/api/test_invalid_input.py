@@ -188,7 +188,7 @@ def test_a_wrong_method_is_told_all_that_are_allowed(server: Server, path: str) 
 @pytest.mark.parametrize("body", [[], "text", None, 5])
 def test_a_body_that_is_no_object_is_told_so_and_no_field_is_named(server: Server, body: Any) -> None:
     error = _error(_post(server, body), 400)
-    assert "one JSON object" in error["message"]
+    assert "a JSON object" in error["message"]
     assert error["param"] is None
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.api.openai.schemas import CompletionsResponse
-from app.api.response_schemas import EVENTS
+from app.api.schemas import EVENTS
 from app.common.settings import Settings
 from app.main import create_app
 from tests.support.completion_client import stream

@@ -20,7 +20,7 @@ from app.engine.worker_loop import keep_triton_cache
 
 def test_each_phase_lasts_until_the_next_and_news_begin_none() -> None:
     clock = StartupTimer(10.0)
-    for words, now in ((LOADING_WEIGHTS, 12.0), (PROVING, 15.0), ("golden.json met", 15.5)):
+    for words, now in ((LOADING_WEIGHTS, 12.0), (PROVING, 15.0), ("golden.json passed", 15.5)):
         clock.on_phase(words, now)
     seconds = clock.finish(16.0)
     assert seconds == {STARTING: 2.0, LOADING_WEIGHTS: 3.0, PROVING: 1.0}

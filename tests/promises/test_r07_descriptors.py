@@ -88,7 +88,7 @@ def test_a_thousand_connections_with_256_descriptors(tmp_path: Path, weights: Pa
         assert stop_server(server) == 0
     log = server.log.read_text()
     assert "Traceback" not in log
-    assert "allows 160 connections" in log
+    assert "allows only 160 connections" in log
 
 
 @pytest.mark.parametrize("limit", [24, 32, 127])

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.api.completion_fields import SamplingFields
+from app.api.schemas import SamplingFields
 from tests.support.keyed_server import Keyring, exchange, keyed_server, raw, request_lines, status_of
 from tests.support.promise_figures import Promise
 from tests.support.servers import Server, start_server, stop_server

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.api import response_schemas
+from app.api import schemas
 from app.api.native.routes import ResumableStream
 from app.api.resume_store import ResumeStore
 from app.common.errors import EngineError, NotReady
@@ -451,7 +451,7 @@ def test_every_answer_names_its_weights(server: Server) -> None:
 
 
 def test_a_parked_stream_whose_weights_are_closed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_schemas, "receipt", lambda _admitted: {})
+    monkeypatch.setattr(schemas, "receipt", lambda _admitted: {})
     served = SimpleNamespace(is_closed=False)
     stream = SimpleNamespace(is_open=True, wake=lambda: None)
     went_on: list[bool] = []

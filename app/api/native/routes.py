@@ -13,13 +13,12 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from app.api import response_schemas
-from app.api.completion_fields import CompletionFields, Prompts, TokenIds
+from app.api import schemas
 from app.api.dependencies import MetricsDep, ResumeStoreDep, ServiceDep, TenantDep, body_schema, owner_of, read_body
 from app.api.openapi import declared
 from app.api.request_handle import RequestHandle
-from app.api.response_schemas import Cancellation, CompleteResponse
 from app.api.resume_store import ReplayBuffer, ResumeStore
+from app.api.schemas import Cancellation, CompleteResponse, CompletionFields, Prompts, TokenIds
 from app.common.event_loop import TimeSlice
 from app.generation.request import CompletionEvent, Delta, Finished, GenerationRequest, Heartbeat, Queued, Started
 from app.http import sse
@@ -51,7 +50,7 @@ class ResumableStream:
         self._handle = handle
         self._resume_store = resume_store
         self._extra = extra
-        self._receipt = response_schemas.receipt(handle.admitted)
+        self._receipt = schemas.receipt(handle.admitted)
         self._replay_buffer = ReplayBuffer(replay_bytes)
         self._finished: dict[int, Finished] = {}
         self.is_finished = self._is_suspended = False
@@ -137,7 +136,7 @@ class ResumableStream:
             case Delta(index, text, details):
                 if not details:
                     return self._replay_buffer.append(sse.text_event(index, text, self._next_id))
-                tokens = response_schemas.tokens(self._handle.admitted.tokenizer, details)
+                tokens = schemas.tokens(self._handle.admitted.tokenizer, details)
                 return self._append("token", {"index": index, "text": text, "tokens": tokens})
             case Queued(position):
                 eta_ms = round(self._handle.engine.queue.eta_seconds(position, time.monotonic()) * 1e3)
@@ -172,7 +171,7 @@ class ResumableStream:
 
     def _done(self) -> dict[str, Any]:
         return {
-            "choices": [response_schemas.choice(self._finished[index]) for index in sorted(self._finished)],
+            "choices": [schemas.choice(self._finished[index]) for index in sorted(self._finished)],
             "usage": self._handle.session.usage(),
             "timings": self._handle.session.timings(),
             "receipt": self._receipt,
@@ -224,7 +223,7 @@ async def complete(
     """Continue a prompt. Streams server-sent events (start, queue, token, done, error) unless "stream" is false."""
     body = await read_body(request, CompleteRequest, service.settings.max_body_bytes)
     handle = await RequestHandle.begin(request, body.generation_request, service, metrics, tenant)
-    extra: dict[str, Any] = {**response_schemas.echoed_fields(body)}
+    extra: dict[str, Any] = {**schemas.echoed_fields(body)}
     if handle.admitted.truncated:
         extra["truncated"] = True
     if body.stream is not False:
@@ -291,14 +290,14 @@ async def _full_response(handle: RequestHandle, extra: dict[str, Any]) -> dict[s
     wants_logprobs = handle.admitted.request.logprobs is not None
     choices = []
     for output in outputs:
-        tokens = response_schemas.token_elements(handle.admitted.tokenizer, output.tokens) if wants_logprobs else None
-        choices.append({**response_schemas.choice(output.finished), "text": output.text, "tokens": tokens})
+        tokens = schemas.token_elements(handle.admitted.tokenizer, output.tokens) if wants_logprobs else None
+        choices.append({**schemas.choice(output.finished), "text": output.text, "tokens": tokens})
     return {
         "id": handle.name,
         "model": handle.admitted.instance.model_name,
         "choices": choices,
         "usage": handle.session.usage(),
         "timings": handle.session.timings(),
-        "receipt": response_schemas.receipt(handle.admitted),
+        "receipt": schemas.receipt(handle.admitted),
         **extra,
     }

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from app.api.openai.schemas import OpenAIFields
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.response_schemas import echoed_fields, piece
+from app.api.schemas import echoed_fields, piece
 from app.common.event_loop import TimeSlice
 from app.common.fault_injection import fault
 from app.generation.request import CompletionEvent, Delta, Finished, TokenDetail, TokenTable

@@ -27,7 +27,7 @@ from app.api.openai.responder import (
 from app.api.openai.schemas import ChatRequest, CompletionsRequest, CompletionsResponse
 from app.api.openapi import declared
 from app.api.request_handle import CollectedOutput, RequestHandle
-from app.api.response_schemas import Usage
+from app.api.schemas import Usage
 from app.chat.template import ChatTemplate
 from app.generation.request import Finished, TokenDetail
 from app.http.errors import ApiError

@@ -6,8 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from app.api.completion_fields import GRAMMAR_FIELDS, CompletionFields, Prompts, SamplingFields, accept_integral_floats
-from app.api.response_schemas import TopToken, Usage
+from app.api.schemas import (
+    GRAMMAR_FIELDS,
+    CompletionFields,
+    Prompts,
+    SamplingFields,
+    TopToken,
+    Usage,
+    accept_integral_floats,
+)
 from app.generation.request import GenerationRequest
 
 _DEFAULT_MAX_TOKENS = 16

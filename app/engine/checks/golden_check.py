@@ -84,10 +84,9 @@ def check_golden(engine: Engine, directory: Path, config: ModelConfig, *, contex
     if failed:
         raise CheckpointError(f"{golden.path}: {_problem(failed[0], number_format)}")
     if tolerance := _TOLERANCES.get(number_format):
-        return (
-            f"{GOLDEN_FILE} met, mean difference {golden.compare_rounded(logprobs, relative_tolerance=tolerance):.1e}"
-        )
-    return f"{GOLDEN_FILE} met, largest difference {golden.compare(logprobs):.1e}"
+        difference = golden.compare_rounded(logprobs, relative_tolerance=tolerance)
+        return f"{GOLDEN_FILE} passed, mean difference {difference:.1e}"
+    return f"{GOLDEN_FILE} passed, largest difference {golden.compare(logprobs):.1e}"
 
 
 def _run(engine: Engine, requests: Sequence[Request]) -> tuple[list[float], Sequence[RequestFailed]]:

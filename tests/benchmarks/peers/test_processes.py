@@ -20,7 +20,7 @@ class Fake:
     def __init__(self, task):
         print("chatter of a library")
         if task.precision == "int8":
-            raise CannotError("no int8 here")
+            raise UnsupportedError("no int8 here")
         if task.precision == "f32":
             raise OSError("broken\\nin two lines")
     def facts(self):
@@ -34,7 +34,7 @@ class Fake:
         return 0.25
     def serve(self, load):
         if load.streams == 2:
-            raise CannotError("one stream only")
+            raise UnsupportedError("one stream only")
         return Loaded(seconds=2.0, tokens=load.tokens * len(load.prompts) - (load.streams > 2), first=[0.1], gaps=[0.2])
 run(Fake)
 """

@@ -148,9 +148,9 @@ def test_a_source_is_answered_over_http_like_by_the_oracle(crossing: Server) -> 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"prompt": "a"}, "answers a source"),
-        ({"prompt": "a", "source": ""}, "answers a source"),
-        ({"prompt": "a", "source": []}, "answers a source"),
+        ({"prompt": "a"}, "needs a source"),
+        ({"prompt": "a", "source": ""}, "needs a source"),
+        ({"prompt": "a", "source": []}, "needs a source"),
         ({"prompt": "a", "source": [VOCAB]}, "vocabulary"),
         ({"prompt": "a", "source": [1] * 101}, "at most 100"),
         ({"prompt": "a", "source": "x" * 40_000}, "at most 100"),

@@ -229,7 +229,7 @@ def test_a_request_over_its_budget_fails_alone_with_what_to_change(monkeypatch: 
     reports = [engine.step() for _ in iter(lambda: engine.has_work, False)]
     (failed,) = [failure for report in reports for failure in report.failed]
     assert failed.request_id == "costly" and failed.is_user_error
-    assert "of computing" in failed.message and "make it simpler" in failed.message
+    assert "of CPU time" in failed.message and "make it simpler" in failed.message
     tokens = [event for report in reports for event in report.events if event.request_id == "good"]
     assert tokens == run_all(tiny_engine(_decoder()), [good])["good"]
 
@@ -286,7 +286,7 @@ def test_a_guide_is_compiled_once_also_after_preemption_and_for_a_step_that_is_c
 
     monkeypatch.setattr(engine.runner.compute, "run", run)  # type: ignore[attr-defined]
     run_all(engine, requests)
-    assert engine.scheduler.preemptions > 3 and engine.isolation.retried > 10
+    assert engine.scheduler.preemptions > 3 and engine.isolation.retried_steps > 10
     assert sorted(compiled) == sorted(request.id for request in requests if request.grammar)
 
 

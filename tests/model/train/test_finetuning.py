@@ -99,7 +99,7 @@ def test_a_model_of_each_family_learns_and_is_still_read_by_transformers(
     assert generate(decoder, tokens[:9], 16) == written[0, 9:].tolist()
     assert check([str(out)]) == 0
     told = capsys.readouterr().out
-    assert "golden       met" in told and "manifest     met" in told
+    assert "golden       passed" in told and "manifest     passed" in told
 
 
 @pytest.mark.parametrize("switches", [{"norm_position": "post", "final_norm": False}, {"tied_head": False}])

@@ -163,7 +163,7 @@ def engine_pid(server: Server) -> int:
 def engine_pids(server: Server) -> list[int]:
     """None while one is being started."""
     commands = {pid: _command(pid) for pid in children(server)}
-    engines = (b"app.engine.__main__", b"tests.support.fake_engine")
+    engines = (b"app.engine", b"tests.support.fake_engine")
     return [pid for pid, command in commands.items() if any(engine in command for engine in engines)]
 
 
