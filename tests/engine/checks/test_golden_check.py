@@ -64,7 +64,7 @@ def test_every_way_to_compute_meets_the_file(
 ) -> None:
     library = request.getfixturevalue("native_library") if kernels == "native" else None
     told = _announced(_config(directory, number, kernels, library))[-1]
-    assert told.startswith(f"{GOLDEN_FILE} met, {'largest' if number == 'float32' else 'mean'} difference")
+    assert told.startswith(f"{GOLDEN_FILE} passed, {'largest' if number == 'float32' else 'mean'} difference")
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -78,7 +78,7 @@ def test_another_model_is_found_out_in_every_number_format(directory: Path, numb
 def test_a_set_that_is_not_whole_is_refused(directory: Path) -> None:
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
     (directory / MANIFEST_FILE).write_bytes(manifest_file(files))
-    assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} met")
+    assert _announced(_config(directory, "float32"))[-1].endswith(f", {MANIFEST_FILE} passed")
     (directory / "generation_config.json").write_text("{}")
     with pytest.raises(EngineStartError, match=r"generation_config\.json: differs from manifest\.json"):
         build_engine(_config(directory, "float32"))
@@ -96,11 +96,11 @@ def _prove(tmp_path: Path, shape: ModelConfig, context: int, numbers: torch_dtyp
 
 
 def test_a_model_with_an_encoder_proves_itself_too(tmp_path: Path) -> None:
-    assert " met, " in _prove(tmp_path, tiny_config(n_encoder_layers=1), 256)[0]
+    assert " passed, " in _prove(tmp_path, tiny_config(n_encoder_layers=1), 256)[0]
 
 
 def test_a_short_context_takes_as_much_of_the_prompt_as_fits(tmp_path: Path) -> None:
-    assert " met, " in _prove(tmp_path, tiny_config(), 20)[0]
+    assert " passed, " in _prove(tmp_path, tiny_config(), 20)[0]
     assert _prove(tmp_path, tiny_config(), 1)[0].endswith("longer than --max-context")
     assert _prove(tmp_path, tiny_config(n_encoder_layers=1), 20)[0].endswith("longer than --max-context")
 

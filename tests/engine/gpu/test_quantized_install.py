@@ -70,6 +70,6 @@ def _prove(directory: Path, shape: ModelConfig) -> str:
 
 
 def test_fp8_meets_the_golden_file_and_another_model_does_not(tmp_path: Path) -> None:
-    assert _prove(tmp_path, tiny_config()).startswith(f"{GOLDEN_FILE} met, mean difference")
+    assert _prove(tmp_path, tiny_config()).startswith(f"{GOLDEN_FILE} passed, mean difference")
     with pytest.raises(CheckpointError, match=r"golden\.json: the log-probabilities differ by a mean of \d"):
         _prove(tmp_path, tiny_config(norm_eps=5.0))
